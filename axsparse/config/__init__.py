@@ -1,0 +1,1 @@
+"""Configuration: `schema` (fields and defaults), `load` (YAML, overrides), `validate` (rules)."""

@@ -1,0 +1,196 @@
+"""Every setting of a run, its type, its default and its meaning; nothing else holds defaults.
+
+A configuration is frozen: what is printed and saved at the start is what ran.
+Rules that involve a single field stand here as types; rules between fields stand
+in `validate.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Auto = Literal["auto"]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A fraction that may be 0 but never 1: a sparsity, a dropout, a decay coefficient."""
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""YAML has lists where a frozen configuration has tuples."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and strict about names and types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name: Literal["gpt"] = "gpt"
+    """Model family; models of one's own come through the Python API."""
+    num_layers: Count = 6
+    """Transformer blocks, embedding and head not counted."""
+    hidden_size: Count = 256
+    """Width of the residual stream; a multiple of `num_heads`."""
+    num_heads: Count = 8
+    """Attention heads of each block."""
+    sequence_length: Count = 128
+    """Longest sequence, in tokens, for which there are position embeddings."""
+    vocab_size: Count = 256
+    """Rows of the token embedding; at least the vocabulary of the data."""
+    tie_embeddings: bool = True
+    """Whether the output head uses the token embedding's weights."""
+    dropout: Rate = 0.0
+    """Fraction of activations dropped after the embedding and each residual branch."""
+
+
+class DataConfig(Section):
+    """What the model is trained on."""
+
+    source: Literal["stdlib"] = "stdlib"
+    """`stdlib`: the bytes of the source files of Python's own standard library."""
+    sequence_length: Count | Auto = "auto"
+    """Tokens of one sample; `auto` takes the model's `sequence_length`."""
+
+
+class BatchConfig(Section):
+    """How many sequences a step sees: global = g_data × microbatches × microbatch_size."""
+
+    global_batch_size: Count = 48
+    """Sequences of one optimizer step over all replicas."""
+    microbatch_size: Count = 2
+    """Sequences that pass through the pipeline together."""
+
+
+class LayoutConfig(Section):
+    """How the ranks are arranged: world = g_inter × g_data."""
+
+    g_inter: Count | Auto = "auto"
+    """Pipeline stages; `auto` takes 2 where that divides the ranks, else 1."""
+    g_data: Count | Auto = "auto"
+    """Replicas of the pipeline; `auto` takes ranks / g_inter."""
+    split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
+    """Layers of each stage, first to last, embedding and head included; `auto` balances cost."""
+
+
+class PipelineConfig(Section):
+    """In which order a stage works."""
+
+    schedule: Literal["message-driven"] = "message-driven"
+    """`message-driven`: what has arrived decides what runs next."""
+    prefer: Literal["alternate", "backward", "forward"] = "alternate"
+    """What runs when a forward and a backward have both arrived."""
+    slack: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """Microbatches in flight beyond g_inter − stage; `auto` is 1."""
+    checkpoint_activations: Annotated[int, Field(ge=0)] = 0
+    """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
+
+
+class PruningConfig(Section):
+    """Which weights are kept."""
+
+    method: Literal["magnitude", "random"] = "magnitude"
+    """`magnitude` keeps the largest absolute weights of each tensor, `random` a random choice."""
+    sparsity: Rate = 0.9
+    """Fraction of each pruned tensor that is removed; 0 prunes nothing."""
+    at_step: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps done before pruning; 0 prunes at the start and never holds dense state."""
+    include: Literal["blocks", "all"] = "blocks"
+    """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
+
+
+class SamoConfig(Section):
+    """How the training state is stored."""
+
+    enabled: bool = True
+    """False trains dense: nothing is pruned. The baseline of all comparisons."""
+    index: Literal["auto", "int32"] = "auto"
+    """How the positions of kept entries are stored; `auto` is int32."""
+    gradient: Literal["auto", "half", "fp32"] = "auto"
+    """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
+    entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
+
+
+class OptimizerConfig(Section):
+    """How weights follow gradients."""
+
+    name: Literal["adamw"] = "adamw"
+    """Optimizer; its recurrence stands on top of its file in `axsparse/samo/`."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Peak learning rate, reached at the end of the warm-up."""
+    betas: Annotated[tuple[Rate, Rate], FromList] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled weight decay, on matrices only (tensors of two or more dimensions)."""
+    clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest global gradient norm; 0 never clips."""
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves: linear warm-up, then decay."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps until the learning rate reaches its peak."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the descent after the warm-up."""
+    decay_steps: Count | Auto = "auto"
+    """Step at which the descent ends, warm-up included; `auto` takes `train.steps`."""
+    final_ratio: Fraction = 0.1
+    """Learning rate after the descent, as a fraction of the peak."""
+
+
+class TrainConfig(Section):
+    """How long the run is and what it reports."""
+
+    steps: Count = 100
+    """Optimizer steps."""
+    eval_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_steps: Annotated[int, Field(ge=0)] = 4
+    """Global batches of validation data per evaluation; 0 never evaluates."""
+    log_every: Count = 10
+    """Steps between lines on the screen; `metrics.jsonl` has every step."""
+    threads: Count = 1
+    """Torch's CPU threads in each rank; part of the numerics, hence fixed."""
+    peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
+    """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
+
+
+class Config(Section):
+    """A run, as `config.yaml` in its run directory records it."""
+
+    model: ModelConfig = ModelConfig()
+    """Which model is trained."""
+    data: DataConfig = DataConfig()
+    """What it is trained on."""
+    batch: BatchConfig = BatchConfig()
+    """How many sequences a step sees."""
+    layout: LayoutConfig = LayoutConfig()
+    """How the ranks are arranged."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """In which order a stage works."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Type of weights, activations and messages; master weights are always fp32."""
+    pruning: PruningConfig = PruningConfig()
+    """Which weights are kept."""
+    samo: SamoConfig = SamoConfig()
+    """How the training state is stored."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights follow gradients."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves."""
+    train: TrainConfig = TrainConfig()
+    """How long the run is and what it reports."""
+    transport: Literal["auto", "mpi", "local"] = "auto"
+    """How ranks talk: `mpi`, or `local` for a single process; `auto` takes MPI if there is one."""
+    seed: Annotated[int, Field(ge=0)] = 1234
+    """Decides initial weights, masks, dropout and the order of the data."""
+    run_dir: str = "auto"
+    """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""

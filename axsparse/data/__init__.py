@@ -1,0 +1,1 @@
+"""Data: which samples a step sees is a pure function of (seed, step)."""

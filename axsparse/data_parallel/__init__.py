@@ -1,0 +1,1 @@
+"""Data parallelism over compressed gradients: the collectives and the synchronisation."""

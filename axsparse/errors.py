@@ -1,0 +1,56 @@
+"""The exceptions that users meet, and the exit code each of them ends a job with.
+
+    AxsparseError                 70  base class; never raised itself
+    ├── ConfigError               78  a key, flag or combination that cannot be run
+    ├── DataError                 65  data that does not fit the run
+    ├── MissingInputError         66  a named file or folder that is not there
+    ├── OutputError               74  a place that cannot be written
+    └── TrainingError             70  a run that cannot go on (non-finite numbers, say)
+
+Each message is one line: where the value stands, the value, the rule, the mend.
+Internal invariants are asserts, not members of this tree.
+"""
+
+from __future__ import annotations
+
+EXIT_DATA = 65
+EXIT_MISSING = 66
+EXIT_INTERNAL = 70
+EXIT_OUTPUT = 74
+EXIT_CONFIG = 78
+
+
+class AxsparseError(Exception):
+    """Base of all errors that are shown to users as one line without a traceback."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class ConfigError(AxsparseError):
+    """A configuration that cannot be run."""
+
+    exit_code = EXIT_CONFIG
+
+
+class DataError(AxsparseError):
+    """Data that does not fit the run: too short, changed, or of another kind."""
+
+    exit_code = EXIT_DATA
+
+
+class MissingInputError(AxsparseError):
+    """An input that was named but does not exist."""
+
+    exit_code = EXIT_MISSING
+
+
+class OutputError(AxsparseError):
+    """A file or folder that cannot be written."""
+
+    exit_code = EXIT_OUTPUT
+
+
+class TrainingError(AxsparseError):
+    """A run that cannot go on."""
+
+    exit_code = EXIT_INTERNAL

@@ -1,0 +1,1 @@
+"""What a run tells: phases of a step, metrics.jsonl, the console."""

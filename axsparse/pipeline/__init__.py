@@ -1,0 +1,1 @@
+"""Message-driven pipeline parallelism: policy, stage, engine and links."""

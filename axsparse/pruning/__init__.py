@@ -1,0 +1,1 @@
+"""Which entries are kept: masks from scores. Knows nothing of compressed storage."""
