@@ -1,0 +1,30 @@
+"""What a stage can do, in objects and in text: "F3" is the forward of microbatch 3."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from axsparse.comm import Direction
+
+_LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B"}
+_DIRECTIONS = {letter: direction for direction, letter in _LETTERS.items()}
+
+
+@dataclass(frozen=True)
+class Action:
+    """The forward or the backward of one microbatch."""
+
+    direction: Direction
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{_LETTERS[self.direction]}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The inverse of `str`; ValueError for anything else."""
+        match = re.fullmatch(r"([FB])(0|[1-9][0-9]*)", text)
+        if match is None:
+            raise ValueError(f"action {text!r} is not F or B and a microbatch number, such as F3")
+        return Action(_DIRECTIONS[match[1]], int(match[2]))
