@@ -1,0 +1,132 @@
+"""GPT-3-style decoders: learned positions, pre-LayerNorm, GELU, tied or separate head.
+
+Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axsparse.config.schema import ModelConfig
+from axsparse.models.layer import Layer, Model, Tie
+
+INIT_STD = 0.02
+"""Standard deviation of initial matrices (Radford et al. 2019)."""
+
+
+class Embedding(nn.Module):
+    """Token plus position embedding: (B, S) integers to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.sequence_length, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        dropped: Tensor = self.dropout(embedded)
+        return dropped
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        qkv: Tensor = self.qkv(x).view(b, s, 3, self.num_heads, h // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.proj(mixed.transpose(1, 2).reshape(b, s, h))
+        return projected
+
+
+class Block(nn.Module):
+    """One transformer block: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.norm1 = nn.LayerNorm(h)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(h)
+        self.fc1 = nn.Linear(h, 4 * h)
+        self.fc2 = nn.Linear(4 * h, h)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        hidden = F.gelu(self.fc1(self.norm2(x)), approximate="tanh")
+        out: Tensor = x + self.dropout(self.fc2(hidden))
+        return out
+
+
+class Head(nn.Module):
+    """Final LayerNorm and projection: (B, S, H) to logits (B, S, V)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.weight)
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, summed over the tokens; fp32 whatever the logits are."""
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    return F.cross_entropy(flat, targets.reshape(-1), reduction="sum")
+
+
+def init_parameter(
+    num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
+    """Start values: N(0, 0.02²) for matrices, residual projections divided by √(2·layers)."""
+    if len(shape) == 1:
+        is_gain = "norm" in name and name.endswith("weight")
+        return torch.full(shape, 1.0 if is_gain else 0.0)
+    residual = name in ("attention.proj.weight", "fc2.weight")
+    std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def gpt(config: ModelConfig, sequence_length: int) -> Model:
+    """The GPT of a configuration as a list of `num_layers + 2` layers.
+
+    `sequence_length` is that of the data; it enters the flops only.
+    """
+    s, h = sequence_length, config.hidden_size
+    init = partial(init_parameter, config.num_layers)
+    block_flops = 24 * s * h * h + 4 * s * s * h  # Narayanan et al. 2021, appendix
+    blocks = [
+        Layer(f"block{i}", partial(Block, config), init=init, flops=block_flops)
+        for i in range(config.num_layers)
+    ]
+    return Model(
+        layers=[
+            Layer("embed", partial(Embedding, config), kind="embedding", init=init, flops=0),
+            *blocks,
+            Layer(
+                "head",
+                partial(Head, config),
+                kind="head",
+                init=init,
+                flops=2 * s * h * config.vocab_size,
+            ),
+        ],
+        loss=summed_cross_entropy,
+        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
+        name="gpt",
+    )

@@ -1,0 +1,33 @@
+"""Random numbers keyed by what they are for, never by who draws them or when."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def keyed_seed(*key: int | str) -> int:
+    """A 63-bit seed for a key such as (seed, "block3.fc1.weight", "init").
+
+    Equal keys give equal seeds on every rank, platform and run.
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU generator of one's own for a key."""
+    return torch.Generator().manual_seed(keyed_seed(*key))
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Lets modules draw from torch's global CPU generator and restores it afterwards."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
