@@ -1,0 +1,158 @@
+"""Layers built straight into their final storage, one parameter at a time.
+
+A parameter is initialised in fp32, pruned, compressed and rounded before the next one
+exists, so building a stage needs no more than its final state and one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.models.layer import Layer
+from axsparse.pruning.criteria import Criterion
+from axsparse.samo.index import FullIndex, Index, make_index
+from axsparse.samo.state import LayerState, TensorState
+from axsparse.seeds import keyed_generator, keyed_seed, preserved_rng
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """A layer of this stage: its module and the state of its trained parameters."""
+
+    spec: Layer
+    module: nn.Module
+    state: LayerState
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How state is stored; equal on all ranks."""
+
+    dtype: torch.dtype
+    """Of weights, activations and messages."""
+    gradient_dtype: torch.dtype
+    moments: tuple[str, ...]
+    seed: int
+    criterion: Criterion | None
+    """What is pruned while building; None builds dense state."""
+
+
+def construct(
+    layers: Sequence[Layer], ties: Mapping[str, str], options: StateOptions
+) -> list[BuiltLayer]:
+    """Build the layers of one stage.
+
+    `ties` maps the global name of each second use of a weight to the first. Both
+    uses start, and are pruned, as one weight; where both are in `layers`, they share
+    one storage.
+    """
+    tensors: dict[str, TensorState] = {}
+    return [_construct_layer(layer, ties, tensors, options) for layer in layers]
+
+
+def _construct_layer(
+    layer: Layer,
+    ties: Mapping[str, str],
+    tensors: dict[str, TensorState],
+    options: StateOptions,
+) -> BuiltLayer:
+    """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
+    module, values = _skeleton(layer, ties, options.seed)
+    states: list[TensorState] = []
+    frozen: list[nn.Parameter] = []
+    for local_name, parameter in list(module.named_parameters()):
+        name = f"{layer.name}.{local_name}"
+        owner = tensors.get(ties.get(name, ""))
+        shape = tuple(parameter.shape)
+        if owner is not None and tuple(owner.parameter.shape) != shape:
+            raise ConfigError(
+                f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and {shape} "
+                "differ; a tie joins two uses of one weight"
+            )
+        storage = (
+            torch.zeros(shape, dtype=options.dtype) if owner is None else owner.parameter.detach()
+        )
+        weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+        _replace(module, local_name, weight)
+        if not parameter.requires_grad:
+            weight.detach().copy_(values(local_name))
+            frozen.append(weight)
+            continue
+        index: Index = FullIndex(weight.numel())
+        criterion = options.criterion
+        if owner is None and criterion is not None and criterion.prunes(layer.kind, shape):
+            flat_value = partial(_flat, values, local_name)
+            mask = criterion.mask(ties.get(name, name), flat_value, weight.numel())
+            index = make_index(mask)
+        states.append(TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner))
+    state = LayerState(
+        layer.name,
+        states,
+        moments=options.moments,
+        gradient_dtype=options.gradient_dtype,
+        owns_master=options.dtype != torch.float32,
+        frozen=frozen,
+    )
+    for tensor in state.owned:
+        value_D = _flat(values, tensor.name.removeprefix(f"{layer.name}."))
+        for start, stop in tensor.blocks():
+            state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
+        tensors[tensor.name] = tensor
+    _refuse_leftovers(layer, module)
+    return BuiltLayer(layer, module, state)
+
+
+def _flat(values: Callable[[str], Tensor], name: str) -> Tensor:
+    return values(name).view(-1)
+
+
+def _skeleton(
+    layer: Layer, ties: Mapping[str, str], seed: int
+) -> tuple[nn.Module, Callable[[str], Tensor]]:
+    """The module, and the fp32 start values of its parameters by local name.
+
+    Values are asked for twice, for the mask and for the state, because keeping them
+    would hold a whole layer in fp32.
+    """
+    init = layer.init
+    if init is None:
+        with preserved_rng():
+            torch.manual_seed(keyed_seed(seed, layer.name, "init"))
+            module = layer.build()
+        parameters = dict(module.named_parameters())
+        return module, lambda name: parameters[name].detach().float().contiguous()
+    with torch.device("meta"):
+        module = layer.build()
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+    def value(name: str) -> Tensor:
+        full = f"{layer.name}.{name}"
+        generator = keyed_generator(seed, ties.get(full, full), "init")
+        return init(name, shapes[name], generator).float().contiguous()
+
+    return module, value
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of every registration of the one called `name`."""
+    old = module.get_parameter(name)
+    for child in module.modules():
+        for key, value in list(child._parameters.items()):
+            if value is old:
+                child._parameters[key] = parameter
+
+
+def _refuse_leftovers(layer: Layer, module: nn.Module) -> None:
+    """Buffers built on the meta device hold nothing: such a layer has to initialise itself."""
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"layer {layer.name}: buffer {name!r} has no contents, because a layer with `init` "
+                "is built on the meta device; leave `init` out or compute it in forward"
+            )

@@ -1,0 +1,50 @@
+"""Partial sums of the squared gradient norm, in pieces that no layout changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from axsparse.samo.state import LayerState
+
+
+def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[str, Tensor]:
+    """Per tensor name, one fp64 sum of squares a block of kept gradient entries.
+
+    Non-finite exactly if a gradient entry of the block is: squares of fp32 values
+    cannot overflow fp64. `names` limits the result to tensors counted here, since
+    the second use of a tied weight is counted where the first is.
+    """
+    wanted = set(names)
+    partials = {}
+    for layer in layers:
+        for tensor in layer.owned:
+            if tensor.name in wanted:
+                gradient_K = layer.gradient_of(tensor)
+                partials[tensor.name] = torch.tensor(
+                    [
+                        gradient_K[start:stop].double().square_().sum().item()
+                        for start, stop in tensor.blocks()
+                    ],
+                    dtype=torch.float64,
+                )
+    return partials
+
+
+def global_norm(partials: Tensor) -> float:
+    """The norm from all partials in (name, block) order, rounded to fp32 before any use."""
+    return float(torch.tensor(math.sqrt(float(partials.sum())), dtype=torch.float32))
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """What gradients are multiplied by: min(1, clip_norm / (norm + 1e-6)), as in
+    `torch.nn.utils.clip_grad_norm_` and in fp32 as there; 1 if `clip_norm` is 0.
+    """
+    if clip_norm == 0:
+        return 1.0
+    limit = torch.tensor(clip_norm, dtype=torch.float32)
+    factor = limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+    return float(torch.clamp(factor, max=1.0))
