@@ -7,13 +7,15 @@ a rank with nothing to do leaves its core to others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from axsparse.grid import Place
 
 
 class Direction(IntEnum):
@@ -141,16 +143,29 @@ def wait(work: Work, backoff: Backoff) -> None:
         backoff.pause()
 
 
-@dataclass(frozen=True)
-class Channels:
-    """Everything one rank talks through; made by a transport, closed by the trainer."""
+class Transport(Protocol):
+    """How one rank reaches the others; makes links and collectives."""
 
-    link: Link
-    replicas: Collective
-    """The ranks that hold the same stage, in replica order."""
+    name: str
+    """Shown on the screen and in `config.yaml`."""
+    rank: int
+    size: int
+    backoff: Backoff
     world: Collective
     """All ranks; used for small agreements only."""
-    ends: Collective | None
-    """First and last stage of this rank's replica, where they differ and this rank is one."""
-    backoff: Backoff
-    close: Callable[[], None]
+
+    def link(self, place: Place) -> Link:
+        """The link of this rank to its neighbours; all ranks of the grid call this together."""
+        ...
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        """A group of ranks in this order; its members call this together, in equal order."""
+        ...
+
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job at once."""
+        ...
+
+    def close(self) -> None:
+        """Release what was made; every rank calls this once it needs no other any more."""
+        ...

@@ -1,0 +1,107 @@
+"""What all ranks must know before any of them goes on, in one small all-reduce a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from axsparse.comm import Backoff, Collective, Op, wait
+from axsparse.grid import Place
+from axsparse.samo.norm import global_norm
+from axsparse.samo.state import BLOCK
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A step as all ranks see it."""
+
+    loss: float
+    """Mean over the step's targets."""
+    grad_norm: float
+    """Global norm over kept entries, before clipping."""
+    finite: bool
+    """Whether loss and gradients are numbers everywhere; if not, nobody updates."""
+
+
+class Agreement:
+    """Loss, global norm and finiteness over all stages and replicas.
+
+    An fp64 vector with a slot a replica for its loss and a slot a block of every tensor
+    for its part of the norm. Each slot has one owner and is zero elsewhere, so that the
+    sum is exact and the same in every layout; non-finite numbers stay so.
+    """
+
+    def __init__(
+        self,
+        world: Collective,
+        backoff: Backoff,
+        place: Place,
+        names: Sequence[str],
+        kept: Mapping[str, int],
+    ) -> None:
+        """`names`: all tensors that count in the norm, in model order, on all ranks alike.
+        `kept`: kept entries of those on this rank. Collective over `world`.
+        """
+        self._world = world
+        self._backoff = backoff
+        self._place = place
+        counts = torch.zeros(len(names), dtype=torch.float64)
+        if place.replica == 0:
+            for number, name in enumerate(names):
+                counts[number] = kept.get(name, 0)
+        wait(world.start(Op.ALL_REDUCE, counts), backoff)
+        blocks = [-(-int(count) // BLOCK) for count in counts.tolist()]
+        self._losses = place.grid.g_data
+        self._slots: dict[str, slice] = {}
+        at = self._losses
+        for name, size in zip(names, blocks, strict=True):
+            self._slots[name] = slice(at, at + size)
+            at += size
+        self._length = at
+
+    def reach(self, loss: float, partials: Mapping[str, Tensor]) -> Verdict:
+        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`."""
+        vector = torch.zeros(self._length, dtype=torch.float64)
+        if self._place.is_last:
+            vector[self._place.replica] = loss
+        if self._place.replica == 0:  # gradients are summed: all replicas have the same
+            for name, partial in partials.items():
+                vector[self._slots[name]] = partial
+        wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
+        norm = global_norm(vector[self._losses :])
+        total = sum(vector[: self._losses].tolist())
+        finite = bool(torch.isfinite(vector).all())
+        return Verdict(loss=total, grad_norm=norm, finite=finite)
+
+
+def sum_by_owner(
+    collective: Collective, backoff: Backoff, values: Sequence[float]
+) -> list[list[float]]:
+    """Every member's values, in rank order, on all members; exact."""
+    size, count = collective.size, len(values)
+    slots = torch.zeros(size, count, dtype=torch.float64)
+    slots[collective.rank] = torch.tensor(list(values), dtype=torch.float64)
+    wait(collective.start(Op.ALL_REDUCE, slots.view(-1)), backoff)
+    gathered: list[list[float]] = slots.tolist()
+    return gathered
+
+
+def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
+    """Every member's text, in rank order, on all members."""
+    own = text.encode()
+    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
+    start, stop = bounds[collective.rank], bounds[collective.rank + 1]
+    if own:
+        buffer[start:stop] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if buffer.numel():
+        wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
+    whole = bytes(buffer.numpy())
+    return [whole[a:b].decode() for a, b in itertools.pairwise(bounds)]

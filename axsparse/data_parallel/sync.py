@@ -1,0 +1,165 @@
+"""Summing a step's compressed gradients: the two uses of a tied weight, then the replicas.
+
+One bucket a layer: its flat gradient buffer is what travels, without a copy where the
+accumulator has the wire's type. A bucket starts as soon as the last microbatch has
+completed it and all buckets before it have started; the order is fixed (last layer
+first, layers with ties at the end), so that all replicas start them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from axsparse.comm import Backoff, Collective, Op, Work
+from axsparse.data_parallel.ordered import sum_in_rank_order
+from axsparse.observe.phases import Phases
+from axsparse.samo.state import LayerState, TensorState
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a tied weight on this stage."""
+
+    layer: LayerState
+    tensor: TensorState
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.layer.gradient_of(self.tensor)
+
+
+@dataclass(frozen=True)
+class StageTie:
+    """A tie as one stage sees it: both uses, or one use and the pair of stages that hold them."""
+
+    uses: tuple[Use, ...]
+    pair: Collective | None
+    """Joins the stage of the first use and that of the second, in this order; None if both
+    uses are here."""
+
+
+@dataclass
+class _Bucket:
+    layer: LayerState
+    wire: Tensor | None = None
+    """What travels, where the accumulator is wider than the wire."""
+    work: Work | None = None
+
+
+class GradientSync:
+    """Sums the gradients of one stage, started layer by layer during the backward."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        ties: Sequence[StageTie],
+        *,
+        replicas: Collective,
+        wire_dtype: torch.dtype,
+        backoff: Backoff,
+        phases: Phases,
+    ) -> None:
+        """`layers` in model order; `ties` in an order that all stages share."""
+        tied = {id(use.layer) for tie in ties for use in tie.uses}
+        backward = list(reversed(layers))
+        self._buckets = [_Bucket(layer) for layer in backward if id(layer) not in tied]
+        self._buckets += [_Bucket(layer) for layer in backward if id(layer) in tied]
+        self._ties = list(ties)
+        self._replicas = replicas
+        self._wire_dtype = wire_dtype
+        self._backoff = backoff
+        self._phases = phases
+        self._complete: set[int] = set()
+        self._tie_works: list[Work | None] = []
+        self._started = 0
+
+    @property
+    def gradient_bytes_sent(self) -> int:
+        """Bytes handed over for other replicas since the start."""
+        return self._replicas.bytes_sent
+
+    @property
+    def tie_bytes_sent(self) -> int:
+        """Bytes handed over for the other stage of a tie since the start."""
+        pairs = {id(tie.pair): tie.pair for tie in self._ties if tie.pair is not None}
+        return sum(pair.bytes_sent for pair in pairs.values())
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._complete.clear()
+        self._tie_works.clear()
+        self._started = 0
+
+    def ready(self, layer: LayerState) -> None:
+        """A layer's gradients are complete: start whatever may start now."""
+        self._complete.add(id(layer))
+        self.advance()
+
+    def advance(self) -> None:
+        """Start what may start and push what is under way; never waits."""
+        with self._phases("collective"):
+            self._advance_ties()
+            self._advance_buckets()
+
+    def finish(self) -> None:
+        """Wait until every gradient holds its sum over uses and replicas."""
+        with self._phases("collective"):
+            self._backoff.reset()
+            while not self._is_done():
+                self._advance_ties()
+                self._advance_buckets()
+                if not self._is_done():
+                    self._backoff.pause()
+
+    def _is_done(self) -> bool:
+        return self._started == len(self._buckets) and all(
+            bucket.work is None for bucket in self._buckets
+        )
+
+    def _advance_ties(self) -> None:
+        while len(self._tie_works) < len(self._ties):
+            tie = self._ties[len(self._tie_works)]
+            if any(id(use.layer) not in self._complete for use in tie.uses):
+                break
+            if tie.pair is None:
+                first, second = tie.uses
+                first.gradient.copy_(sum_in_rank_order([first.gradient, second.gradient]))
+                self._tie_works.append(None)
+            else:
+                (use,) = tie.uses
+                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.gradient))
+        for number, work in enumerate(self._tie_works):
+            if work is not None and work.poll():
+                self._tie_works[number] = None
+
+    def _advance_buckets(self) -> None:
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
+            if id(bucket.layer) not in self._complete or not self._ties_summed(bucket.layer):
+                break
+            self._start(bucket)
+            self._started += 1
+        for bucket in self._buckets[: self._started]:
+            if bucket.work is not None and bucket.work.poll():
+                if bucket.wire is not None:
+                    bucket.layer.reduced_gradient.copy_(bucket.wire)
+                bucket.work = bucket.wire = None
+
+    def _ties_summed(self, layer: LayerState) -> bool:
+        return all(
+            number < len(self._tie_works) and self._tie_works[number] is None
+            for number, tie in enumerate(self._ties)
+            if any(use.layer is layer for use in tie.uses)
+        )
+
+    def _start(self, bucket: _Bucket) -> None:
+        gradient = bucket.layer.reduced_gradient
+        if self._replicas.size == 1 or gradient.numel() == 0:
+            return
+        if gradient.dtype != self._wire_dtype:
+            gradient = bucket.wire = gradient.to(self._wire_dtype)
+        bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)

@@ -1,0 +1,134 @@
+"""Ranks as threads of one process that take turns: no ports, no races, repeatable.
+
+One rank runs at a time and hands the turn on where it would wait. With a seed, who
+runs next and which of the arrived messages a rank sees first are drawn from it, so
+that a test can walk through many arrival orders.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+IDLE_TURNS = 2_000
+"""Turns a rank may take without any rank making progress before that is a deadlock."""
+
+
+class DeadlockError(AssertionError):
+    """All ranks wait and nothing is under way."""
+
+
+class _AbandonedError(BaseException):
+    """Raised in ranks that wait for one that failed; BaseException, so that nobody handles it."""
+
+
+@dataclass
+class Group:
+    """The shared side of one collective group."""
+
+    size: int
+    posted: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """Operation number → member → what it posted."""
+
+
+class LocalWorld(Generic[T]):
+    """`size` ranks in this process."""
+
+    def __init__(self, size: int, seed: int | None = None) -> None:
+        """`seed` draws turns and arrivals at random; None: round robin, in order."""
+        self.size = size
+        self.random = None if seed is None else random.Random(seed)  # noqa: S311 - test order
+        self._mail: dict[tuple[int, int, str], deque[Any]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._alive = list(range(size))
+        self._finished = threading.Event()
+        self._failure: BaseException | None = None
+        self._idle = 0
+
+    def run(self, main: Callable[[int], T]) -> list[T]:
+        """Run `main(rank)` on every rank; the results in rank order, or the first failure."""
+        results: dict[int, T] = {}
+
+        def body(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                if self._failure is None:
+                    results[rank] = main(rank)
+            except _AbandonedError:
+                pass
+            except BaseException as failure:
+                self._failure = self._failure or failure
+            finally:
+                self._leave(rank)
+
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        self._finished.wait()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return [results[rank] for rank in range(self.size)]
+
+    def mailbox(self, source: int, target: int, channel: str) -> deque[Any]:
+        """The queue from one rank to another."""
+        return self._mail.setdefault((source, target, channel), deque())
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """The group of these ranks; groups of equal ranks and different names are apart."""
+        return self._groups.setdefault((name, ranks), Group(len(ranks)))
+
+    def progress(self) -> None:
+        """Something moved: this is no deadlock."""
+        self._idle = 0
+
+    def pass_turn(self, rank: int) -> None:
+        """Let another rank run; returns when it is this rank's turn again."""
+        self._idle += 1
+        if self._idle > IDLE_TURNS * self.size:
+            raise DeadlockError(f"rank {rank} waits, and so do all {len(self._alive)} others")
+        following = self._next_after(rank)
+        if following != rank:
+            self._turns[following].release()
+            self._turns[rank].acquire()
+        if self._failure is not None:
+            raise _AbandonedError
+
+    def _next_after(self, rank: int) -> int:
+        if self.random is not None:
+            return self.random.choice(self._alive)
+        later = [other for other in self._alive if other > rank]
+        return later[0] if later else self._alive[0]
+
+    def _leave(self, rank: int) -> None:
+        self.progress()
+        self._alive.remove(rank)
+        if self._alive:
+            self._turns[self._next_after(rank)].release()
+        else:
+            self._finished.set()
+
+
+class TurnBackoff:
+    """Waiting hands the turn to another rank."""
+
+    def __init__(self, world: LocalWorld[Any], rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def pause(self) -> None:
+        self._world.pass_turn(self._rank)
+
+    def reset(self) -> None:
+        """Turns have no memory."""

@@ -1,0 +1,157 @@
+"""Executes a policy: takes in what has arrived, runs what the policy names, sends the result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from axsparse.comm import Backoff, Direction, Link, Message
+from axsparse.data.batches import Batch
+from axsparse.grid import Place
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.actions import Action
+from axsparse.pipeline.policy import ForwardOnly, MessageDriven, Policy, Preference
+from axsparse.pipeline.stage import Key, Stage
+
+MOST_UNSENT = 8
+"""In an evaluation no gradient comes back to slow the first stage down; this does."""
+
+
+class Engine:
+    """Moves the microbatches of one replica through one stage."""
+
+    def __init__(
+        self,
+        place: Place,
+        stage: Stage,
+        link: Link,
+        backoff: Backoff,
+        phases: Phases,
+        *,
+        slack: int,
+        prefer: Preference,
+        while_idle: Callable[[], None],
+    ) -> None:
+        """`while_idle` is called between polls when nothing can run: work that only needs
+        a push now and then."""
+        self._place = place
+        self._stage = stage
+        self._link = link
+        self._backoff = backoff
+        self._phases = phases
+        self._slack = slack
+        self._prefer = prefer
+        self._while_idle = while_idle
+        self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
+        self._inbox: dict[Action, Message] = {}
+
+    def train(
+        self, batch: Batch, divisor: float, before_last_backward: Callable[[], None]
+    ) -> list[float]:
+        """Forward and backward of all microbatches; on the last stage their losses, in order.
+
+        Each loss is the microbatch's summed loss over `divisor`, the step's global count
+        of targets, so that losses and gradients add up over microbatches and replicas.
+        """
+        place = self._place
+        policy = MessageDriven(
+            stage=place.stage,
+            g_inter=place.grid.g_inter,
+            microbatches=len(batch.microbatches),
+            slack=self._slack,
+            prefer=self._prefer,
+        )
+        losses: list[float] = []
+
+        def run(action: Action) -> None:
+            if action.direction is Direction.FORWARD:
+                losses.extend(self._forward(action.microbatch, batch, divisor))
+                return
+            if action.microbatch == len(batch.microbatches) - 1:
+                before_last_backward()
+            self._backward(action.microbatch)
+
+        self._execute(policy, run)
+        return losses
+
+    def evaluate(self, batch: Batch) -> list[float]:
+        """Forward only; on the last stage the summed loss of each microbatch, in order."""
+        policy = ForwardOnly(stage=self._place.stage, microbatches=len(batch.microbatches))
+        losses: list[float] = []
+
+        def run(action: Action) -> None:
+            microbatch = batch.microbatches[action.microbatch]
+            inputs, _ = self._inputs(action.microbatch, batch)
+            with self._phases("compute"):
+                outputs = self._stage.evaluate(inputs, microbatch.targets)
+            if self._place.is_last:
+                losses.append(float(outputs[0]))
+            else:
+                self._send(Direction.FORWARD, action.microbatch, outputs)
+
+        self._execute(policy, run)
+        return losses
+
+    def _execute(self, policy: Policy, run: Callable[[Action], None]) -> None:
+        self._backoff.reset()
+        while not policy.finished:
+            with self._phases("p2p"):
+                arrivals = self._link.arrivals()
+                congested = self._link.unsent > MOST_UNSENT
+            for message in arrivals:
+                self._arrived[message.direction].append(message)
+            self._take_in(policy)
+            action = None if congested else policy.next()
+            if action is not None:
+                run(action)
+                self._backoff.reset()
+            else:
+                with self._phases("bubble"):
+                    self._while_idle()
+                    self._backoff.pause()
+
+    def _take_in(self, policy: Policy) -> None:
+        """Tell the policy of arrivals; a neighbour that is ahead sends those of the next run."""
+        for direction, arrived in self._arrived.items():
+            while arrived and policy.expects(direction):
+                message = arrived.popleft()
+                self._inbox[Action(direction, message.microbatch)] = message
+                policy.arrived(direction, message.microbatch)
+
+    def _forward(self, number: int, batch: Batch, divisor: float) -> list[float]:
+        microbatch = batch.microbatches[number]
+        inputs, requires_grad = self._inputs(number, batch)
+        for tensor, wanted in zip(inputs, requires_grad, strict=True):
+            tensor.requires_grad_(wanted)
+        key = Key(batch.step, microbatch.first_sample)
+        with self._phases("compute"):
+            outputs = self._stage.forward(number, inputs, key, microbatch.targets, divisor)
+        if self._place.is_last:
+            return [float(outputs[0].detach())]
+        self._send(Direction.FORWARD, number, outputs)
+        return []
+
+    def _backward(self, number: int) -> None:
+        gradients: tuple[Tensor | None, ...] = ()
+        if not self._place.is_last:
+            gradients = self._inbox.pop(Action(Direction.BACKWARD, number)).tensors
+        with self._phases("compute"):
+            input_gradients = self._stage.backward(number, gradients)
+        if not self._place.is_first:
+            self._send(Direction.BACKWARD, number, tuple(input_gradients))
+
+    def _inputs(self, number: int, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
+        """The inputs of a microbatch and which of them want a gradient."""
+        if self._place.is_first:
+            inputs = batch.microbatches[number].inputs
+            return inputs, (False,) * len(inputs)
+        message = self._inbox.pop(Action(Direction.FORWARD, number))
+        tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
+        return tensors, message.requires_grad
+
+    def _send(self, direction: Direction, number: int, tensors: tuple[Tensor | None, ...]) -> None:
+        requires_grad = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+        with self._phases("p2p"):
+            self._link.send(Message(direction, number, tensors, requires_grad))

@@ -1,0 +1,172 @@
+"""A `Link` over MPI: bytes with a header, one communicator a direction.
+
+A header is an int64 array: microbatch, number of tensors, then per tensor its type's
+number (−1 for None), whether a gradient is wanted, its dimensions and their sizes.
+Headers and contents travel on two tags of one communicator, so each is matched in
+posting order; contents are received straight into tensors of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import Tensor
+
+from axsparse.comm import Backoff, Direction, Message
+from axsparse.grid import Place
+
+HEADER_TAG, CONTENT_TAG = 1, 2
+MAX_CALL_BYTES = 1 << 30
+"""No MPI call carries more: counts are 32-bit in older site libraries."""
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def encode_header(message: Message) -> NDArray[np.int64]:
+    """The header of a message; ValueError names a type that no message carries."""
+    words = [message.microbatch, len(message.tensors)]
+    wanted = message.requires_grad or (False,) * len(message.tensors)
+    for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
+        if tensor is None:
+            words += [-1, 0, 0]
+            continue
+        if tensor.dtype not in _NUMBERS:
+            raise ValueError(
+                f"a stage sends a tensor of {tensor.dtype}; messages carry "
+                + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            )
+        words += [_NUMBERS[tensor.dtype], int(requires_grad), tensor.dim(), *tensor.shape]
+    return np.array(words, dtype=np.int64)
+
+
+def decode_header(words: NDArray[np.int64], direction: Direction) -> Message:
+    """A message with empty tensors of the announced shapes and types."""
+    microbatch, count = int(words[0]), int(words[1])
+    tensors: list[Tensor | None] = []
+    requires_grad = []
+    at = 2
+    for _ in range(count):
+        number, wanted, dims = (int(word) for word in words[at : at + 3])
+        at += 3
+        shape = [int(size) for size in words[at : at + dims]]
+        at += dims
+        tensors.append(None if number < 0 else torch.empty(shape, dtype=DTYPES[number]))
+        requires_grad.append(bool(wanted))
+    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
+
+
+def byte_chunks(tensor: Tensor, max_bytes: int) -> list[NDArray[np.uint8]]:
+    """The bytes of a contiguous tensor, as views of at most `max_bytes` each."""
+    flat = tensor.view(-1).view(torch.uint8).numpy()
+    return [flat[start : start + max_bytes] for start in range(0, flat.size, max_bytes)]
+
+
+@dataclass
+class _Transfer:
+    """A message under way, and what keeps it alive."""
+
+    message: Message
+    requests: list[MPI.Request]
+    header: NDArray[np.int64]
+
+
+class MpiLink:
+    """Neighbouring stages of one replica over MPI; neither call waits."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        place: Place,
+        backoff: Backoff,
+        max_call_bytes: int = MAX_CALL_BYTES,
+    ) -> None:
+        """Collective over `comm`, whose ranks are those of the grid."""
+        self.bytes_sent = 0
+        self._comms = {direction: comm.Dup() for direction in Direction}
+        self._backoff = backoff
+        self._max_call_bytes = max_call_bytes
+        before = None if place.is_first else place.rank - 1
+        after = None if place.is_last else place.rank + 1
+        self._sources = {Direction.FORWARD: before, Direction.BACKWARD: after}
+        self._targets = {Direction.FORWARD: after, Direction.BACKWARD: before}
+        self._receiving: dict[Direction, deque[_Transfer]] = {d: deque() for d in Direction}
+        self._sending: deque[_Transfer] = deque()
+
+    def send(self, message: Message) -> None:
+        target = self._targets[message.direction]
+        assert target is not None, "no such neighbour"
+        tensors = tuple(
+            None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
+        )
+        message = Message(message.direction, message.microbatch, tensors, message.requires_grad)
+        header = encode_header(message)
+        comm = self._comms[message.direction]
+        requests = [comm.Isend([header, MPI.INT64_T], dest=target, tag=HEADER_TAG)]
+        for tensor in tensors:
+            if tensor is not None:
+                self.bytes_sent += tensor.nbytes
+                requests += [
+                    comm.Isend([chunk, MPI.BYTE], dest=target, tag=CONTENT_TAG)
+                    for chunk in byte_chunks(tensor, self._max_call_bytes)
+                ]
+        self._sending.append(_Transfer(message, requests, header))
+
+    def arrivals(self) -> list[Message]:
+        self._release_sent()
+        messages = []
+        for direction, source in self._sources.items():
+            if source is None:
+                continue
+            self._accept_headers(direction, source)
+            receiving = self._receiving[direction]
+            while receiving and MPI.Request.Testall(receiving[0].requests):
+                messages.append(receiving.popleft().message)
+        return messages
+
+    @property
+    def unsent(self) -> int:
+        return len(self._sending)
+
+    def close(self) -> None:
+        self._backoff.reset()
+        while self._sending:
+            self._release_sent()
+            self._backoff.pause()
+        for comm in self._comms.values():
+            comm.Free()
+
+    def _accept_headers(self, direction: Direction, source: int) -> None:
+        """Post the receives of every message whose header is here."""
+        comm = self._comms[direction]
+        status = MPI.Status()
+        while (probed := comm.Improbe(source, HEADER_TAG, status)) is not None:
+            header = np.empty(status.Get_count(MPI.INT64_T), dtype=np.int64)
+            probed.Recv([header, MPI.INT64_T])
+            message = decode_header(header, direction)
+            requests = [
+                comm.Irecv([chunk, MPI.BYTE], source=source, tag=CONTENT_TAG)
+                for tensor in message.tensors
+                if tensor is not None
+                for chunk in byte_chunks(tensor, self._max_call_bytes)
+            ]
+            self._receiving[direction].append(_Transfer(message, requests, header))
+
+    def _release_sent(self) -> None:
+        while self._sending and MPI.Request.Testall(self._sending[0].requests):
+            self._sending.popleft()
