@@ -1,0 +1,167 @@
+"""Rules between fields, and between a configuration and the ranks and data that it meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isqrt
+
+from axsparse.config.load import Loaded
+from axsparse.errors import ConfigError, DataError
+from axsparse.grid import Grid
+
+
+def check_config(loaded: Loaded) -> None:
+    """The rules that need nothing but the configuration; ConfigError for the first broken one."""
+    config = loaded.config
+    model, schedule, steps = config.model, config.schedule, config.train.steps
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
+            f"model.hidden_size {model.hidden_size}; "
+            f"choose {_one_of(_divisors(model.hidden_size), near=model.num_heads)}"
+        )
+    length = config.data.sequence_length
+    if length != "auto" and length > model.sequence_length:
+        raise ConfigError(
+            f"{loaded.where('data.sequence_length')}: {length} is above "
+            f"model.sequence_length {model.sequence_length}; "
+            f"choose at most {model.sequence_length}, or auto"
+        )
+    # A short trial of a long run, --steps 5 say, may well end within its warm-up.
+    if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
+        raise ConfigError(
+            f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
+            f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
+        )
+    prunes = config.samo.enabled and config.pruning.sparsity > 0
+    if prunes and config.pruning.at_step >= steps:
+        raise ConfigError(
+            f"{loaded.where('pruning.at_step')}: {config.pruning.at_step} is not below "
+            f"train.steps {steps}; choose at most {steps - 1}"
+        )
+    if config.layout.g_inter != "auto":
+        _check_split_length(loaded, config.layout.g_inter)
+
+
+def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:
+    """The grid of `ranks` ranks for a list of `num_layers` layers, embedding and head included.
+
+    Raises ConfigError if the layout does not use every rank, or cannot give each stage
+    a layer and each layer a stage.
+    """
+    g_inter, g_data = loaded.config.layout.g_inter, loaded.config.layout.g_data
+    stages = [divisor for divisor in _divisors(ranks) if divisor <= num_layers]
+    if g_inter != "auto":
+        if g_inter > num_layers:
+            raise ConfigError(
+                f"{loaded.where('layout.g_inter')}: {g_inter} stages for "
+                f"{_count(num_layers, 'layer')}; choose at most {num_layers}"
+            )
+        if g_data == "auto":
+            _check_divides_ranks(loaded, "layout.g_inter", g_inter, ranks, stages)
+            g_data = ranks // g_inter
+    elif g_data != "auto":
+        replicas = [ranks // count for count in stages]
+        _check_divides_ranks(loaded, "layout.g_data", g_data, ranks, replicas)
+        g_inter = ranks // g_data
+        if g_inter > num_layers:
+            raise ConfigError(
+                f"{loaded.where('layout.g_data')}: {g_data} leaves {g_inter} stages for "
+                f"{_count(num_layers, 'layer')}; choose {_one_of(replicas, near=g_data)}"
+            )
+    else:
+        g_inter = 2 if 2 in stages else 1
+        g_data = ranks // g_inter
+
+    if ranks != g_inter * g_data:
+        raise ConfigError(
+            f"layout: {_count(ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}; "
+            f"start {_count(g_inter * g_data, 'rank')} or set layout.g_inter to "
+            f"{_one_of(stages, near=g_inter)} and layout.g_data to auto"
+        )
+    _check_split_length(loaded, g_inter)
+    split = loaded.config.layout.split
+    if split != "auto" and sum(split) != num_layers:
+        raise ConfigError(
+            f"{loaded.where('layout.split')}: {list(split)} places {_count(sum(split), 'layer')} "
+            f"of {num_layers}, embedding and head included; "
+            f"choose entries that add up to {num_layers}"
+        )
+    return Grid(g_inter, g_data)
+
+
+def check_batch(loaded: Loaded, grid: Grid) -> None:
+    """Every replica sees the same number of whole microbatches, else ConfigError."""
+    total, size = loaded.config.batch.global_batch_size, loaded.config.batch.microbatch_size
+    replicas = _count(grid.g_data, "replica")
+    share, rest = divmod(total, grid.g_data)
+    if rest:
+        below, above = total - rest, total - rest + grid.g_data
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"{loaded.where('batch.global_batch_size')}: {total} does not divide evenly over "
+            f"{replicas} ({total} = {replicas} × {share} + {rest}); choose {sizes}, "
+            f"or as layout.g_data {_one_of(_divisors(total), near=grid.g_data)}"
+        )
+    if share % size:
+        raise ConfigError(
+            f"{loaded.where('batch.microbatch_size')}: {size} does not divide the "
+            f"{_count(share, 'sequence')} of a replica ({total} = {replicas} × {share}); "
+            f"choose {_one_of(_divisors(share), near=size)}"
+        )
+
+
+def check_data(loaded: Loaded, *, source: str, vocab_size: int, num_samples: int) -> None:
+    """The data's vocabulary fits the model (ConfigError), and fills a step (DataError).
+
+    `source` names the data in messages; `num_samples` are its training sequences.
+    """
+    rows, batch = loaded.config.model.vocab_size, loaded.config.batch.global_batch_size
+    if rows < vocab_size:
+        raise ConfigError(
+            f"{loaded.where('model.vocab_size')}: {rows} is below the vocabulary of {source}, "
+            f"{vocab_size}; choose at least {vocab_size}"
+        )
+    if num_samples < batch:
+        raise DataError(
+            f"{source}: {_count(num_samples, 'sample')} cannot fill a step of "
+            f"{loaded.where('batch.global_batch_size')} {batch}; take more data, "
+            "a smaller batch or a smaller data.sequence_length"
+        )
+
+
+def _check_split_length(loaded: Loaded, g_inter: int) -> None:
+    split = loaded.config.layout.split
+    if split != "auto" and len(split) != g_inter:
+        raise ConfigError(
+            f"{loaded.where('layout.split')}: {list(split)} is for "
+            f"{_count(len(split), 'stage')}, g_inter is {g_inter}; "
+            f"choose {g_inter} entries, or auto"
+        )
+
+
+def _check_divides_ranks(
+    loaded: Loaded, key: str, count: int, ranks: int, choices: Iterable[int]
+) -> None:
+    if ranks % count:
+        more = ranks + -ranks % count
+        raise ConfigError(
+            f"{loaded.where(key)}: {count} does not divide the {_count(ranks, 'rank')}; "
+            f"start {_count(more, 'rank')} or choose {_one_of(choices, near=count)}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _one_of(choices: Iterable[int], *, near: int) -> str:
+    """The eight choices nearest to a value, in words."""
+    nearest = sorted(sorted(choices, key=lambda choice: abs(choice - near))[:8])
+    listed = ", ".join(map(str, nearest))
+    return f"one of {listed}" if len(nearest) > 1 else listed
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,157 @@
+"""The schema keeps its promises: documented, typed, frozen, strict, and writable as YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from axsparse.config.load import load_config, to_yaml
+from axsparse.config.schema import Config, Section
+
+SECTIONS: list[type[Section]] = [Config, *(s for s in Section.__subclasses__() if s is not Config)]
+every_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
+
+
+@every_section
+def test_every_field_has_a_type_and_a_meaning(section: type[Section]) -> None:
+    for name, field in section.model_fields.items():
+        assert field.annotation not in (None, Any), name
+        assert (field.description or "").strip(), name
+
+
+@every_section
+def test_nothing_in_a_section_is_silently_no_field(section: type[Section]) -> None:
+    written = set(section.__annotations__) | {n for n in vars(section) if not n.startswith("_")}
+    pydantic_own = {"model_config", "model_fields", "model_computed_fields"}
+
+    assert written - pydantic_own == set(section.model_fields)
+    assert not section.__private_attributes__
+
+
+@every_section
+def test_every_section_is_frozen_strict_and_closed(section: type[Section]) -> None:
+    instance = section()
+
+    for name in section.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(instance, name, getattr(instance, name))
+    with pytest.raises(ValidationError, match="not permitted"):
+        section.model_validate({"no_such_key": 1})
+    assert section.model_config.get("strict")
+
+
+def test_the_sections_of_a_config_are_all_the_sections_there_are() -> None:
+    used = {field.annotation for field in Config.model_fields.values()}
+
+    assert {section for section in SECTIONS if section is not Config} <= used
+
+
+@every_section
+def test_the_defaults_obey_their_own_types(section: type[Section]) -> None:
+    assert section.model_validate(section().model_dump()) == section()
+
+
+# YAML forbids some characters and folds others even in quotes; `test_any_text_survives`
+# covers those, which `to_yaml` escapes.
+_TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs", "Cn", "Zl", "Zp")))
+
+
+def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Valid values of one field, from its JSON schema."""
+    if "anyOf" in schema:
+        return st.one_of([_values(member) for member in schema["anyOf"]])
+    if "const" in schema:
+        return st.just(schema["const"])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return st.booleans()
+        case "string":
+            return _TEXT
+        case "integer":
+            return st.integers(min_value=schema["minimum"])
+        case "number":
+            low = schema.get("minimum", schema.get("exclusiveMinimum"))
+            return st.floats(
+                low,
+                schema.get("maximum", schema.get("exclusiveMaximum")),
+                exclude_min="exclusiveMinimum" in schema,
+                exclude_max="exclusiveMaximum" in schema,
+                allow_infinity=False,
+            )
+        case "array" if "prefixItems" in schema:
+            return st.tuples(*map(_values, schema["prefixItems"])).map(list)
+        case "array":
+            return st.lists(_values(schema["items"]))
+        case unknown:
+            raise AssertionError(f"no values for {unknown}")
+
+
+def _fields() -> dict[str, st.SearchStrategy[Any]]:
+    fields: dict[str, st.SearchStrategy[Any]] = {}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            schemas = field.annotation.model_json_schema()["properties"]
+            fields.update((f"{name}.{leaf}", _values(schema)) for leaf, schema in schemas.items())
+        else:
+            fields[name] = _values(Config.model_json_schema()["properties"][name])
+    return fields
+
+
+def _get(config: Config, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return list(value) if isinstance(value, tuple) else value
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen=st.fixed_dictionaries({}, optional=_fields()))
+def test_any_valid_config_survives_being_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, chosen: dict[str, Any]
+) -> None:
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in chosen.items()]
+    config = load_config(None, overrides).config
+
+    file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+
+    assert {key: _get(config, key) for key in chosen} == chosen
+    assert load_config(str(file)).config == config
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-4", "10", "null", "", "true", "yes", "~", ".inf", "a: b", "x #y", "2024-01-01"]
+)
+def test_text_that_looks_like_something_else_stays_text(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "looks.yaml"
+    file.write_text(to_yaml(Config(run_dir=text)), encoding="utf-8")
+
+    assert load_config(str(file)).config.run_dir == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text())
+def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "text.yaml"
+    file.write_text(to_yaml(Config(run_dir=text)), encoding="utf-8", newline="")
+
+    assert load_config(str(file)).config.run_dir == text
+
+
+def test_the_written_file_is_complete_and_in_the_schemas_order() -> None:
+    keys = [line.split(":")[0] for line in to_yaml(Config()).splitlines() if line[0] != " "]
+
+    assert keys == list(Config.model_fields)
+    assert "  betas: [0.9, 0.95]\n" in to_yaml(Config())
+
+
+def test_the_written_file_is_readable_in_every_language() -> None:
+    assert "run_dir: Läufe/φ\n" in to_yaml(Config(run_dir="Läufe/φ"))
