@@ -1,0 +1,83 @@
+"""The first lines on the screen: what is trained, where it stands, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import axsparse
+from axsparse.config.schema import Config
+from axsparse.grid import Grid
+from axsparse.models.survey import LayerInfo, Survey
+from axsparse.observe.console import format_bytes, format_count
+
+
+def banner(
+    config: Config,
+    survey: Survey,
+    stages: Sequence[range],
+    grid: Grid,
+    *,
+    name: str,
+    transport: str,
+    dense_bytes: int,
+    live_bytes: int,
+    data: str,
+    metrics: Path,
+) -> Iterator[str]:
+    """The lines in order. `config` has every `auto` resolved; bytes are the fullest rank's."""
+    parameters = f"{format_count(survey.num_params)} parameters"
+    ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
+    yield (
+        f"axsparse {axsparse.__version__} · {name} {parameters} · {_pruning(config)} · "
+        f"{config.precision} · {ranks} = {grid} · {transport}"
+    )
+    yield "   ".join(
+        f"stage {number}: {_names([survey.layers[layer] for layer in stage])}"
+        for number, stage in enumerate(stages)
+    )
+    yield f"model state/rank: {_state(config, dense_bytes, live_bytes)}"
+    batch = config.batch
+    per_replica = batch.global_batch_size // grid.g_data
+    yield (
+        f"batch {batch.global_batch_size} = {grid.g_data} replica{'s' * (grid.g_data > 1)} × "
+        f"{per_replica // batch.microbatch_size} microbatches × {batch.microbatch_size} · {data}"
+    )
+    yield f"{config.train.steps} steps · metrics → {metrics}"
+
+
+def _pruning(config: Config) -> str:
+    if not config.samo.enabled:
+        return "dense (samo.enabled is false)"
+    pruning = config.pruning
+    if pruning.sparsity == 0:
+        return "dense (pruning.sparsity is 0)"
+    what = "of the block weights" if pruning.include == "blocks" else "of all matrices"
+    when = f" after step {pruning.at_step}" if pruning.at_step else ""
+    return f"{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
+
+
+def _state(config: Config, dense_bytes: int, live_bytes: int) -> str:
+    if live_bytes == dense_bytes:
+        later = config.samo.enabled and config.pruning.sparsity > 0 and config.pruning.at_step
+        until = f" until step {config.pruning.at_step}, then SAMO" if later else ""
+        return f"dense {format_bytes(dense_bytes)}{until}"
+    return f"dense {format_bytes(dense_bytes)} → SAMO {format_bytes(live_bytes)}"
+
+
+def _names(layers: Sequence[LayerInfo]) -> str:
+    """ "embed, block0–2 (2.4M)": runs of numbered layers are drawn together."""
+    runs: list[tuple[str, int | None, int | None]] = []
+    for layer in layers:
+        stem = layer.name.rstrip("0123456789")
+        digits = layer.name[len(stem) :]
+        number = int(digits) if digits else None
+        if runs and number is not None and runs[-1][0] == stem and runs[-1][2] == number - 1:
+            runs[-1] = (stem, runs[-1][1], number)
+        else:
+            runs.append((stem, number, number))
+    texts = [
+        stem if first is None else f"{stem}{first}" if first == last else f"{stem}{first}–{last}"
+        for stem, first, last in runs
+    ]
+    return f"{', '.join(texts)} ({format_count(sum(layer.numel for layer in layers))})"

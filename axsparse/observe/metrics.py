@@ -1,0 +1,116 @@
+"""The lines of metrics.jsonl: what a step and an evaluation leave behind, and their file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from axsparse.errors import OutputError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Bytes are maxima over ranks, times means over ranks.
+
+    The `*_seconds` between `step_seconds` and `tokens_per_second` are the phases of
+    `observe.phases`; they add up to `step_seconds`.
+    """
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Mean loss of the step's targets, before the update."""
+    learning_rate: float
+    grad_norm: float
+    """Global norm of the gradient over kept entries, before clipping."""
+    loss_scale: float
+    skipped: bool
+    """Whether an overflow kept the weights as they were."""
+    tokens: int
+    """Tokens of this step, over all replicas."""
+    step_seconds: float
+    data_seconds: float
+    compute_seconds: float
+    compress_seconds: float
+    optimizer_seconds: float
+    p2p_seconds: float
+    bubble_seconds: float
+    collective_seconds: float
+    other_seconds: float
+    tokens_per_second: float
+    model_flops_per_second: float
+    """Over all ranks; what recomputation adds is not counted."""
+    mfu: float
+    """`model_flops_per_second` as a fraction of the peak of all ranks."""
+    model_state_bytes: int
+    gradient_bytes_sent: int
+    p2p_bytes_sent: int
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation."""
+
+    step: int
+    """Optimizer steps done before it."""
+    eval_loss: float
+    """Mean loss of the validation targets."""
+    perplexity: float
+    """`perplexity(eval_loss)`."""
+
+
+def perplexity(eval_loss: float) -> float:
+    """exp(eval_loss); infinity where that is no float."""
+    try:
+        return math.exp(eval_loss)
+    except OverflowError:
+        return math.inf
+
+
+class MetricsFile:
+    """metrics.jsonl, appended to: a line is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; OutputError if its folder is missing or not writable."""
+        self._path = path
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, record: StepRecord | EvalRecord) -> None:
+        """Append one line of strict JSON, with null for what is not finite."""
+        values = {name: _finite(value) for name, value in asdict(record).items()}
+        line = json.dumps(values, allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Close the file; what a failed `write` left behind fails here again."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _failure(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"{self._path}: cannot be written ({error.strerror}); "
+            "free space there or choose another run_dir"
+        )
+
+
+def _finite(value: float | bool) -> float | bool | None:
+    """The value, or None for NaN and infinities, which strict JSON cannot say."""
+    return value if math.isfinite(value) else None

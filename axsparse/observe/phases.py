@@ -1,0 +1,78 @@
+"""The phases of a step, and the timers that split a step's time among them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
+"""p2p is time in transport calls and copies, bubble is waiting with nothing runnable,
+other is whatever no with-block claims."""
+
+_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+
+
+class Phases:
+    """Exclusive timers: every moment of a step belongs to exactly one phase.
+
+    `with phases("compute"):` charges the block to a phase; a block inside it interrupts
+    the outer one. Outside a step the blocks do nothing that is kept, so evaluation and
+    start-up may share code with training. Blocks nest like calls, so a hook that autograd
+    runs in a thread of its own, while its caller waits, is an inner block too.
+    """
+
+    __slots__ = ("_began", "_blocks", "_clock", "_current", "_interrupted", "_seconds", "_since")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        # One object per name, made once: blocks are entered per microbatch and per parameter.
+        self._blocks = {name: _Block(self, number) for name, number in _NUMBERS.items()}
+        self._current = _NUMBERS["other"]
+        self._interrupted: list[int] = []
+        self._seconds = [0.0] * len(PHASES)
+        self._since = clock()
+        self._began: float | None = None
+
+    def __call__(self, name: str) -> _Block:
+        """The with-block of a phase; KeyError if there is no such phase."""
+        return self._blocks[name]
+
+    def begin_step(self) -> None:
+        """Start a step with all timers at zero; a step that was not ended is forgotten."""
+        self._seconds = [0.0] * len(PHASES)
+        self._began = self._since = self._clock()
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds of every phase since `begin_step`, and their sum, "step"."""
+        assert self._began is not None, "end_step without begin_step"
+        self._switch(self._current)
+        seconds = dict(zip(PHASES, self._seconds, strict=True))
+        seconds["step"] = self._since - self._began
+        self._began = None
+        return seconds
+
+    def _switch(self, number: int) -> None:
+        """Charge the time since the last switch to the running phase, and run another."""
+        now = self._clock()
+        self._seconds[self._current] += now - self._since
+        self._since = now
+        self._current = number
+
+
+class _Block:
+    """The with-block of one phase; it keeps no state, so it may be entered inside itself."""
+
+    __slots__ = ("_number", "_phases")
+
+    def __init__(self, phases: Phases, number: int) -> None:
+        self._phases = phases
+        self._number = number
+
+    def __enter__(self) -> None:
+        phases = self._phases
+        phases._interrupted.append(phases._current)
+        phases._switch(self._number)
+
+    def __exit__(self, *exception: object) -> None:
+        phases = self._phases
+        phases._switch(phases._interrupted.pop())

@@ -1,0 +1,159 @@
+"""Every step's and evaluation's figures, from all ranks into metrics.jsonl and onto the screen."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axsparse.comm import Backoff, Collective
+from axsparse.observe.console import Console, step_line
+from axsparse.observe.gather import Gathered, StepGather
+from axsparse.observe.metrics import EvalRecord, MetricsFile, StepRecord, perplexity
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What all ranks know alike of a step."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What does not change from step to step."""
+
+    steps: int
+    log_every: int
+    tokens_per_step: int
+    flops_per_step: float
+    peak_flops: float
+    """Of all ranks together."""
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Recorder:
+    """All ranks push their figures; rank 0 writes them down one step later."""
+
+    def __init__(
+        self,
+        world: Collective,
+        backoff: Backoff,
+        run: RunFigures,
+        file: MetricsFile | None,
+        console: Console | None,
+    ) -> None:
+        """`file` and `console` are given on rank 0, or nowhere."""
+        self._gather = StepGather(world, backoff)
+        self._run = run
+        self._file = file
+        self._console = console
+        self._known: dict[int, StepFigures] = {}
+        self._began = time.perf_counter()
+
+    def step(
+        self, figures: StepFigures, seconds: Mapping[str, float], most: Mapping[str, int]
+    ) -> None:
+        """Push one step: `seconds` from `Phases.end_step`, `most` whose maximum is recorded."""
+        self._known[figures.step] = figures
+        self._write(self._gather.push(figures.step, seconds, most))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record an evaluation after `step` steps."""
+        self.flush()
+        record = EvalRecord(step, loss, perplexity(loss))
+        if self._file is not None:
+            self._file.write(record)
+        self.say(
+            f"step {step}/{self._run.steps}  validation loss {loss:.4f}  "
+            f"perplexity {record.perplexity:.3f}"
+        )
+
+    def flush(self) -> None:
+        """Write down the step that is still on its way."""
+        self._write(self._gather.flush())
+
+    def say(self, text: str) -> None:
+        """A line on rank 0's screen."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def close(self) -> None:
+        """Close the screen and the file."""
+        if self._console is not None:
+            self._console.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, gathered: Gathered | None) -> None:
+        if gathered is None:
+            return
+        figures = self._known.pop(gathered.step)
+        if self._file is None and self._console is None:
+            return
+        run = self._run
+        seconds = gathered.times["step"]
+        flops = run.flops_per_step / seconds
+        record = StepRecord(
+            step=figures.step,
+            loss=figures.loss,
+            learning_rate=figures.learning_rate,
+            grad_norm=figures.grad_norm,
+            loss_scale=figures.loss_scale,
+            skipped=figures.skipped,
+            tokens=run.tokens_per_step,
+            step_seconds=seconds,
+            data_seconds=gathered.times["data"],
+            compute_seconds=gathered.times["compute"],
+            compress_seconds=gathered.times["compress"],
+            optimizer_seconds=gathered.times["optimizer"],
+            p2p_seconds=gathered.times["p2p"],
+            bubble_seconds=gathered.times["bubble"],
+            collective_seconds=gathered.times["collective"],
+            other_seconds=gathered.times["other"],
+            tokens_per_second=run.tokens_per_step / seconds,
+            model_flops_per_second=flops,
+            mfu=flops / run.peak_flops,
+            model_state_bytes=gathered.maxima["model_state_bytes"],
+            gradient_bytes_sent=gathered.maxima["gradient_bytes_sent"],
+            p2p_bytes_sent=gathered.maxima["p2p_bytes_sent"],
+            peak_memory_bytes=gathered.maxima["peak_memory_bytes"],
+        )
+        if self._file is not None:
+            self._file.write(record)
+        if self._console is not None:
+            self._show(self._console, record)
+
+    def _show(self, console: Console, record: StepRecord) -> None:
+        run = self._run
+        each = (time.perf_counter() - self._began) / record.step
+        line = step_line(
+            record.step,
+            run.steps,
+            record.loss,
+            record.grad_norm,
+            record.bubble_seconds / record.step_seconds,
+            record.tokens_per_second,
+            each * (run.steps - record.step),
+        )
+        console.progress(record.step, run.steps, line.partition("  ")[2])
+        if record.step % run.log_every == 0 or record.step in (1, run.steps):
+            console.line(line)
+        if record.skipped:
+            console.line(
+                f"step {record.step}: loss or a gradient is not a finite number; "
+                "no rank updated its weights"
+            )

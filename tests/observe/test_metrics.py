@@ -1,0 +1,159 @@
+"""What stands in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from axsparse.errors import OutputError
+from axsparse.observe.metrics import EvalRecord, MetricsFile, StepRecord, perplexity
+from axsparse.observe.phases import PHASES
+
+FIELDS = [
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "skipped",
+    "tokens",
+    "step_seconds",
+    "data_seconds",
+    "compute_seconds",
+    "compress_seconds",
+    "optimizer_seconds",
+    "p2p_seconds",
+    "bubble_seconds",
+    "collective_seconds",
+    "other_seconds",
+    "tokens_per_second",
+    "model_flops_per_second",
+    "mfu",
+    "model_state_bytes",
+    "gradient_bytes_sent",
+    "p2p_bytes_sent",
+    "peak_memory_bytes",
+]
+
+RECORD = StepRecord(
+    step=3,
+    loss=3.5,
+    learning_rate=1e-3,
+    grad_norm=0.5,
+    loss_scale=1.0,
+    skipped=False,
+    tokens=6144,
+    step_seconds=2.0,
+    data_seconds=0.125,
+    compute_seconds=1.0,
+    compress_seconds=0.125,
+    optimizer_seconds=0.125,
+    p2p_seconds=0.125,
+    bubble_seconds=0.25,
+    collective_seconds=0.125,
+    other_seconds=0.125,
+    tokens_per_second=3072.0,
+    model_flops_per_second=1e9,
+    mfu=0.25,
+    model_state_bytes=2_100_000,
+    gradient_bytes_sent=1000,
+    p2p_bytes_sent=2000,
+    peak_memory_bytes=3_000_000,
+)
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """The lines of a file of strict JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_a_step_is_one_line_with_the_documented_fields_in_order(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(RECORD)
+
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert list(line) == FIELDS
+    assert line == {name: getattr(RECORD, name) for name in FIELDS}
+
+
+def test_every_phase_of_a_step_has_its_field() -> None:
+    names = [field.name for field in fields(StepRecord)]
+    first = names.index("step_seconds") + 1
+
+    assert names[first : first + len(PHASES)] == [f"{phase}_seconds" for phase in PHASES]
+
+
+def test_an_evaluation_is_a_line_of_its_own(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(EvalRecord(step=5, eval_loss=0.0, perplexity=perplexity(0.0)))
+
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 5, "eval_loss": 0.0, "perplexity": 1.0}]
+
+
+def test_perplexity_is_the_exponential_of_the_loss() -> None:
+    assert perplexity(2.0) == math.exp(2.0)
+
+
+def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
+    assert perplexity(1e4) == math.inf
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(replace(RECORD, grad_norm=value))
+
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert line["grad_norm"] is None
+    assert line["loss"] == RECORD.loss
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(RECORD)
+        lines = read(tmp_path / "metrics.jsonl")
+
+    assert len(lines) == 1
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+            metrics.write(replace(RECORD, step=step))
+
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_leaving_the_block_closes_the_file(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        pass
+
+    with pytest.raises(ValueError, match="closed file"):
+        metrics.write(RECORD)
+
+
+def test_a_missing_folder_is_named_with_its_mend(tmp_path: Path) -> None:
+    with pytest.raises(
+        OutputError,
+        match=r"/gone/metrics\.jsonl: cannot be written \(No such file or directory\); "
+        "free space there or choose another run_dir",
+    ):
+        MetricsFile(tmp_path / "gone" / "metrics.jsonl")
+
+
+def test_a_full_disk_is_named_when_the_line_is_written_and_when_the_file_is_closed() -> None:
+    metrics = MetricsFile(Path("/dev/full"))
+
+    with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
+        metrics.write(RECORD)
+    with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
+        metrics.close()
