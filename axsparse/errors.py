@@ -24,6 +24,8 @@ class AxsparseError(Exception):
     """Base of all errors that are shown to users as one line without a traceback."""
 
     exit_code = EXIT_INTERNAL
+    on_all_ranks = False
+    """Whether every rank raises it at the same point, so that all can leave by themselves."""
 
 
 class ConfigError(AxsparseError):

@@ -1,0 +1,229 @@
+"""From a configuration, a model and data to a trainer: joins the parts of one rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from axsparse.comm import Collective, Transport
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.data_parallel.agreement import sum_by_owner
+from axsparse.data_parallel.sync import GradientSync, StageTie, Use
+from axsparse.grid import Grid
+from axsparse.job import Job, together
+from axsparse.models.layer import Model
+from axsparse.observe.banner import banner
+from axsparse.observe.console import format_count, make_console
+from axsparse.observe.metrics import MetricsFile
+from axsparse.observe.phases import Phases
+from axsparse.observe.recorder import Recorder, RunFigures
+from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.stage import Stage
+from axsparse.resolve import Resolved, resolve
+from axsparse.samo.construct import BuiltLayer, StateOptions, construct
+from axsparse.samo.footprint import stage_bytes
+from axsparse.samo.gradient import GradientCollector
+from axsparse.startup import (
+    METRICS_FILE,
+    Data,
+    Datasets,
+    facts_of,
+    open_data,
+    prepare_run_dir,
+    refuse_odd_rank,
+)
+from axsparse.trainer import Parts, Trainer
+
+
+def build(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config | Loaded,
+    *,
+    grid: Grid | None = None,
+    quiet: bool = False,
+) -> Trainer:
+    """A trainer on every rank of the job; all ranks call this together with equal arguments.
+
+    `open_datasets` is called on first and last stages only. Without `grid`, the layout of
+    the configuration decides. `quiet` neither prints nor writes anything.
+
+    Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
+    """
+    transport = job.transport
+    loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
+    run = together(transport, lambda: resolve(loaded, model, transport, grid))
+    job.where = str(run.place)
+    together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
+    torch.set_num_threads(run.config.train.threads)
+    data = open_data(run, loaded, transport, open_datasets)
+    job.run_dir = None if quiet else prepare_run_dir(run.config, loaded, transport)
+    layers = together(transport, lambda: _construct(run, model))
+    recorder = _recorder(run, model.name, layers, data, transport, job.run_dir)
+    return Trainer(run.config, _join(run, model, layers, data, transport, recorder))
+
+
+def _construct(run: Resolved, model: Model) -> list[BuiltLayer]:
+    options = StateOptions(
+        dtype=run.dtype,
+        gradient_dtype=run.gradient_dtype,
+        moments=run.optimizer.moments,
+        seed=run.config.seed,
+        criterion=run.criterion if run.config.pruning.at_step == 0 else None,
+    )
+    own = [model.layers[number] for number in run.stages[run.place.stage]]
+    return construct(own, run.survey.ties, options)
+
+
+def _join(
+    run: Resolved,
+    model: Model,
+    layers: list[BuiltLayer],
+    data: Data,
+    transport: Transport,
+    recorder: Recorder,
+) -> Parts:
+    """The parts of one rank, each given the others that it needs."""
+    place, config, phases = run.place, run.config, Phases()
+    states = [layer.state for layer in layers]
+    replicas = transport.collective(f"stage {place.stage}", place.grid.column(place.stage))
+    sync = GradientSync(
+        states,
+        _stage_ties(run, layers, transport),
+        replicas=replicas,
+        wire_dtype=run.dtype,
+        backoff=transport.backoff,
+        phases=phases,
+    )
+    stage = Stage(
+        layers,
+        loss=model.loss if place.is_last else None,
+        input_dtype=run.dtype if place.is_first else None,
+        seed=config.seed,
+        checkpoint_activations=config.pipeline.checkpoint_activations,
+    )
+    link = transport.link(place)
+    slack = config.pipeline.slack
+    assert slack != "auto"
+    engine = Engine(
+        place,
+        stage,
+        link,
+        transport.backoff,
+        phases,
+        slack=slack,
+        prefer=config.pipeline.prefer,
+        while_idle=sync.advance,
+    )
+    return Parts(
+        transport=transport,
+        place=place,
+        survey=run.survey,
+        layers=layers,
+        engine=engine,
+        link=link,
+        collector=GradientCollector(states, sync.ready, lambda: phases("compress")),
+        sync=sync,
+        replicas=replicas,
+        optimizer=run.optimizer,
+        criterion=run.criterion,
+        training=data.training,
+        validation=data.validation,
+        phases=phases,
+        recorder=recorder,
+    )
+
+
+def _stage_ties(
+    run: Resolved, layers: Sequence[BuiltLayer], transport: Transport
+) -> list[StageTie]:
+    """The ties with a use on this stage, in an order that all stages share."""
+    place = run.place
+    tensors = {
+        tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
+    }
+    pairs: dict[tuple[int, int], Collective] = {}
+    found = []
+    for second, first in run.survey.ties.items():
+        uses = tuple(tensors[name] for name in (first, second) if name in tensors)
+        if not uses:  # on other stages, or frozen
+            continue
+        stages = (run.stage_of(first), run.stage_of(second))
+        if stages[0] != stages[1] and stages not in pairs:
+            ranks = [place.grid.rank(stage, place.replica) for stage in stages]
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
+        found.append(StageTie(uses, pairs.get(stages)))
+    return found
+
+
+def _recorder(
+    run: Resolved,
+    model_name: str,
+    layers: Sequence[BuiltLayer],
+    data: Data,
+    transport: Transport,
+    run_dir: Path | None,
+) -> Recorder:
+    """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
+    config, survey = run.config, run.survey
+    live = sum(layer.state.live_bytes().total for layer in layers)
+    peak = config.train.peak_flops
+    own = [live, _matrix_peak(run.dtype) if peak == "auto" else peak]
+    rows = sum_by_owner(transport.world, transport.backoff, own)
+    sequences = config.batch.global_batch_size
+    figures = RunFigures(
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        tokens_per_step=sequences * (data.training.targets_per_sample or 1),
+        flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
+        peak_flops=sum(row[1] for row in rows),
+    )
+    if run_dir is None or transport.rank != 0:
+        return Recorder(transport.world, transport.backoff, figures, None, None)
+    console = make_console(sys.stdout)
+    metrics = run_dir / METRICS_FILE
+    lines = banner(
+        config,
+        survey,
+        run.stages,
+        run.place.grid,
+        name=model_name,
+        transport=transport.name,
+        dense_bytes=max(dense_bytes(run, stage) for stage in range(len(run.stages))),
+        live_bytes=int(max(row[0] for row in rows)),
+        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        metrics=metrics,
+    )
+    for line in lines:
+        console.line(line)
+    return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
+
+
+def dense_bytes(run: Resolved, stage: int) -> int:
+    """Bytes of model state on one rank of a stage if nothing were pruned."""
+    return stage_bytes(
+        run.layers_of(stage),
+        run.survey.ties,
+        None,
+        dtype=run.dtype,
+        gradient_dtype=run.gradient_dtype,
+        moments=len(run.optimizer.moments),
+    ).total
+
+
+def _matrix_peak(dtype: torch.dtype) -> float:
+    """Flop/s of a square matrix product in this rank, the best of a few."""
+    size = 1024
+    left = torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        torch.mm(left, left)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

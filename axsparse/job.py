@@ -1,0 +1,134 @@
+"""Runs a function on every rank and ends the job together: one line, one exit code, no hang.
+
+A failure that all ranks know of (`together`) is printed once and every rank leaves. A
+failure of one rank ends the others through the transport, since they may be waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from axsparse.comm import Transport
+from axsparse.data_parallel.agreement import gather_texts
+from axsparse.errors import (
+    EXIT_INTERNAL,
+    AxsparseError,
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+    TrainingError,
+)
+from axsparse.transport import connect
+
+T = TypeVar("T")
+EXIT_INTERRUPTED = 130
+_CLASSES: dict[str, type[AxsparseError]] = {
+    cls.__name__: cls
+    for cls in (ConfigError, DataError, MissingInputError, OutputError, TrainingError)
+}
+
+
+def together(transport: Transport, work: Callable[[], T]) -> T:
+    """Do some work on every rank; if it fails on any, all ranks raise the first rank's error.
+
+    Only user errors are shared so; anything else is a defect and ends its rank.
+    """
+    result: T | None = None
+    failure = ""
+    try:
+        result = work()
+    except AxsparseError as error:
+        failure = json.dumps([type(error).__name__, str(error)])
+    for text in gather_texts(transport.world, transport.backoff, failure):
+        if text:
+            name, message = json.loads(text)
+            shared = _CLASSES[name](message)
+            shared.on_all_ranks = True
+            raise shared
+    assert result is not None or not failure
+    return result  # type: ignore[return-value]  # T may be None itself
+
+
+class Job:
+    """What the last words of a failing rank need to know; filled in as the run learns it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.where = f"rank {transport.rank}"
+        """Becomes "rank 3 (stage 1, replica 1)" once there is a grid."""
+        self.run_dir: Path | None = None
+        """Where tracebacks of internal errors go, once there is a run directory."""
+
+
+def run(main: Callable[[Job], None]) -> NoReturn:
+    """Call `main` on this rank and end the process; never returns.
+
+    Exit codes: 0; an error's own (see `axsparse.errors`); 70 for any other exception and
+    for a rank that leaves in the middle; the code of `sys.exit(code)`; 130 if interrupted.
+    """
+    try:
+        transport = connect()
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    job = Job(transport)
+    threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    try:
+        main(job)
+        transport.close()
+    except BaseException as failure:
+        if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
+            _last_words(job, failure)
+        if transport.rank == 0:
+            print(f"axsparse: error: {failure}", file=sys.stderr, flush=True)
+        _leave(failure.exit_code)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _last_words(job: Job, failure: BaseException) -> NoReturn:
+    code, words = _describe(failure)
+    if not isinstance(failure, (AxsparseError, KeyboardInterrupt, SystemExit)):
+        words += _keep_traceback(job, failure)
+    print(f"axsparse: error: {job.where}: {words}", file=sys.stderr, flush=True)
+    job.transport.abort(code)
+
+
+def _describe(failure: BaseException) -> tuple[int, str]:
+    """Exit code and one line."""
+    if isinstance(failure, AxsparseError):
+        return failure.exit_code, str(failure)
+    if isinstance(failure, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    if isinstance(failure, SystemExit):
+        code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
+        return code, f"left in the middle of the run (sys.exit({failure.code!r}))"
+    text = " ".join(str(failure).split()) or "no message"
+    return EXIT_INTERNAL, f"{type(failure).__name__}: {text}"
+
+
+def _keep_traceback(job: Job, failure: BaseException) -> str:
+    """Write the traceback to the run directory, or to stderr ahead of the line without one."""
+    text = "".join(traceback.format_exception(failure))
+    if job.run_dir is not None:
+        path = job.run_dir / f"traceback-rank-{job.transport.rank}.txt"
+        try:
+            path.write_text(text)
+            return f"; traceback in {os.fspath(path)}"
+        except OSError:
+            pass  # the disk may be what failed; stderr is left
+    sys.stderr.write(text)
+    return ""

@@ -1,0 +1,164 @@
+"""What follows from configuration, model and number of ranks alone, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from axsparse.comm import Transport
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_batch, check_config, resolve_grid
+from axsparse.errors import ConfigError
+from axsparse.grid import Grid, Place
+from axsparse.models.layer import Model
+from axsparse.models.survey import LayerInfo, Survey, survey
+from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.pruning.criteria import Criterion
+from axsparse.samo.adamw import ADAMW
+from axsparse.samo.optimizer import Optimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIMIZERS = {"adamw": ADAMW}
+MOST_HALF_MICROBATCHES = 8
+"""Up to here accumulation in half precision errs by less than 0.4 %."""
+DEFAULT_SLACK = 1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run with every `auto` decided, as one rank sees it."""
+
+    config: Config
+    survey: Survey
+    stages: Sequence[range]
+    """The layers of each stage."""
+    place: Place
+    criterion: Criterion | None
+    """What is pruned; None trains dense."""
+    optimizer: Optimizer
+    dtype: torch.dtype
+    """Of weights, activations and messages."""
+    gradient_dtype: torch.dtype
+    """Of gradient accumulation."""
+
+    def layers_of(self, stage: int) -> list[LayerInfo]:
+        """The layers of a stage."""
+        return [self.survey.layers[number] for number in self.stages[stage]]
+
+    def stage_of(self, name: str) -> int:
+        """The stage that holds a parameter."""
+        layer = self.survey.layer_of(name)
+        return next(number for number, stage in enumerate(self.stages) if layer in stage)
+
+
+def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | None) -> Resolved:
+    """Check the rules and decide every `auto`; ConfigError for the first rule that is broken.
+
+    `grid` comes before the layout of the configuration.
+    """
+    config = loaded.config
+    check_config(loaded)
+    _check_transport(loaded, transport)
+    surveyed = survey(model)
+    num_layers = len(surveyed.layers)
+    if grid is None:
+        grid = resolve_grid(loaded, transport.size, num_layers)
+    else:
+        _check_grid(grid, transport.size, num_layers)
+    check_batch(loaded, grid)
+    split = config.layout.split
+    stages = (
+        partition([layer.flops for layer in surveyed.layers], grid.g_inter)
+        if split == "auto"
+        else split_by_hand(split)
+    )
+    gradient = _gradient(config, grid)
+    pruning = config.pruning
+    prunes = config.samo.enabled and pruning.sparsity > 0
+    return Resolved(
+        config=_with(
+            config,
+            {
+                "data.sequence_length": _unless_auto(
+                    config.data.sequence_length, config.model.sequence_length
+                ),
+                "layout.g_inter": grid.g_inter,
+                "layout.g_data": grid.g_data,
+                "layout.split": tuple(len(stage) for stage in stages),
+                "pipeline.slack": _unless_auto(config.pipeline.slack, DEFAULT_SLACK),
+                "samo.index": "int32",
+                "samo.gradient": gradient,
+                "schedule.decay_steps": _unless_auto(
+                    config.schedule.decay_steps, config.train.steps
+                ),
+            },
+        ),
+        survey=surveyed,
+        stages=stages,
+        place=grid.place(transport.rank),
+        criterion=Criterion(pruning.method, pruning.sparsity, pruning.include, config.seed)
+        if prunes
+        else None,
+        optimizer=OPTIMIZERS[config.optimizer.name],
+        dtype=DTYPES[config.precision],
+        gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
+    )
+
+
+def _gradient(config: Config, grid: Grid) -> str:
+    """Precision of accumulation, by the rule in the schema."""
+    if config.precision == "fp32":
+        return "fp32"
+    if config.samo.gradient != "auto":
+        return config.samo.gradient
+    batch = config.batch
+    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    return "half" if microbatches <= MOST_HALF_MICROBATCHES else "fp32"
+
+
+def _check_transport(loaded: Loaded, transport: Transport) -> None:
+    wanted = loaded.config.transport
+    if wanted == "local" and transport.name != "local":
+        raise ConfigError(
+            f"{loaded.where('transport')}: local is for one process without MPI, but "
+            f"{transport.size} MPI ranks are running; choose auto or mpi"
+        )
+    if wanted == "mpi" and transport.name == "local":
+        raise ConfigError(
+            f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
+            "install axsparse[mpich], or choose auto"
+        )
+
+
+def _check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
+    if grid.size != ranks:
+        raise ConfigError(
+            f"grid: {grid} are {grid.size} ranks, {ranks} are running; start {grid.size} ranks or "
+            "make another grid"
+        )
+    if grid.g_inter > num_layers:
+        raise ConfigError(
+            f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
+        )
+
+
+def _unless_auto(value: int | str, otherwise: int) -> int:
+    return otherwise if isinstance(value, str) else value
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy with some leaves "section.key" set."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, {})[leaf] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=leaves)
+            for section, leaves in sections.items()
+        }
+    )

@@ -1,0 +1,123 @@
+"""`python -m axsparse.train`: trains what a configuration file describes, on all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.errors import EXIT_CONFIG
+from axsparse.transport import LAUNCHER_VARIABLES
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+DESCRIPTION = """\
+Train a pruned network over pipeline stages and replicas.
+
+Start it by itself, or on many ranks with an MPI launcher:
+
+  python -m axsparse.train --config quickstart.yaml
+  mpirun -n 4 python -m axsparse.train --config quickstart.yaml
+  mpirun -n 512 python -m axsparse.train --config my_run.yaml --set layout.g_inter=8
+"""
+EPILOG = """\
+examples of --set (any key of the configuration, later ones win):
+  --set layout.g_inter=2              pipeline stages; the other ranks become replicas
+  --set precision=fp32                fp32 or bf16
+  --set samo.enabled=false            train dense: the baseline of all comparisons
+  --set pruning.sparsity=0.8          fraction of the block weights that is removed
+  --set batch.microbatch_size=4       sequences that pass through the pipeline together
+  --set optimizer.learning_rate=1e-3 --set seed=7
+
+what a run leaves behind, in --run-dir:
+  config.yaml     every setting as it ran, with versions
+  metrics.jsonl   one object a step, and one an evaluation
+
+exit codes:
+  0 done   65 data does not fit   66 input missing   70 a rank failed
+  74 output cannot be written   78 configuration cannot be run
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Speaks once for all ranks."""
+
+    def error(self, message: str) -> NoReturn:
+        if _speaks():
+            print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CONFIG)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        if _speaks():
+            super().print_help(file)
+
+
+def _speaks() -> bool:
+    """Whether this process is the one that speaks before MPI has started."""
+    return all(os.environ.get(name, "0") == "0" for name in LAUNCHER_VARIABLES)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    arguments = _Parser(
+        prog="axsparse train",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    arguments.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a path, or the name of a bundled configuration such as quickstart.yaml; "
+        "without it, the defaults",
+    )
+    arguments.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one key, such as layout.g_inter=2; may be repeated",
+    )
+    arguments.add_argument("--steps", metavar="N", help="short for --set train.steps=N")
+    arguments.add_argument("--run-dir", metavar="DIR", help="short for --set run_dir=DIR")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train, and end the process with the exit code of the run."""
+    arguments = parser().parse_args(argv)
+    # Late, so that --help costs neither torch nor MPI.
+    from axsparse.build import build
+    from axsparse.config.load import load_config
+    from axsparse.data.stdlib import stdlib_dataset
+    from axsparse.job import Job, run, together
+    from axsparse.models.gpt import gpt
+    from axsparse.startup import Datasets
+
+    overrides = list(arguments.overrides)
+    if arguments.steps is not None:
+        overrides.append(f"train.steps={arguments.steps}")
+    if arguments.run_dir is not None:
+        overrides.append(f"run_dir={arguments.run_dir}")
+
+    def train(job: Job) -> None:
+        loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
+        config = loaded.config
+        wanted = config.data.sequence_length
+        length = config.model.sequence_length if wanted == "auto" else wanted
+
+        def open_datasets() -> Datasets:
+            return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))
+
+        build(job, gpt(config.model, length), open_datasets, loaded).train()
+
+    run(train)
+
+
+if __name__ == "__main__":
+    main()

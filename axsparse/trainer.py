@@ -1,0 +1,278 @@
+"""The step and the loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from axsparse.comm import Collective, Link, Transport
+from axsparse.config.schema import Config
+from axsparse.data.batches import Batch, Batches
+from axsparse.data.prefetch import Prefetcher
+from axsparse.data_parallel.agreement import Agreement, Verdict, sum_by_owner
+from axsparse.data_parallel.sync import GradientSync
+from axsparse.errors import TrainingError
+from axsparse.grid import Place
+from axsparse.models.survey import Survey
+from axsparse.observe.phases import Phases
+from axsparse.observe.recorder import Recorder, StepFigures, peak_memory_bytes
+from axsparse.pipeline.engine import Engine
+from axsparse.pruning.criteria import Criterion
+from axsparse.samo.construct import BuiltLayer
+from axsparse.samo.gradient import GradientCollector
+from axsparse.samo.learning_rate import learning_rate
+from axsparse.samo.memory import StateBytes
+from axsparse.samo.norm import clip_factor, norm_partials
+from axsparse.samo.optimizer import Hyper, Optimizer
+from axsparse.samo.prune import masks_digest, prune_in_place
+from axsparse.samo.update import update
+
+MOST_SKIPPED = 10
+"""Steps in a row with non-finite numbers after which a run is lost."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer works with; `build` puts it together."""
+
+    transport: Transport
+    place: Place
+    survey: Survey
+    layers: Sequence[BuiltLayer]
+    engine: Engine
+    link: Link
+    collector: GradientCollector
+    sync: GradientSync
+    replicas: Collective
+    optimizer: Optimizer
+    criterion: Criterion | None
+    training: Batches
+    validation: Batches | None
+    phases: Phases
+    recorder: Recorder
+
+
+class Trainer:
+    """Trains one model on all ranks; every rank has one and calls the same methods."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        """`config` with every `auto` resolved."""
+        self.config = config
+        self.parts = parts
+        self.steps_done = 0
+        self._updates = 0
+        self._skipped_in_a_row = 0
+        self._warned: set[str] = set()
+        self._prefetcher: Prefetcher | None = None
+        self._agreement = self._agree_on_masks()
+
+    # -- the way of a step --------------------------------------------------------------
+
+    def step(self) -> Verdict:
+        """Run the microbatches, sum the gradients, agree, update and expand.
+
+        Loss and norm are those before the update. If either is not finite anywhere, no
+        rank updates.
+        """
+        parts = self.parts
+        batch = self._next_batch()
+        parts.collector.begin()
+        parts.sync.begin()
+        losses = parts.engine.train(batch, self._targets(batch), parts.collector.last_microbatch)
+        self._warn_of_unused(parts.collector.finish())
+        parts.sync.finish()
+        verdict = self._agree(sum(losses))
+        if verdict.finite:
+            self._update(verdict)
+        self._count_skipped(verdict)
+        self.steps_done += 1
+        return verdict
+
+    def _agree(self, loss: float) -> Verdict:
+        parts = self.parts
+        with parts.phases("optimizer"):
+            states = [layer.state for layer in parts.layers]
+            partials = norm_partials(states, self._counted)
+        with parts.phases("collective"):
+            return self._agreement.reach(loss, partials)
+
+    def _update(self, verdict: Verdict) -> None:
+        settings = self.config.optimizer
+        self._updates += 1
+        hyper = Hyper(
+            step=self._updates,
+            learning_rate=self.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        with self.parts.phases("optimizer"):
+            factor = clip_factor(verdict.grad_norm, settings.clip_norm)
+            states = [layer.state for layer in self.parts.layers]
+            update(states, self.parts.optimizer, hyper, factor)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the step under way."""
+        schedule, steps = self.config.schedule, self.config.train.steps
+        return learning_rate(
+            self.steps_done,
+            peak=self.config.optimizer.learning_rate,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=steps if schedule.decay_steps == "auto" else schedule.decay_steps,
+            decay=schedule.decay,
+            final_ratio=schedule.final_ratio,
+        )
+
+    # -- the loop -----------------------------------------------------------------------
+
+    def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
+        """All steps that are left, with evaluations and records; closes the trainer.
+
+        `on_step(steps done, verdict)` is called on every rank after each step.
+        """
+        settings = self.config.train
+        while self.steps_done < settings.steps:
+            if self._prunes_now():
+                self.prune()
+            self._recorded_step(on_step)
+            if settings.eval_every and self.steps_done % settings.eval_every == 0:
+                self._recorded_evaluation()
+        if not settings.eval_every or settings.steps % settings.eval_every:
+            self._recorded_evaluation()
+        self.parts.recorder.flush()
+        self.close()
+
+    def evaluate(self) -> float | None:
+        """Mean validation loss over `eval_steps` global batches, on all ranks; training state
+        stays as it is. None without validation data."""
+        validation = self.parts.validation
+        if validation is None or self.config.train.eval_steps == 0:
+            return None
+        loss = targets = 0.0
+        for number in range(min(self.config.train.eval_steps, validation.num_evaluation_batches)):
+            batch = validation.evaluation(number)
+            losses = self.parts.engine.evaluate(batch)
+            if self.parts.place.is_last:
+                loss += sum(losses)
+                targets += batch.num_targets
+        transport = self.parts.transport
+        rows = sum_by_owner(transport.world, transport.backoff, [loss, targets])
+        return sum(row[0] for row in rows) / max(1.0, sum(row[1] for row in rows))
+
+    def prune(self) -> None:
+        """Shrink the live state to what the criterion keeps."""
+        assert self.parts.criterion is not None, "nothing says what to prune"
+        prune_in_place(self.parts.layers, self.parts.survey.ties, self.parts.criterion)
+        self._agreement = self._agree_on_masks()
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of this rank's live model state."""
+        return StateBytes.sum(layer.state.live_bytes() for layer in self.parts.layers)
+
+    def close(self) -> None:
+        """End the thread that reads ahead and close the record; safe to call twice."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+        self.parts.recorder.close()
+
+    # -- details ------------------------------------------------------------------------
+
+    def _recorded_step(self, on_step: Callable[[int, Verdict], None] | None) -> None:
+        parts = self.parts
+        parts.phases.begin_step()
+        rate, before = self.learning_rate, self._bytes_sent()
+        verdict = self.step()
+        gradient_bytes, p2p_bytes = (
+            after - start for after, start in zip(self._bytes_sent(), before, strict=True)
+        )
+        figures = StepFigures(
+            step=self.steps_done,
+            loss=verdict.loss,
+            learning_rate=rate,
+            grad_norm=verdict.grad_norm,
+            loss_scale=1.0,
+            skipped=not verdict.finite,
+        )
+        most = {
+            "model_state_bytes": self.state_bytes().total,
+            "gradient_bytes_sent": gradient_bytes,
+            "p2p_bytes_sent": p2p_bytes,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        parts.recorder.step(figures, parts.phases.end_step(), most)
+        if on_step is not None:
+            on_step(self.steps_done, verdict)
+
+    def _recorded_evaluation(self) -> None:
+        loss = self.evaluate()
+        if loss is not None:
+            self.parts.recorder.evaluation(self.steps_done, loss)
+
+    def _next_batch(self) -> Batch:
+        with self.parts.phases("data"):
+            if self._prefetcher is None:
+                self._prefetcher = Prefetcher(self.parts.training.training, self.steps_done)
+            return self._prefetcher.get(self.steps_done)
+
+    def _targets(self, batch: Batch) -> float:
+        """The step's global count of targets, where the loss is computed; 1 elsewhere."""
+        parts = self.parts
+        if not parts.place.is_last:
+            return 1.0
+        each = parts.training.targets_per_sample
+        if each is not None:
+            return float(each * self.config.batch.global_batch_size)
+        with parts.phases("collective"):
+            rows = sum_by_owner(parts.replicas, parts.transport.backoff, [batch.num_targets])
+        return max(1.0, sum(row[0] for row in rows))
+
+    def _agree_on_masks(self) -> Agreement:
+        """Check that replicas keep the same entries, and lay out the agreement's vector."""
+        parts, transport = self.parts, self.parts.transport
+        digests = sum_by_owner(parts.replicas, transport.backoff, [masks_digest(parts.layers)])
+        for replica, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise TrainingError(
+                    f"masks: replica {replica} keeps other entries than replica 0 on stage "
+                    f"{parts.place.stage}; masks must depend on seed, names and weights only"
+                )
+        kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
+        names = parts.survey.counted
+        self._counted = [name for name in names if name in kept]
+        return Agreement(transport.world, transport.backoff, parts.place, names, kept)
+
+    def _prunes_now(self) -> bool:
+        step = self.config.pruning.at_step
+        return self.parts.criterion is not None and step > 0 and step == self.steps_done
+
+    def _bytes_sent(self) -> tuple[int, int]:
+        """Bytes handed over so far: to other replicas, and to other stages."""
+        sync = self.parts.sync
+        return sync.gradient_bytes_sent, self.parts.link.bytes_sent + sync.tie_bytes_sent
+
+    def _warn_of_unused(self, names: Sequence[str]) -> None:
+        if self.parts.place.replica:
+            return
+        for name in names:
+            if name not in self._warned:
+                self._warned.add(name)
+                print(
+                    f"axsparse: warning: {self.parts.place}: parameter {name} got no gradient in "
+                    f"step {self.steps_done + 1}; it counts as zero (freeze it if that is meant)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _count_skipped(self, verdict: Verdict) -> None:
+        self._skipped_in_a_row = 0 if verdict.finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MOST_SKIPPED:
+            lost = TrainingError(
+                f"step {self.steps_done + 1}: loss or gradients are not finite for {MOST_SKIPPED} "
+                f"steps in a row (loss {verdict.loss}); lower optimizer.learning_rate, or look at "
+                "the data"
+            )
+            lost.on_all_ranks = True
+            raise lost
