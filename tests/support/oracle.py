@@ -1,0 +1,191 @@
+"""The judge of numerics: plain torch, one process, dense; nothing of samo/ or pipeline/.
+
+Gradients are masked before the norm, weights after each step. Microbatches are added in
+order within a replica, replicas in order after that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Model
+from axsparse.samo.learning_rate import learning_rate
+from axsparse.seeds import keyed_generator
+
+
+@dataclass
+class Trace:
+    """What a run produced, by global parameter name where there is one."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Dense, zero where pruned."""
+
+
+def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
+    """The kept entries by sorting: largest first, lower positions first among equals."""
+    n = weight.numel()
+    keep = n - round(config.pruning.sparsity * n)
+    if config.pruning.method == "random":
+        score = torch.rand(n, generator=keyed_generator(config.seed, name, "mask"))
+    else:
+        score = weight.reshape(-1).abs()
+    order = torch.sort(score, descending=True, stable=True).indices
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[order[:keep]] = True
+    return mask.view_as(weight)
+
+
+class Oracle:
+    """Trains the whole model densely, as if on one stage and `g_data` replicas."""
+
+    def __init__(self, model: Model, config: Config, data: Dataset, g_data: int = 1) -> None:
+        self.config, self.data, self.g_data = config, data, g_data
+        self.loss = model.loss
+        self.ties = {tie.second: tie.first for tie in model.ties}
+        self.modules: list[nn.Module] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.masks: dict[str, Tensor] = {}
+        self.prunable: list[str] = []
+        for layer in model.layers:
+            module = layer.build()
+            for local, parameter in module.named_parameters():
+                name = f"{layer.name}.{local}"
+                assert layer.init is not None, "oracle models say how they start"
+                generator = keyed_generator(config.seed, self.ties.get(name, name), "init")
+                with torch.no_grad():
+                    parameter.copy_(layer.init(local, tuple(parameter.shape), generator))
+                if not parameter.requires_grad:
+                    continue
+                self.parameters[name] = parameter
+                blocks = layer.kind == "block" or config.pruning.include == "all"
+                if blocks and parameter.dim() >= 2 and config.pruning.sparsity > 0:
+                    self.prunable.append(name)
+            self.modules.append(module)
+        owned = [name for name in self.parameters if name not in self.ties]
+        self.owned = owned
+        decay = [self.parameters[n] for n in owned if self.parameters[n].dim() >= 2]
+        plain = [self.parameters[n] for n in owned if self.parameters[n].dim() < 2]
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": settings.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            foreach=False,
+            fused=False,
+        )
+        self.trace = Trace()
+
+    def prune(self) -> None:
+        """Draw the masks from the weights of now and apply them, also to the moments."""
+        for name in self.prunable:
+            owner = self.ties.get(name, name)
+            parameter = self.parameters[name]
+            mask = self.masks[name] = keep_mask(self.config, owner, parameter.detach())
+            with torch.no_grad():
+                parameter.mul_(mask)
+            for value in self.optimizer.state.get(parameter, {}).values():
+                if value.dim():
+                    value.mul_(mask)
+
+    def run(self, steps: int) -> Trace:
+        for step in range(steps):
+            if self.config.samo.enabled and step == self.config.pruning.at_step:
+                self.prune()
+            self._step(step)
+        for name in self.owned:
+            parameter = self.parameters[name]
+            self.trace.weights[name] = parameter.detach().clone()
+            state = self.optimizer.state[parameter]
+            self.trace.moments[name] = {k: v.clone() for k, v in state.items() if v.dim()}
+        return self.trace
+
+    def _step(self, step: int) -> None:
+        config = self.config
+        size, per_microbatch = config.batch.global_batch_size, config.batch.microbatch_size
+        samples = samples_of_step(len(self.data), size, step, config.seed)
+        _, all_targets = self.data.read(samples)
+        divisor = self.data.count_targets(all_targets)
+        share = size // self.g_data
+        total: dict[str, Tensor] = {}
+        loss_total = 0.0
+        for replica in range(self.g_data):
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            replica_loss = 0.0
+            for start in range(replica * share, (replica + 1) * share, per_microbatch):
+                stop = min(start + per_microbatch, (replica + 1) * share)
+                inputs, targets = self.data.read(samples[start:stop])
+                outputs: Sequence[Tensor] = inputs
+                for module in self.modules:
+                    output = module(*outputs)
+                    outputs = output if isinstance(output, tuple) else (output,)
+                loss = self.loss(*outputs, targets) / divisor
+                loss.backward()
+                replica_loss += loss.item()
+            loss_total += replica_loss
+            for name in self.owned:
+                grad = self.parameters[name].grad
+                if grad is None:
+                    grad = torch.zeros_like(self.parameters[name])
+                for second, first in self.ties.items():
+                    if first == name:
+                        second_grad = self.parameters[second].grad
+                        assert second_grad is not None
+                        grad = grad + second_grad
+                total[name] = total[name] + grad if name in total else grad.clone()
+        for name, mask in self.masks.items():
+            if name in total:
+                total[name] = total[name] * mask
+        self._finish_step(step, loss_total, total)
+
+    def _finish_step(self, step: int, loss: float, gradients: dict[str, Tensor]) -> None:
+        config = self.config
+        squares = [
+            float(v) ** 2 for g in gradients.values() for v in g.reshape(-1).double().tolist()
+        ]
+        finite = all(math.isfinite(s) for s in squares) and math.isfinite(loss)
+        norm = torch.tensor(math.sqrt(math.fsum(squares)) if finite else math.nan).float()
+        self.trace.losses.append(loss)
+        self.trace.norms.append(norm.item())
+        self.trace.finite.append(finite)
+        if not finite:
+            return
+        factor = torch.ones(())
+        if config.optimizer.clip_norm:
+            factor = torch.clamp(torch.tensor(config.optimizer.clip_norm) / (norm + 1e-6), max=1.0)
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient * factor
+        schedule = config.schedule
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step,
+                peak=config.optimizer.learning_rate,
+                warmup_steps=schedule.warmup_steps,
+                decay_steps=config.train.steps
+                if schedule.decay_steps == "auto"
+                else schedule.decay_steps,
+                decay=schedule.decay,
+                final_ratio=schedule.final_ratio,
+            )
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, mask in self.masks.items():
+                self.parameters[name].mul_(mask)
+            for second, first in self.ties.items():
+                self.parameters[second].copy_(self.parameters[first])

@@ -1,0 +1,169 @@
+"""Small models and data, and runs of them: in this process, or on the ranks of an MPI job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from support.oracle import Trace
+from torch import Tensor, nn
+
+from axsparse.build import build
+from axsparse.comm import Transport
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.grid import Grid
+from axsparse.job import Job
+from axsparse.local import LocalWorld
+from axsparse.models.gpt import gpt
+from axsparse.models.layer import Layer, Model
+from axsparse.startup import Datasets
+from axsparse.trainer import Trainer
+from axsparse.transport import LocalTransport
+
+VOCABULARY = 64
+
+
+def tiny_config(**sections: Any) -> Config:
+    """A GPT of four layers in fp32; keyword arguments override whole sections' keys."""
+    settings: dict[str, Any] = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "sequence_length": 12,
+            "vocab_size": VOCABULARY,
+        },
+        "batch": {"global_batch_size": 12, "microbatch_size": 1},
+        "precision": "fp32",
+        "pruning": {"sparsity": 0.8},
+        "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5},
+        "schedule": {"warmup_steps": 2},
+        "train": {"steps": 8, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
+        "seed": 11,
+    }
+    for key, value in sections.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return Config.model_validate(settings)
+
+
+def token_data(samples: int = 40, length: int = 12) -> TokenDataset:
+    tokens = np.random.default_rng(3).integers(0, VOCABULARY, samples * length + 1, dtype=np.uint8)
+    return TokenDataset("random", "0", VOCABULARY, tokens, length)
+
+
+def tiny_gpt(config: Config) -> Model:
+    return gpt(config.model, config.model.sequence_length)
+
+
+def random_init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.empty(shape).uniform_(-0.4, 0.4, generator=generator)
+
+
+def mlp(layers: int = 4, width: int = 16, classes: int = 5) -> Model:
+    """Fully connected layers; widths chosen so that tensors are no multiple of a vector."""
+    hidden = [
+        Layer(
+            f"hidden{number}",
+            partial(_hidden, width + number, width + number + 1),
+            init=random_init,
+        )
+        for number in range(layers - 1)
+    ]
+    out = Layer(
+        "out", lambda: nn.Linear(width + layers - 1, classes), kind="head", init=random_init
+    )
+    return Model([*hidden, out], loss=summed_loss, name="mlp")
+
+
+def _hidden(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def vector_data(samples: int = 30, width: int = 16, classes: int = 5) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(samples, width, generator=generator)
+    return ArrayDataset(inputs, torch.randint(classes, (samples,), generator=generator))
+
+
+def train_here(
+    transport: Transport,
+    grid: Grid,
+    model: Model,
+    config: Config,
+    data: Dataset,
+    *,
+    validation: Dataset | None = None,
+    before: Callable[[Trainer], None] = lambda trainer: None,
+) -> tuple[Trainer, Trace]:
+    """Train on this rank's transport; the trace has this rank's own weights and moments."""
+    job = Job(transport)
+    datasets = Datasets(data, validation)
+    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=True)
+    before(trainer)
+    trace = Trace()
+
+    def note(step: int, verdict: Verdict) -> None:
+        trace.losses.append(verdict.loss)
+        trace.norms.append(verdict.grad_norm)
+        trace.finite.append(verdict.finite)
+
+    trainer.train(on_step=note)
+    for layer in trainer.parts.layers:
+        for tensor in layer.state.owned:
+            trace.weights[tensor.name] = tensor.parameter.detach().clone()
+            trace.moments[tensor.name] = {}
+            for name, kept in layer.state.moments_of(tensor, 0, tensor.kept).items():
+                dense = torch.zeros(tensor.parameter.numel())
+                dense[tensor.index.positions()] = kept
+                trace.moments[tensor.name][name] = dense.view_as(tensor.parameter)
+    return trainer, trace
+
+
+def train_in_process(
+    g_inter: int,
+    g_data: int,
+    model: Model,
+    config: Config,
+    data: Dataset,
+    *,
+    order: int | None = None,
+    validation: Dataset | None = None,
+    before: Callable[[Trainer], None] = lambda trainer: None,
+) -> list[tuple[Trainer, Trace]]:
+    """The same on all ranks of a world in this process; `order` draws an arrival order."""
+    world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
+    grid = Grid(g_inter, g_data)
+    return world.run(
+        lambda rank: train_here(
+            LocalTransport(world, rank),
+            grid,
+            model,
+            config,
+            data,
+            validation=validation,
+            before=before,
+        )
+    )
+
+
+def assert_bitwise(ours: Trace, reference: Trace) -> None:
+    """Losses, norms, weights and moments are the same bits; `ours` may hold some tensors only."""
+    assert ours.losses == reference.losses
+    assert ours.norms == reference.norms
+    assert ours.finite == reference.finite
+    assert ours.weights
+    for name, weight in ours.weights.items():
+        owner = name if name in reference.weights else "embed.token.weight"
+        assert torch.equal(weight, reference.weights[owner]), name
+        for moment, values in ours.moments[name].items():
+            assert torch.equal(values, reference.moments[owner][moment]), (name, moment)
