@@ -1,3 +1,52 @@
-"""axsparse: train large pruned networks over pipeline stages and replicas."""
+"""axsparse: train large pruned networks over pipeline stages and replicas.
+
+The names below are the Python API; each is loaded when it is first used, so that
+commands which need neither torch nor MPI start at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from axsparse.build import build as build
+    from axsparse.config.schema import Config as Config
+    from axsparse.data.dataset import ArrayDataset as ArrayDataset
+    from axsparse.data.dataset import TokenDataset as TokenDataset
+    from axsparse.grid import Grid as Grid
+    from axsparse.job import Job as Job
+    from axsparse.job import run as run
+    from axsparse.models.layer import Layer as Layer
+    from axsparse.models.layer import Model as Model
+    from axsparse.models.layer import Tie as Tie
+    from axsparse.startup import Datasets as Datasets
+    from axsparse.trainer import Trainer as Trainer
+
+_HOMES = {
+    "ArrayDataset": "axsparse.data.dataset",
+    "Config": "axsparse.config.schema",
+    "Datasets": "axsparse.startup",
+    "Grid": "axsparse.grid",
+    "Job": "axsparse.job",
+    "Layer": "axsparse.models.layer",
+    "Model": "axsparse.models.layer",
+    "Tie": "axsparse.models.layer",
+    "TokenDataset": "axsparse.data.dataset",
+    "Trainer": "axsparse.trainer",
+    "build": "axsparse.build",
+    "run": "axsparse.job",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'axsparse' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

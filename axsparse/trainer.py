@@ -61,6 +61,8 @@ class Trainer:
         self.config = config
         self.parts = parts
         self.steps_done = 0
+        self.last_evaluation: float | None = None
+        """Mean validation loss, when last evaluated."""
         self._updates = 0
         self._skipped_in_a_row = 0
         self._warned: set[str] = set()
@@ -159,7 +161,8 @@ class Trainer:
                 targets += batch.num_targets
         transport = self.parts.transport
         rows = sum_by_owner(transport.world, transport.backoff, [loss, targets])
-        return sum(row[0] for row in rows) / max(1.0, sum(row[1] for row in rows))
+        self.last_evaluation = sum(row[0] for row in rows) / max(1.0, sum(r[1] for r in rows))
+        return self.last_evaluation
 
     def prune(self) -> None:
         """Shrink the live state to what the criterion keeps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,9 +90,14 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def vector_data(samples: int = 30, width: int = 16, classes: int = 5) -> ArrayDataset:
+def vector_data(
+    samples: int = 30, width: int = 16, classes: int = 5, infinite: int | None = None
+) -> ArrayDataset:
+    """Points and classes; sample `infinite` is no number anybody can train on."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(samples, width, generator=generator)
+    if infinite is not None:
+        inputs[infinite] = math.inf
     return ArrayDataset(inputs, torch.randint(classes, (samples,), generator=generator))
 
 

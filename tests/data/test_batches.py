@@ -1,0 +1,322 @@
+"""Data sets, and how a step's samples are divided into microbatches."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axsparse.data.batches import Batch, Batches
+from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset, Tokens
+from axsparse.data.order import samples_of_step
+from axsparse.errors import DataError
+
+
+def token_dataset(tokens: Tokens, sequence_length: int) -> TokenDataset:
+    return TokenDataset("t", "f", 256, tokens, sequence_length)
+
+
+def numbered(num_samples: int) -> ArrayDataset:
+    """Sample i has input i and two targets."""
+    return ArrayDataset(torch.arange(num_samples), torch.zeros(num_samples, 2))
+
+
+def batches(
+    dataset: Dataset | None,
+    *,
+    num_samples: int | None = None,
+    global_batch_size: int = 12,
+    microbatch_size: int = 2,
+    replica: int = 0,
+    g_data: int = 1,
+) -> Batches:
+    if num_samples is None:
+        assert dataset is not None
+        num_samples = len(dataset)
+    return Batches(
+        dataset,
+        num_samples=num_samples,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        replica=replica,
+        g_data=g_data,
+        seed=7,
+    )
+
+
+def samples(batch: Batch) -> list[list[int]]:
+    return [microbatch.inputs[0].tolist() for microbatch in batch.microbatches]
+
+
+def flat(batch: Batch) -> list[int]:
+    return [sample for microbatch in samples(batch) for sample in microbatch]
+
+
+class Padded:
+    """Sample i has i targets, the rest of its row is padding."""
+
+    name = "padded"
+    fingerprint = ""
+    vocab_size = None
+    targets_per_sample = None
+
+    def __len__(self) -> int:
+        return 9
+
+    def read(
+        self, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        numbers = torch.from_numpy(indices)
+        return (numbers,), (torch.arange(8) < numbers[:, None]).long() - 1
+
+    def count_targets(self, targets: Tensor) -> int:
+        return int((targets >= 0).sum())
+
+
+# -- Data sets
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_a_target_is_the_token_after_its_input(dtype: type[np.unsignedinteger]) -> None:
+    dataset = token_dataset(np.arange(100, 110, dtype=dtype), sequence_length=3)
+
+    (inputs,), targets = dataset.read(np.array([2, 0]))
+
+    assert inputs.tolist() == [[106, 107, 108], [100, 101, 102]]
+    assert targets.tolist() == [[107, 108, 109], [101, 102, 103]]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert dataset.targets_per_sample == 3
+    assert dataset.count_targets(targets) == 6
+
+
+@pytest.mark.parametrize(("num_tokens", "num_samples"), [(4, 1), (6, 1), (7, 2), (9, 2), (10, 3)])
+def test_the_last_window_needs_one_token_more(num_tokens: int, num_samples: int) -> None:
+    assert len(token_dataset(np.zeros(num_tokens, np.uint8), sequence_length=3)) == num_samples
+
+
+def test_tokens_may_be_a_memory_map(tmp_path: Path) -> None:
+    np.arange(50, dtype=np.uint16).tofile(tmp_path / "tokens")
+    tokens = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="r")
+
+    (inputs,), targets = token_dataset(tokens, sequence_length=2).read(np.array([20]))
+
+    assert (inputs.tolist(), targets.tolist()) == ([[40, 41]], [[41, 42]])
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        token_dataset(np.zeros(8, np.uint8), sequence_length=8)
+
+    assert str(caught.value) == (
+        "sequence_length (t): 8 must be at least 1 and less than the 8 tokens there are; "
+        "change it or bring more data"
+    )
+
+
+def test_a_window_without_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="must be at least 1"):
+        token_dataset(np.zeros(8, np.uint8), sequence_length=0)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((3, 4), np.uint8), np.zeros(12, np.float32)])
+def test_tokens_of_another_kind_are_refused(tokens: Tokens) -> None:
+    with pytest.raises(DataError) as caught:
+        token_dataset(tokens, sequence_length=2)
+
+    assert str(caught.value) == (
+        f"tokens (t): {tokens.ndim}-D array of {tokens.dtype}; token ids are one flat array of "
+        "unsigned integers: flatten and convert it"
+    )
+
+
+def test_tensors_in_memory_are_a_data_set() -> None:
+    images, lengths = torch.rand(5, 3, 4, requires_grad=True), torch.arange(5)
+    targets = torch.arange(10).reshape(5, 2)
+    dataset: Dataset = ArrayDataset((images, lengths), targets, name="mine")
+
+    inputs, read_targets = dataset.read(np.array([4, 1]))
+
+    assert torch.equal(inputs[0], images[[4, 1]].detach())
+    assert not inputs[0].requires_grad
+    assert inputs[1].tolist() == [4, 1]
+    assert read_targets.tolist() == [[8, 9], [2, 3]]
+    assert (len(dataset), dataset.name, dataset.vocab_size) == (5, "mine", None)
+    assert dataset.targets_per_sample == 2
+    assert dataset.count_targets(read_targets) == 4
+
+
+def test_the_fingerprint_of_tensors_covers_types_shapes_and_values() -> None:
+    zeros = torch.zeros(4, 2)
+    variants = [
+        ArrayDataset(zeros, zeros),
+        ArrayDataset(zeros + torch.tensor([0.0, -0.0]), zeros),
+        ArrayDataset(zeros, zeros + 1),
+        ArrayDataset(zeros.int(), zeros),
+        ArrayDataset(zeros.bfloat16(), zeros),
+        ArrayDataset(torch.zeros(4, 2, 1), zeros),
+        ArrayDataset((zeros, zeros), zeros),
+    ]
+
+    fingerprints = {dataset.fingerprint for dataset in variants}
+
+    assert len(fingerprints) == len(variants) - 1  # -0.0 added to 0.0 is 0.0
+    assert ArrayDataset(zeros.T.clone().T, zeros).fingerprint in fingerprints
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [
+        (torch.zeros(3, 2), torch.zeros(4)),
+        (torch.zeros(3), torch.tensor(1.0)),
+        (torch.tensor(1.0), torch.tensor(1.0)),
+        (torch.zeros(0, 2), torch.zeros(0)),
+    ],
+)
+def test_tensors_that_do_not_number_the_same_samples_are_refused(
+    inputs: Tensor, targets: Tensor
+) -> None:
+    with pytest.raises(DataError) as caught:
+        ArrayDataset(inputs, targets, name="mine")
+
+    assert str(caught.value) == (
+        f"dataset (mine): inputs and targets have shapes {tuple(inputs.shape)}, "
+        f"{tuple(targets.shape)}; the first dimension numbers the samples: give all tensors "
+        "the same, and at least one sample"
+    )
+
+
+# -- Batches
+
+
+@pytest.mark.parametrize("g_data", [1, 2, 3, 4, 6, 12])
+def test_replicas_share_a_steps_samples_in_order_whatever_their_number(g_data: int) -> None:
+    replicas = [
+        batches(numbered(50), replica=replica, g_data=g_data).training(9)
+        for replica in range(g_data)
+    ]
+
+    assert [*chain(*map(flat, replicas))] == samples_of_step(50, 12, 9, seed=7).tolist()
+    assert {len(flat(batch)) for batch in replicas} == {12 // g_data}
+    assert {batch.step for batch in replicas} == {9}
+
+
+@pytest.mark.parametrize("g_data", [1, 2, 3])
+@pytest.mark.parametrize("microbatch_size", [1, 3, 5, 100])
+def test_a_microbatch_knows_its_global_position(g_data: int, microbatch_size: int) -> None:
+    expected = samples_of_step(50, 12, 2, seed=7)
+
+    for replica in range(g_data):
+        batch = batches(
+            numbered(50), microbatch_size=microbatch_size, replica=replica, g_data=g_data
+        ).training(2)
+        for microbatch in batch.microbatches:
+            first = microbatch.first_sample - 2 * 12
+            of_step = expected[first : first + microbatch.size]
+            assert microbatch.inputs[0].tolist() == of_step.tolist()
+
+
+def test_only_the_last_microbatch_is_smaller() -> None:
+    batch = batches(numbered(50), microbatch_size=5, replica=1, g_data=2, global_batch_size=24)
+
+    sizes = [microbatch.size for microbatch in batch.training(0).microbatches]
+
+    assert sizes == [5, 5, 2]
+
+
+def test_a_step_is_the_same_whenever_it_is_read() -> None:
+    one = batches(numbered(50))
+    earlier = samples(one.training(3))
+    one.training(4)
+
+    assert samples(one.training(3)) == earlier
+
+
+def test_targets_are_counted_by_sample_where_they_are_constant() -> None:
+    assert batches(numbered(50), replica=1, g_data=2).training(0).num_targets == 6 * 2
+
+
+def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
+    batch = batches(Padded(), microbatch_size=4, g_data=3, replica=2, global_batch_size=9)
+
+    assert batch.evaluation(0).num_targets == 6 + 7 + 8
+
+
+@settings(deadline=None)
+@given(
+    num_samples=st.integers(1, 60),
+    samples_of_replica=st.integers(1, 8),
+    g_data=st.integers(1, 5),
+    microbatch_size=st.integers(1, 9),
+)
+def test_evaluation_sees_every_sample_once_in_its_own_order(
+    num_samples: int, samples_of_replica: int, g_data: int, microbatch_size: int
+) -> None:
+    replicas = [
+        batches(
+            numbered(num_samples),
+            global_batch_size=samples_of_replica * g_data,
+            microbatch_size=microbatch_size,
+            replica=replica,
+            g_data=g_data,
+        )
+        for replica in range(g_data)
+    ]
+
+    seen: list[int] = []
+    for number in range(replicas[0].num_evaluation_batches):
+        parts = [replica.evaluation(number) for replica in replicas]
+        sizes = [len(flat(part)) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert [part.num_targets for part in parts] == [2 * size for size in sizes]
+        for part in parts:
+            assert part.step == number
+            assert [m.first_sample for m in part.microbatches] == [s[0] for s in samples(part)]
+            assert all(m.size == microbatch_size for m in part.microbatches[:-1])
+            seen += flat(part)
+
+    assert seen == list(range(num_samples))
+
+
+def test_an_evaluation_batch_smaller_than_the_replicas_leaves_some_without_work() -> None:
+    parts = [batches(numbered(13), replica=replica, g_data=3).evaluation(1) for replica in range(3)]
+
+    assert sorted(len(part.microbatches) for part in parts) == [0, 0, 1]
+
+
+def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() -> None:
+    reader = batches(numbered(17), replica=1, g_data=2, microbatch_size=4)
+    other = batches(None, num_samples=17, replica=1, g_data=2, microbatch_size=4)
+
+    assert other.num_evaluation_batches == reader.num_evaluation_batches
+    assert (other.targets_per_sample, reader.targets_per_sample) == (None, 2)
+    for batch, expected in (
+        (other.training(3), reader.training(3)),
+        (other.evaluation(1), reader.evaluation(1)),
+    ):
+        assert [(m.first_sample, m.size) for m in batch.microbatches] == [
+            (m.first_sample, m.size) for m in expected.microbatches
+        ]
+        assert {(m.inputs, m.targets) for m in batch.microbatches} == {((), None)}
+        assert batch.num_targets == 0
+
+
+def test_a_data_set_of_another_length_is_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        batches(numbered(50), num_samples=49)
+
+
+@pytest.mark.parametrize(("replica", "g_data"), [(2, 2), (-1, 2), (0, 5)])
+def test_replicas_that_cannot_share_the_batch_are_a_mistake(replica: int, g_data: int) -> None:
+    with pytest.raises(AssertionError, match=r"replica"):
+        batches(numbered(50), replica=replica, g_data=g_data)
+
+
+def test_an_evaluation_batch_past_the_end_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="no evaluation batch 2"):
+        batches(numbered(24)).evaluation(2)

@@ -1,0 +1,86 @@
+"""Which samples a step sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from axsparse.data.order import samples_of_step, shuffled
+
+SEEDS = st.integers(0, 2**70)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return shuffled(np.arange(num_samples), num_samples, seed, epoch)
+
+
+@settings(deadline=None)
+@given(num_samples=st.integers(1, 5000), seed=SEEDS, epoch=st.integers(0, 10**6))
+def test_an_epoch_visits_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_samples, seed, epoch)
+
+    assert sorted(order) == list(range(num_samples))
+
+
+@settings(deadline=None)
+@given(
+    num_samples=st.integers(1, 50),
+    global_batch_size=st.integers(1, 130),
+    seed=SEEDS,
+    num_steps=st.integers(1, 5),
+)
+def test_steps_walk_through_the_epochs_without_a_gap(
+    num_samples: int, global_batch_size: int, seed: int, num_steps: int
+) -> None:
+    seen = np.concatenate(
+        [samples_of_step(num_samples, global_batch_size, step, seed) for step in range(num_steps)]
+    )
+
+    num_epochs = -(-len(seen) // num_samples)
+    expected = np.concatenate(
+        [epoch_order(num_samples, seed, epoch) for epoch in range(num_epochs)]
+    )
+    assert seen.tolist() == expected[: len(seen)].tolist()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    # The seeds of 2**32 and more are where words of seed and epoch could be confused.
+    seeds = (0, 1, 2**32, 2**32 + 1, 2**64)
+    orders = {tuple(epoch_order(100, seed, epoch)) for seed in seeds for epoch in range(20)}
+
+    assert len(orders) == 20 * len(seeds)
+
+
+@pytest.mark.parametrize("num_samples", [10, 49, 101])
+def test_over_many_epochs_samples_are_at_home_nowhere(num_samples: int) -> None:
+    """Each sample comes equally often at each position, and after each other sample.
+
+    About 25 times each; the sum of squared deviations over the expectation is then
+    chi-squared, and 6 standard deviations above its mean are left to bad luck.
+    """
+    orders = np.stack([epoch_order(num_samples, 1, epoch) for epoch in range(25 * num_samples)])
+
+    at, after = np.zeros((2, num_samples, num_samples))
+    np.add.at(at, (np.arange(num_samples), orders), 1)
+    np.add.at(after, (orders[:, :-1], orders[:, 1:]), 1)
+    for counts in (at.ravel(), after[~np.eye(num_samples, dtype=bool)]):
+        chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+        assert chi_squared < counts.size + 6 * np.sqrt(2 * counts.size)
+
+
+def test_a_step_of_a_huge_data_set_costs_only_its_batch() -> None:
+    # A stored permutation of these would take 8 EB.
+    samples = samples_of_step(10**18, global_batch_size=64, step=10**15, seed=5)
+
+    assert len(set(samples)) == 64
+    assert 0 <= samples.min() < 2 * 10**17 < 8 * 10**17 < samples.max() < 10**18
+
+
+def test_the_order_stays_what_it_was() -> None:
+    """A resumed run must go on in the order it began with, on any machine and version."""
+    assert samples_of_step(1000, global_batch_size=8, step=124, seed=1234).tolist() == [
+        *(739, 850, 180, 429, 36, 947, 990, 721)
+    ]

@@ -1,0 +1,135 @@
+"""The source files of the standard library as data."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset, stdlib_tokens
+from axsparse.errors import DataError, MissingInputError
+
+# All of these are training files by the CRC of their paths.
+FILES = {"a.py": b"x = 1\n", "b.py": b"", "c/a.py": "é = 2\n".encode(), "c.py": b"pass"}
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def test_a_file_is_validation_iff_ten_divides_the_crc_of_its_path(tmp_path: Path) -> None:
+    files = {f"package/module{number}.py": b"%d" % number for number in range(200)}
+    names = [name for name in files if zlib.crc32(name.encode()) % 10 == 0]
+
+    tokens, _ = source_tokens(write(tmp_path, files), "validation")
+
+    assert tokens.tobytes() == b"".join(files[name] + b"\0" for name in sorted(names))
+
+
+def test_files_come_in_the_order_of_their_relative_paths_each_ended_by_a_zero(
+    tmp_path: Path,
+) -> None:
+    tokens, _ = source_tokens(write(tmp_path, FILES), "train")
+
+    assert tokens.dtype == np.uint8
+    assert tokens.tobytes() == b"x = 1\n\0" + b"\0" + b"pass\0" + "é = 2\n\0".encode()
+
+
+def test_only_the_librarys_own_sources_count(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    before = source_tokens(tmp_path, "train")
+    others = ("site-packages", "dist-packages", "lib-dynload", "test", "c/tests", "c/idle_test")
+    for folder in (*others, "__pycache__"):
+        # Ten files, so that some of them would be training files.
+        write(tmp_path, {f"{folder}/sub/{number}.py": b"other" for number in range(10)})
+    write(tmp_path, {"c/notes.txt": b"other", "c/x.pyc": b"other"})
+
+    after = source_tokens(tmp_path, "train")
+
+    assert after[0].tobytes() == before[0].tobytes()
+    assert after[1] == before[1]
+
+
+def test_linked_folders_are_not_entered(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", FILES)
+    before = source_tokens(root, "train")[1]
+    (root / "loop").symlink_to(root, target_is_directory=True)
+
+    assert source_tokens(root, "train")[1] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "removed"),
+    [("c.py", b"Pass", ""), ("d.py", b"", ""), ("bc.py", b"pass", "c.py"), ("c.py", b"", "")],
+    ids=["a letter", "an empty file more", "a new name", "nothing left"],
+)
+def test_the_fingerprint_covers_paths_and_contents(
+    tmp_path: Path, name: str, content: bytes, removed: str
+) -> None:
+    original = source_tokens(write(tmp_path / "original", FILES), "train")[1]
+    copy = source_tokens(write(tmp_path / "copy", FILES), "train")[1]
+    files = {name: content for name, content in FILES.items() if name != removed}
+    changed = source_tokens(write(tmp_path / "changed", files | {name: content}), "train")[1]
+
+    assert copy == original
+    assert changed != original
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    # A dangling link cannot be opened by anyone, not even by root.
+    (write(tmp_path, FILES) / "lost.py").symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(DataError) as caught:
+        source_tokens(tmp_path, "train")
+
+    assert str(caught.value) == (
+        f"data.source stdlib: {tmp_path}/lost.py cannot be read (No such file or directory); "
+        "make it readable or repair the Python installation"
+    )
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Refused by hand, since root may read every folder.
+    def scandir(folder: str) -> object:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"cannot be read \(Permission denied\)"):
+        source_tokens(tmp_path, "train")
+
+
+@pytest.mark.parametrize("folder", [".", "missing"])
+def test_a_library_without_sources_is_refused(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(MissingInputError) as caught:
+        source_tokens(tmp_path / folder, "train")
+
+    assert str(caught.value) == (
+        f"data.source stdlib: {tmp_path / folder} holds no Python source files for train; use a "
+        "Python whose standard library is installed as plain .py files"
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_running_pythons_library_is_there(split: Split) -> None:
+    tokens, fingerprint = stdlib_tokens(split)
+    dataset = stdlib_dataset(split, sequence_length=128)
+
+    assert dataset.fingerprint == fingerprint
+    assert dataset.name == f"stdlib {split}"
+    assert dataset.vocab_size == 256
+    assert len(dataset) == (tokens.size - 1) // 128 > 1000
+    assert b"\ndef " in tokens.tobytes()
+
+
+def test_the_two_splits_share_no_file() -> None:
+    documents: list[set[bytes]] = [
+        set(stdlib_tokens(split)[0].tobytes().split(b"\0")) for split in ("train", "validation")
+    ]
+
+    assert documents[0] & documents[1] <= {b""}
