@@ -24,7 +24,7 @@ from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.stage import Stage
-from axsparse.resolve import Resolved, resolve
+from axsparse.resolve import Resolved, loss_scale, resolve
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.gradient import GradientCollector
@@ -125,6 +125,7 @@ def _join(
         transport=transport,
         place=place,
         survey=run.survey,
+        stage_of=run.stage_of,
         layers=layers,
         engine=engine,
         link=link,
@@ -132,6 +133,7 @@ def _join(
         sync=sync,
         replicas=replicas,
         optimizer=run.optimizer,
+        loss_scale=loss_scale(config),
         criterion=run.criterion,
         training=data.training,
         validation=data.validation,

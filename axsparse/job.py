@@ -6,6 +6,7 @@ failure of one rank ends the others through the transport, since they may be wai
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -74,6 +75,9 @@ def run(main: Callable[[Job], None]) -> NoReturn:
     Exit codes: 0; an error's own (see `axsparse.errors`); 70 for any other exception and
     for a rank that leaves in the middle; the code of `sys.exit(code)`; 130 if interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without "×" must not end a run
+            stream.reconfigure(errors="replace")
     try:
         transport = connect()
     except AxsparseError as error:

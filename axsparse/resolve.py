@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ from axsparse.models.survey import LayerInfo, Survey, survey
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
+from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.optimizer import Optimizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": ADAMW}
 MOST_HALF_MICROBATCHES = 8
 """Up to here accumulation in half precision errs by less than 0.4 %."""
@@ -106,6 +108,19 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
         optimizer=OPTIMIZERS[config.optimizer.name],
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
+    )
+
+
+def loss_scale(config: Config) -> LossScale:
+    """The loss scale of a run's first step."""
+    settings = config.loss_scale
+    if config.precision != "fp16":
+        return LossScale.none(settings.patience)
+    return LossScale(
+        scale=2.0 ** math.floor(math.log2(settings.initial)),
+        floor=2.0 ** math.floor(math.log2(settings.floor)),
+        growth_interval=settings.growth_interval,
+        patience=settings.patience,
     )
 
 

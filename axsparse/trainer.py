@@ -22,14 +22,12 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.samo.construct import BuiltLayer
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.learning_rate import learning_rate
+from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import StateBytes
 from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.prune import masks_digest, prune_in_place
 from axsparse.samo.update import update
-
-MOST_SKIPPED = 10
-"""Steps in a row with non-finite numbers after which a run is lost."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,8 @@ class Parts:
     transport: Transport
     place: Place
     survey: Survey
+    stage_of: Callable[[str], int]
+    """The stage that holds a parameter."""
     layers: Sequence[BuiltLayer]
     engine: Engine
     link: Link
@@ -46,6 +46,7 @@ class Parts:
     sync: GradientSync
     replicas: Collective
     optimizer: Optimizer
+    loss_scale: LossScale
     criterion: Criterion | None
     training: Batches
     validation: Batches | None
@@ -64,7 +65,6 @@ class Trainer:
         self.last_evaluation: float | None = None
         """Mean validation loss, when last evaluated."""
         self._updates = 0
-        self._skipped_in_a_row = 0
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
         self._agreement = self._agree_on_masks()
@@ -81,13 +81,15 @@ class Trainer:
         batch = self._next_batch()
         parts.collector.begin()
         parts.sync.begin()
-        losses = parts.engine.train(batch, self._targets(batch), parts.collector.last_microbatch)
+        losses = parts.engine.train(
+            batch, self._targets(batch), parts.loss_scale.scale, parts.collector.last_microbatch
+        )
         self._warn_of_unused(parts.collector.finish())
         parts.sync.finish()
         verdict = self._agree(sum(losses))
         if verdict.finite:
             self._update(verdict)
-        self._count_skipped(verdict)
+        self._rescale(verdict)
         self.steps_done += 1
         return verdict
 
@@ -97,7 +99,7 @@ class Trainer:
             states = [layer.state for layer in parts.layers]
             partials = norm_partials(states, self._counted)
         with parts.phases("collective"):
-            return self._agreement.reach(loss, partials)
+            return self._agreement.reach(loss, partials, parts.loss_scale.scale)
 
     def _update(self, verdict: Verdict) -> None:
         settings = self.config.optimizer
@@ -112,7 +114,7 @@ class Trainer:
         with self.parts.phases("optimizer"):
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
             states = [layer.state for layer in self.parts.layers]
-            update(states, self.parts.optimizer, hyper, factor)
+            update(states, self.parts.optimizer, hyper, factor / self.parts.loss_scale.scale)
 
     @property
     def learning_rate(self) -> float:
@@ -135,16 +137,18 @@ class Trainer:
         `on_step(steps done, verdict)` is called on every rank after each step.
         """
         settings = self.config.train
-        while self.steps_done < settings.steps:
-            if self._prunes_now():
-                self.prune()
-            self._recorded_step(on_step)
-            if settings.eval_every and self.steps_done % settings.eval_every == 0:
+        try:
+            while self.steps_done < settings.steps:
+                if self._prunes_now():
+                    self.prune()
+                self._recorded_step(on_step)
+                if settings.eval_every and self.steps_done % settings.eval_every == 0:
+                    self._recorded_evaluation()
+            if not settings.eval_every or settings.steps % settings.eval_every:
                 self._recorded_evaluation()
-        if not settings.eval_every or settings.steps % settings.eval_every:
-            self._recorded_evaluation()
-        self.parts.recorder.flush()
-        self.close()
+            self.parts.recorder.flush()
+        finally:
+            self.close()
 
     def evaluate(self) -> float | None:
         """Mean validation loss over `eval_steps` global batches, on all ranks; training state
@@ -187,6 +191,7 @@ class Trainer:
         parts = self.parts
         parts.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
+        scale = parts.loss_scale.scale
         verdict = self.step()
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
@@ -196,7 +201,7 @@ class Trainer:
             loss=verdict.loss,
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
-            loss_scale=1.0,
+            loss_scale=scale,
             skipped=not verdict.finite,
         )
         most = {
@@ -269,13 +274,21 @@ class Trainer:
                     flush=True,
                 )
 
-    def _count_skipped(self, verdict: Verdict) -> None:
-        self._skipped_in_a_row = 0 if verdict.finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MOST_SKIPPED:
-            lost = TrainingError(
-                f"step {self.steps_done + 1}: loss or gradients are not finite for {MOST_SKIPPED} "
-                f"steps in a row (loss {verdict.loss}); lower optimizer.learning_rate, or look at "
-                "the data"
-            )
-            lost.on_all_ranks = True
-            raise lost
+    def _rescale(self, verdict: Verdict) -> None:
+        """Let the loss scale follow; TrainingError on all ranks once nothing is left to try."""
+        parts = self.parts
+        parts.loss_scale.update(finite=verdict.finite)
+        if not parts.loss_scale.exhausted:
+            return
+        what = f"the loss is {verdict.loss}"
+        if verdict.culprit is not None:
+            stage = parts.stage_of(verdict.culprit)
+            rank = parts.place.grid.rank(stage, 0)
+            what = f"rank {rank} (stage {stage}): the gradient of {verdict.culprit} is not finite"
+        lost = TrainingError(
+            f"step {self.steps_done + 1}: {what}, and no step could update for "
+            f"{parts.loss_scale.patience} in a row (loss_scale.patience); lower "
+            "optimizer.learning_rate, or look at the data"
+        )
+        lost.on_all_ranks = True
+        raise lost

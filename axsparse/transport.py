@@ -1,4 +1,8 @@
-"""The transports: MPI between processes, and turns within one process."""
+"""The transports: MPI between processes, and turns within one process.
+
+Links and collectives are imported when they are made, since commands that answer at once
+read this file for its `LAUNCHER_VARIABLES`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from axsparse.comm import Backoff, Collective, Link, Transport
-from axsparse.data_parallel.collective_local import LocalCollective
 from axsparse.errors import ConfigError
 from axsparse.grid import Place
 from axsparse.local import LocalWorld, TurnBackoff
-from axsparse.pipeline.link_local import LocalLink
 from axsparse.waiting import SleepingBackoff
 
 if TYPE_CHECKING:
@@ -39,9 +41,13 @@ class LocalTransport:
         self.world: Collective = self.collective("world", range(world.size))
 
     def link(self, place: Place) -> Link:
+        from axsparse.pipeline.link_local import LocalLink
+
         return LocalLink(self._local, place)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        from axsparse.data_parallel.collective_local import LocalCollective
+
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
     def abort(self, code: int) -> NoReturn:

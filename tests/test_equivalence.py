@@ -25,6 +25,9 @@ BF16_TOLERANCE = 0.02
 """bf16 has 8 bits of mantissa: weights and activations are off by up to 0.4 % each, which
 eight steps of training let grow."""
 
+FP16_TOLERANCE = 0.003
+"""fp16 has three more bits than bf16."""
+
 
 @pytest.mark.parametrize(("g_inter", "g_data"), PIPELINES + REPLICAS)
 @pytest.mark.parametrize("tied", [True, False])
@@ -98,9 +101,7 @@ def test_dense_training_is_bitwise_the_oracle_without_masks() -> None:
 
 @pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (4, 1), (2, 2)])
 def test_a_step_with_an_overflow_is_skipped_by_all_ranks_alike(g_inter: int, g_data: int) -> None:
-    config = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 7}
-    )
+    config = tiny_config(batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 7})
     data = vector_data(infinite=17)
     oracle = Oracle(mlp(), config, data, g_data).run(7)
     assert 0 < oracle.finite.count(False) < 7
@@ -176,8 +177,44 @@ def test_bf16_follows_the_fp32_oracle(g_inter: int, g_data: int, gradient: str) 
         assert trace.losses != oracle.losses
 
 
-def test_bf16_pipelines_are_bitwise_one_stage() -> None:
-    config = tiny_config(precision="bf16", train={"steps": 4})
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_fp16_follows_the_fp32_oracle_under_any_loss_scale(
+    g_inter: int, g_data: int, gradient: str
+) -> None:
+    samo = {"gradient": gradient}
+    config = tiny_config(precision="fp16", samo=samo, loss_scale={"growth_interval": 2})
+    data = token_data()
+    oracle = Oracle(tiny_gpt(config), config, data, 1).run(8)
+
+    for trainer, trace in train_in_process(g_inter, g_data, tiny_gpt(config), config, data):
+        assert trace.finite == [True] * 8
+        assert trace.losses == pytest.approx(oracle.losses, rel=FP16_TOLERANCE)
+        assert trace.norms == pytest.approx(oracle.norms, rel=FP16_TOLERANCE * 10)
+        assert trainer.parts.loss_scale.scale == 65536.0 * 2**4
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])
+def test_fp16_overflows_lower_the_scale_on_all_ranks_alike(g_inter: int, g_data: int) -> None:
+    # So high a scale overflows some gradients until it has been halved a few times.
+    config = tiny_config(precision="fp16", loss_scale={"initial": 2.0**21, "growth_interval": 4})
+    data = token_data()
+
+    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, data)
+
+    [finite] = {tuple(trace.finite) for _, trace in ranks}
+    assert not finite[0]
+    assert finite[-1]
+    assert len({trainer.parts.loss_scale.scale for trainer, _ in ranks}) == 1
+    weights = {name: w for _, trace in ranks[:g_inter] for name, w in trace.weights.items()}
+    for _, trace in ranks[g_inter:]:
+        for name, weight in trace.weights.items():
+            assert torch.equal(weight, weights[name])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_pipelines_are_bitwise_one_stage(precision: str) -> None:
+    config = tiny_config(precision=precision, train={"steps": 4})
     data = token_data()
     [(_, one)] = train_in_process(1, 1, tiny_gpt(config), config, data)
 
@@ -204,9 +241,7 @@ def test_evaluation_takes_any_remainder_and_touches_nothing() -> None:
         train={"steps": 3, "eval_every": 1, "eval_steps": 9},
         model={"dropout": 0.2},
     )
-    silent = config.model_copy(
-        update={"train": config.train.model_copy(update={"eval_steps": 0})}
-    )
+    silent = config.model_copy(update={"train": config.train.model_copy(update={"eval_steps": 0})})
     data, validation = token_data(), token_data(samples=23)
     [(_, reference)] = train_in_process(1, 1, tiny_gpt(config), silent, data)
 

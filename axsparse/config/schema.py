@@ -133,6 +133,19 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 never clips."""
 
 
+class LossScaleConfig(Section):
+    """What happens when loss or gradients are not finite; the scale itself is for fp16."""
+
+    initial: Annotated[float, Field(ge=1.0)] = 65536.0
+    """Loss scale of the first fp16 step; rounded down to a power of two."""
+    growth_interval: Count = 1000
+    """Good steps in a row after which the scale doubles."""
+    floor: Annotated[float, Field(ge=1.0)] = 1.0
+    """The scale never falls below it."""
+    patience: Count = 10
+    """Skipped steps in a row at the floor (always, in bf16 and fp32) that end the run."""
+
+
 class ScheduleConfig(Section):
     """How the learning rate moves: linear warm-up, then decay."""
 
@@ -176,7 +189,7 @@ class Config(Section):
     """How the ranks are arranged."""
     pipeline: PipelineConfig = PipelineConfig()
     """In which order a stage works."""
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights, activations and messages; master weights are always fp32."""
     pruning: PruningConfig = PruningConfig()
     """Which weights are kept."""
@@ -184,6 +197,8 @@ class Config(Section):
     """How the training state is stored."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights follow gradients."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """What happens when numbers are not finite."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     train: TrainConfig = TrainConfig()

@@ -122,7 +122,7 @@ class ArrayDataset:
         *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
         self.name = name
         self.fingerprint = _digest(tensors)
-        self.targets_per_sample = targets[0].numel()
+        self.targets_per_sample: int | None = targets[0].numel()
 
     def __len__(self) -> int:
         return len(self._targets)

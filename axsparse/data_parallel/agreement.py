@@ -25,6 +25,8 @@ class Verdict:
     """Global norm over kept entries, before clipping."""
     finite: bool
     """Whether loss and gradients are numbers everywhere; if not, nobody updates."""
+    culprit: str | None = None
+    """The first tensor, in model order, whose gradient is not finite."""
 
 
 class Agreement:
@@ -63,8 +65,11 @@ class Agreement:
             at += size
         self._length = at
 
-    def reach(self, loss: float, partials: Mapping[str, Tensor]) -> Verdict:
-        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`."""
+    def reach(
+        self, loss: float, partials: Mapping[str, Tensor], loss_scale: float = 1.0
+    ) -> Verdict:
+        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, of
+        gradients that are `loss_scale` times too large."""
         vector = torch.zeros(self._length, dtype=torch.float64)
         if self._place.is_last:
             vector[self._place.replica] = loss
@@ -72,10 +77,17 @@ class Agreement:
             for name, partial in partials.items():
                 vector[self._slots[name]] = partial
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        norm = global_norm(vector[self._losses :])
+        norm = global_norm(vector[self._losses :], loss_scale)
         total = sum(vector[: self._losses].tolist())
         finite = bool(torch.isfinite(vector).all())
-        return Verdict(loss=total, grad_norm=norm, finite=finite)
+        culprit = None if finite else self._first_bad(vector)
+        return Verdict(loss=total, grad_norm=norm, finite=finite, culprit=culprit)
+
+    def _first_bad(self, vector: Tensor) -> str | None:
+        for name, slot in self._slots.items():
+            if not torch.isfinite(vector[slot]).all():
+                return name
+        return None
 
 
 def sum_by_owner(

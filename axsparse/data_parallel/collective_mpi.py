@@ -34,9 +34,15 @@ class MpiWork:
     """An operation of up to two phases; advanced by its `MpiCollective`, in order."""
 
     def __init__(
-        self, owner: MpiCollective, first: Requests, second: Callable[[], Requests] | None
+        self,
+        owner: MpiCollective,
+        buffer: Tensor,
+        first: Requests,
+        second: Callable[[], Requests] | None,
     ) -> None:
         self._owner = owner
+        # mpi4py's Iallreduce and Iallgatherv do not hold the memory that they work on.
+        self._buffer = buffer
         self._requests = first
         self._second = second
 
@@ -81,7 +87,7 @@ class MpiCollective:
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> MpiWork:
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
-        work = MpiWork(self, *self._phases(op, buffer, limits))
+        work = MpiWork(self, buffer, *self._phases(op, buffer, limits))
         self._works.append(work)
         self.advance()
         return work

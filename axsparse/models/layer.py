@@ -51,7 +51,9 @@ class Tie:
     """Two parameters that are one weight, used in two layers.
 
     Both uses have a gradient of their own; the gradients are summed in this order
-    before anything else, so that the result does not depend on the layout.
+    before anything else, so that the result does not depend on the layout. Each stage
+    makes the start values by itself, hence both layers need an `init`, and the same
+    values from it for both parameters.
     """
 
     first: str

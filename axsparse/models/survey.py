@@ -106,7 +106,9 @@ def survey(model: Model) -> Survey:
             seen[parameter.name] = parameter
     if not any(parameter.trained for parameter in seen.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
-    return Survey(layers, _ties(model, seen))
+    ties = _ties(model, seen)
+    _check_tied_starts(model, layers, ties)
+    return Survey(layers, ties)
 
 
 def _survey_layer(layer: Layer) -> LayerInfo:
@@ -156,3 +158,20 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, st
                 f"tie {tie.first} = {tie.second}: the first use comes later in the model; swap them"
             )
     return {tie.second: tie.first for tie in model.ties}
+
+
+def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[str, str]) -> None:
+    """Both uses of a weight start alike on whatever stage, which takes an `init` by name."""
+    owners = {
+        parameter.name: layer
+        for layer, info in zip(model.layers, layers, strict=True)
+        for parameter in info.parameters
+    }
+    for second, first in ties.items():
+        uses = (owners[first], owners[second])
+        for layer in uses:
+            if layer.init is None and uses[0] is not uses[1]:
+                raise ConfigError(
+                    f"tie {first} = {second}: layer {layer.name} has no `init`, so that the two "
+                    "uses would start differently on two stages; give both layers the same `init`"
+                )

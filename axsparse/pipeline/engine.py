@@ -48,12 +48,17 @@ class Engine:
         self._inbox: dict[Action, Message] = {}
 
     def train(
-        self, batch: Batch, divisor: float, before_last_backward: Callable[[], None]
+        self,
+        batch: Batch,
+        divisor: float,
+        loss_scale: float,
+        before_last_backward: Callable[[], None],
     ) -> list[float]:
         """Forward and backward of all microbatches; on the last stage their losses, in order.
 
         Each loss is the microbatch's summed loss over `divisor`, the step's global count
         of targets, so that losses and gradients add up over microbatches and replicas.
+        Gradients, not losses, are multiplied by `loss_scale`.
         """
         place = self._place
         policy = MessageDriven(
@@ -71,7 +76,7 @@ class Engine:
                 return
             if action.microbatch == len(batch.microbatches) - 1:
                 before_last_backward()
-            self._backward(action.microbatch)
+            self._backward(action.microbatch, loss_scale)
 
         self._execute(policy, run)
         return losses
@@ -133,12 +138,12 @@ class Engine:
         self._send(Direction.FORWARD, number, outputs)
         return []
 
-    def _backward(self, number: int) -> None:
+    def _backward(self, number: int, loss_scale: float) -> None:
         gradients: tuple[Tensor | None, ...] = ()
         if not self._place.is_last:
             gradients = self._inbox.pop(Action(Direction.BACKWARD, number)).tensors
         with self._phases("compute"):
-            input_gradients = self._stage.backward(number, gradients)
+            input_gradients = self._stage.backward(number, gradients, loss_scale)
         if not self._place.is_first:
             self._send(Direction.BACKWARD, number, tuple(input_gradients))
 

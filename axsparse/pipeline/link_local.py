@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from axsparse.comm import Direction, Message
 from axsparse.grid import Place
 from axsparse.local import LocalWorld
@@ -32,7 +34,9 @@ class LocalLink:
         assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
         target = self._place.rank + (1 if forward else -1)
         copies = tuple(
-            None if tensor is None else tensor.detach().clone() for tensor in message.tensors
+            # Dense in memory, as what comes over a wire is.
+            None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
+            for t in message.tensors
         )
         self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
         self._world.mailbox(self._place.rank, target, message.direction.name).append(

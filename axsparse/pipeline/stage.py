@@ -81,16 +81,18 @@ class Stage:
         self._live[microbatch] = (inputs, outputs)
         return outputs
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], loss_scale: float
+    ) -> list[Tensor | None]:
         """Gradients of the inputs that required one, in order; None where there was none.
 
         `gradients` are those of the outputs that require one; empty on the last stage,
-        whose output is the loss.
+        whose output is the loss and whose backward starts from `loss_scale`.
         """
         inputs, outputs = self._live.pop(microbatch)
         roots = [output for output in outputs if output.requires_grad]
         if self._loss is not None:
-            gradients = [torch.ones_like(root) for root in roots]
+            gradients = [torch.full_like(root, loss_scale) for root in roots]
         pairs = [
             (root, gradient)
             for root, gradient in zip(roots, gradients, strict=True)

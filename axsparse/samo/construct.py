@@ -88,9 +88,9 @@ def _construct_layer(
         criterion = options.criterion
         if owner is None and criterion is not None and criterion.prunes(layer.kind, shape):
             flat_value = partial(_flat, values, local_name)
-            mask = criterion.mask(ties.get(name, name), flat_value, weight.numel())
-            index = make_index(mask)
-        states.append(TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner))
+            index = make_index(criterion.mask(ties.get(name, name), flat_value, weight.numel()))
+        tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
+        states.append(tensors[name])
     state = LayerState(
         layer.name,
         states,
@@ -100,12 +100,15 @@ def _construct_layer(
         frozen=frozen,
     )
     for tensor in state.owned:
-        value_D = _flat(values, tensor.name.removeprefix(f"{layer.name}."))
-        for start, stop in tensor.blocks():
-            state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
-        tensors[tensor.name] = tensor
+        _fill(state, tensor, _flat(values, tensor.name.removeprefix(f"{layer.name}.")))
     _refuse_leftovers(layer, module)
     return BuiltLayer(layer, module, state)
+
+
+def _fill(state: LayerState, tensor: TensorState, value_D: Tensor) -> None:
+    """A call of its own, since a local of the caller would outlive the next value's making."""
+    for start, stop in tensor.blocks():
+        state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
 
 
 def _flat(values: Callable[[str], Tensor], name: str) -> Tensor:

@@ -20,7 +20,7 @@ class GradientCollector:
 
     `on_ready(layer)` is called once a step and layer, in the backward of the last
     microbatch, as soon as all of the layer's gradients are in; for layers with
-    parameters that autograd never reached, by `finish`.
+    parameters that autograd did not reach there, by `finish`.
     """
 
     def __init__(
@@ -50,8 +50,14 @@ class GradientCollector:
                 tensor.accumulated = False
 
     def last_microbatch(self) -> None:
-        """The backward that follows is the step's last: its gradients complete the sums."""
+        """The backward that follows is the step's last: its gradients complete the sums.
+
+        Layers without trained parameters, for which no hook will speak, are complete now.
+        """
         self._is_last = True
+        for layer in self._layers:
+            if not layer.tensors:
+                self._on_ready(layer)
 
     def finish(self) -> list[str]:
         """Close the step; names the tensors that no microbatch gave a gradient (taken as zero)."""

@@ -86,11 +86,12 @@ class Int32Index:
 def make_index(mask_D: Tensor) -> Index:
     """The index of a flat boolean mask (True: kept) on the mask's device.
 
-    Raises ValueError for a tensor with more entries than int32 can number.
+    A mask that keeps everything costs nothing, however the tensor came by it. Raises
+    ValueError for a tensor with more entries than int32 can number.
     """
     if mask_D.numel() > INT32_LIMIT:
         raise ValueError(
             f"{mask_D.numel()} entries in one tensor are more than the {INT32_LIMIT} of an int32 "
             "index; leave this tensor dense or split it"
         )
-    return Int32Index(mask_D)
+    return FullIndex(mask_D.numel()) if mask_D.all() else Int32Index(mask_D)

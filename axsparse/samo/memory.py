@@ -58,7 +58,7 @@ class TensorSize:
     numel: int
     kept: int
     trained: bool = True
-    """False for frozen parameters, which are weight only."""
+    """False for frozen parameters, which are weight only, tied or not."""
     is_alias: bool = False
     """The second use of a tied weight on the stage of the first."""
 
@@ -66,10 +66,10 @@ class TensorSize:
 def tensor_bytes(size: TensorSize, *, half: bool, gradient_bytes: int, moments: int) -> StateBytes:
     """The formula above for one tensor."""
     weight_bytes = 2 if half else 4
-    if size.is_alias:
-        return StateBytes(gradient=gradient_bytes * size.kept)
     if not size.trained:
         return StateBytes(weight=weight_bytes * size.numel)
+    if size.is_alias:
+        return StateBytes(gradient=gradient_bytes * size.kept)
     return StateBytes(
         weight=weight_bytes * size.numel,
         index=INDEX_BYTES * size.kept if size.kept < size.numel else 0,

@@ -34,9 +34,10 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
     return partials
 
 
-def global_norm(partials: Tensor) -> float:
+def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:
     """The norm from all partials in (name, block) order, rounded to fp32 before any use."""
-    return float(torch.tensor(math.sqrt(float(partials.sum())), dtype=torch.float32))
+    norm = math.sqrt(float(partials.sum())) / loss_scale
+    return float(torch.tensor(norm, dtype=torch.float32))
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

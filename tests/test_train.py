@@ -1,0 +1,161 @@
+"""The command: what it prints, what it leaves behind, what it sends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mpirun import run_mpirun
+
+from axsparse.config.load import load_config
+from axsparse.observe.metrics import StepRecord
+from axsparse.observe.phases import PHASES
+
+SMALL = [
+    "--config",
+    "quickstart.yaml",
+    *("--set", "model.num_layers=2", "--set", "model.hidden_size=64"),
+    *("--set", "model.sequence_length=32", "--set", "train.log_every=1"),
+    *("--set", "train.eval_every=2", "--set", "train.eval_steps=1"),
+    *("--set", "train.peak_flops=1e12"),
+]
+
+
+def train(ranks: int, folder: Path, *args: str) -> tuple[str, list[dict[str, Any]]]:
+    """Screen and metrics of a run of three steps."""
+    run_dir = folder / "run"
+    command = ["-m", "axsparse.train", *SMALL, "--steps", "3", "--run-dir", str(run_dir), *args]
+    done = run_mpirun(ranks, command, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return done.stdout, [json.loads(line) for line in lines]
+
+
+def test_the_screen_says_what_is_trained_and_how_it_goes(tmp_path: Path) -> None:
+    screen, _ = train(4, tmp_path)
+
+    lines = screen.splitlines()
+    assert (
+        "· gpt 118k parameters · 90 % of the block weights pruned by magnitude · bf16" in lines[0]
+    )
+    assert "4 ranks = 2 stages × 2 replicas" in lines[0]
+    assert lines[1].startswith("stage 0: embed, block0") and "stage 1: block1, head" in lines[1]
+    assert lines[2].startswith("model state/rank: dense ") and "→ SAMO " in lines[2]
+    assert lines[3].startswith("batch 48 = 2 replicas × 12 microbatches × 2 · stdlib")
+    assert str(tmp_path / "run" / "metrics.jsonl") in lines[4]
+    assert lines[5].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[5]
+    assert [line.split("  ")[0] for line in lines[5:]] == [
+        *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
+    ]
+    assert "validation loss" in lines[-1] and "perplexity" in lines[-1]
+
+
+def test_metrics_have_every_field_and_phases_that_add_up(tmp_path: Path) -> None:
+    _, records = train(2, tmp_path)
+
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "eval_loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["step"] for record in evaluations] == [2, 3]
+    for record in steps:
+        assert list(record) == [field.name for field in fields(StepRecord)]
+        phases = sum(record[f"{phase}_seconds"] for phase in PHASES)
+        assert phases == pytest.approx(record["step_seconds"], rel=1e-6)
+        for busy in ("compute", "compress", "optimizer", "p2p", "collective"):
+            assert record[f"{busy}_seconds"] > 0
+        assert record["tokens"] == 48 * 32
+        assert record["mfu"] == pytest.approx(record["model_flops_per_second"] / 2e12)
+        assert record["peak_memory_bytes"] > 50e6
+        assert not record["skipped"]
+        assert record["gradient_bytes_sent"] == 0  # one replica
+        assert record["p2p_bytes_sent"] > 24 * 2 * 32 * 64 * 2  # activations, in bf16, and a tie
+
+
+def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(tmp_path: Path) -> None:
+    train(2, tmp_path)
+
+    saved = load_config(str(tmp_path / "run" / "config.yaml")).config
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
+    assert saved.layout.split == (2, 2)
+    assert (saved.pipeline.slack, saved.samo.index, saved.samo.gradient) == (1, "int32", "fp32")
+    assert (saved.data.sequence_length, saved.schedule.decay_steps) == (32, 3)
+    assert "# torch " in text
+    assert "# git " in text
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradient_bytes_are_those_of_the_kept_entries_alone(precision: str, tmp_path: Path) -> None:
+    options = ["--set", "layout.g_inter=1", "--set", f"precision={precision}"]
+    (tmp_path / "samo").mkdir()
+    (tmp_path / "dense").mkdir()
+    _, pruned = train(2, tmp_path / "samo", *options)
+    _, dense = train(2, tmp_path / "dense", *options, "--set", "samo.enabled=false")
+
+    # Two blocks of width 64: 12 h² matrix entries each, of which a tenth stays.
+    matrices = [64 * 192, 64 * 64, 64 * 256, 256 * 64] * 2
+    kept = sum(n - round(0.9 * n) for n in matrices)
+    vectors = 2 * (192 + 64 + 256 + 64 + 4 * 64) + 2 * 64
+    embeddings = 256 * 64 + 32 * 64
+    entry = 2 if precision == "bf16" else 4
+    assert pruned[0]["gradient_bytes_sent"] == entry * (kept + vectors + embeddings)
+    assert dense[0]["gradient_bytes_sent"] == entry * (sum(matrices) + vectors + embeddings)
+    assert kept / sum(matrices) <= 0.11
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 1), (6, 2), (8, 2)])
+def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, tmp_path: Path) -> None:
+    screen, records = train(ranks, tmp_path)
+
+    plural = "s" * (stages > 1)
+    replicas = ranks // stages
+    assert f"= {stages} stage{plural} × {replicas} replica" in screen
+    (tmp_path / "one").mkdir()
+    _, one = train(1, tmp_path / "one")
+    for mine, reference in zip(records, one, strict=True):
+        key = "loss" if "loss" in mine else "eval_loss"
+        assert mine[key] == pytest.approx(reference[key], rel=5e-3)  # bf16 sums in other orders
+
+
+def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
+    tmp_path: Path,
+) -> None:
+    _, records = train(2, tmp_path, "--set", "pruning.at_step=2", "--set", "layout.g_inter=1")
+    (tmp_path / "start").mkdir()
+    _, start = train(2, tmp_path / "start", "--set", "layout.g_inter=1")
+    (tmp_path / "dense").mkdir()
+    _, dense = train(
+        2, tmp_path / "dense", "--set", "samo.enabled=false", "--set", "layout.g_inter=1"
+    )
+
+    states = [record["model_state_bytes"] for record in records if "loss" in record]
+    assert states == [
+        dense[0]["model_state_bytes"],
+        dense[0]["model_state_bytes"],
+        start[0]["model_state_bytes"],
+    ]
+
+
+def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "axsparse", "train", *SMALL, "--steps", "1"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "1 rank = 1 stage × 1 replica" in done.stdout
+    assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").exists()
+
+
+def test_a_second_run_gets_a_directory_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
+    for _ in range(2):
+        subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=120)
+
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        *("quickstart", "quickstart-2"),
+    ]
