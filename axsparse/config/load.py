@@ -198,6 +198,15 @@ _Dumper.add_representer(
 )
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Rare line breaks survive between double quotes only, as escapes."""
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     """The root node, None for an empty text; `at(line)` says where an error stands."""
     try:

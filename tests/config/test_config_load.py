@@ -314,7 +314,7 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
         ("schedule.final_ratio=2", "2 is above 1; choose a fraction in [0, 1]"),
         ("optimizer.eps=0", "0 is not above 0; choose a number above 0"),
         ("optimizer.clip_norm=-1", "-1 is below 0; choose a number of at least 0"),
-        ("precision=float7", "'float7' is not one of fp32, bf16; choose one of them"),
+        ("precision=float7", "'float7' is not one of fp32, bf16, fp16; choose one of them"),
         ("data.source=web", "'web' is not stdlib; choose stdlib"),
         ("seed=1.5", "1.5 is not a whole number; choose a whole number of at least 0"),
         ("seed=true", "true is not a whole number; choose a whole number of at least 0"),
@@ -350,7 +350,7 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
         ("seed=" + "9" * 5000, "9" * 57 + "... is not finite; choose a finite number"),
         (
             "precision=" + "x" * 99,
-            "'" + "x" * 56 + "... is not one of fp32, bf16; choose one of them",
+            "'" + "x" * 56 + "... is not one of fp32, bf16, fp16; choose one of them",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -139,6 +139,8 @@ def test_text_that_looks_like_something_else_stays_text(tmp_path: Path, text: st
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text())
+@example("\x85")
+@example("a\u2028b")
 def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.getbasetemp() / "text.yaml"
     file.write_text(to_yaml(Config(run_dir=text)), encoding="utf-8", newline="")

@@ -41,6 +41,7 @@ def _batch_refusal(grid: Grid, *overrides: str) -> str:
         (),
         ("data.sequence_length=128",),
         ("schedule.warmup_steps=100",),
+        ("schedule.warmup_steps=100", "train.steps=5"),
         ("schedule.warmup_steps=300", "schedule.decay_steps=300"),
         ("pruning.at_step=99",),
         ("pruning.at_step=100", "pruning.sparsity=0"),
@@ -69,9 +70,6 @@ def test_samples_are_at_most_as_long_as_the_model_takes() -> None:
 
 
 def test_the_warm_up_ends_before_the_decay() -> None:
-    assert _config_refusal("schedule.warmup_steps=101") == (
-        "schedule.warmup_steps (--set): 101 is above train.steps 100; choose at most 100"
-    )
     assert _config_refusal("schedule.warmup_steps=51", "schedule.decay_steps=50") == (
         "schedule.warmup_steps (--set): 51 is above schedule.decay_steps 50; choose at most 50"
     )
@@ -80,6 +78,14 @@ def test_the_warm_up_ends_before_the_decay() -> None:
 def test_pruning_happens_within_the_run() -> None:
     assert _config_refusal("pruning.at_step=100") == (
         "pruning.at_step (--set): 100 is not below train.steps 100; choose at most 99"
+    )
+
+
+def test_nesterov_needs_momentum() -> None:
+    check_config(load_config(None, ("optimizer.nesterov=true",)))
+    assert _config_refusal("optimizer.nesterov=true", "optimizer.momentum=0") == (
+        "optimizer.nesterov (--set): true with optimizer.momentum 0, which has nothing to look "
+        "ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
     )
 
 

@@ -1,0 +1,49 @@
+"""Rounding fp32 masters to half weights, and splitting a master into weight and remainder.
+
+    hi = (b + 0x8000) >> 16        b: the bits of the fp32 master as int32
+    lo = int16(b & 0xFFFF)         hi: the bits of the bf16 weight
+    b  = (hi << 16) + lo           exactly
+
+so that a bf16 weight and a 16-bit remainder hold what an fp32 master holds. `hi` rounds to
+the nearest, ties away from zero; `round_to` rounds so with and without a split, and
+training does not depend on how the master is stored. NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF_UNIT = 0x8000
+_QUIET_NAN = 0x7FC0
+
+
+def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values in a weight's type: bf16 with ties away from zero, others as torch rounds.
+
+    Returns `values` itself for fp32.
+    """
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)
+    return _keep_nan(high, values).view(torch.bfloat16)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 weights and int16 remainders of fp32 masters; a NaN's remainder is zero."""
+    bits = values.view(torch.int32)
+    weight = round_to(values, torch.bfloat16)
+    remainder = bits.to(torch.int16)
+    remainder.masked_fill_(values.isnan(), 0)
+    return weight, remainder
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 masters of bf16 weights and int16 remainders."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder
+    return bits.view(torch.float32)
+
+
+def _keep_nan(high: Tensor, values: Tensor) -> Tensor:
+    """A NaN's bits can carry over into those of another number when they are rounded up."""
+    return high.masked_fill_(values.isnan(), _QUIET_NAN)

@@ -1,0 +1,163 @@
+"""What all ranks agree on in a step: loss, norm and whether to update; and gathered values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.comm import Transport
+from axsparse.data_parallel.agreement import Agreement, Verdict, gather_texts, sum_by_owner
+from axsparse.grid import Grid, Place
+from axsparse.local import LocalWorld
+from axsparse.samo.norm import global_norm
+from axsparse.samo.state import BLOCK
+from axsparse.transport import LocalTransport
+
+T = TypeVar("T")
+GRIDS = [Grid(1, 1), Grid(3, 1), Grid(1, 3), Grid(3, 2)]
+NAMES = ["a", "b", "c", "d"]
+KEPT = {"a": 10, "b": BLOCK + 1, "c": 0, "d": 2 * BLOCK}
+PARTIALS = {
+    "a": torch.tensor([1.0], dtype=torch.float64),
+    "b": torch.tensor([2.0, 3.0], dtype=torch.float64),
+    "c": torch.tensor([], dtype=torch.float64),
+    "d": torch.tensor([4.0, 1e-30], dtype=torch.float64),
+}
+
+
+def on_every_rank(
+    grid: Grid, body: Callable[[Transport, Place], T], order: int | None = None
+) -> list[T]:
+    world: LocalWorld[T] = LocalWorld(grid.size, seed=order)
+    return world.run(lambda rank: body(LocalTransport(world, rank), grid.place(rank)))
+
+
+def names_of(place: Place) -> list[str]:
+    """Tensors are dealt out over the stages."""
+    return [name for number, name in enumerate(NAMES) if number % place.grid.g_inter == place.stage]
+
+
+def reach(
+    grid: Grid,
+    loss_of: Callable[[Place], float],
+    *,
+    spoilt: tuple[int, str, float] | None = None,
+) -> list[Verdict]:
+    """What every rank hears; `spoilt` puts a value into a rank's first partial of a tensor."""
+
+    def body(transport: Transport, place: Place) -> Verdict:
+        own = names_of(place)
+        agreement = Agreement(
+            transport.world, transport.backoff, place, NAMES, {name: KEPT[name] for name in own}
+        )
+        partials = {name: PARTIALS[name].clone() for name in own}
+        if spoilt is not None and place.rank == spoilt[0]:
+            partials[spoilt[1]][0] = spoilt[2]
+        return agreement.reach(loss_of(place), partials)
+
+    return on_every_rank(grid, body)
+
+
+def last_stage_loss(place: Place) -> float:
+    """Only the last stage knows a loss; what others say must not count."""
+    return 0.5 + place.replica if place.is_last else 1e6
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_all_ranks_hear_the_summed_loss_and_the_norm_of_all_tensors(grid: Grid) -> None:
+    expected = Verdict(
+        loss=sum(0.5 + replica for replica in range(grid.g_data)),
+        grad_norm=global_norm(torch.cat([PARTIALS[name] for name in NAMES])),
+        finite=True,
+    )
+
+    assert reach(grid, last_stage_loss) == [expected] * grid.size
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_loss_that_is_not_finite_stops_every_rank(value: float, replica: int) -> None:
+    def loss_of(place: Place) -> float:
+        return value if place.replica == replica and place.is_last else 1.0
+
+    for verdict in reach(Grid(3, 2), loss_of):
+        assert not verdict.finite
+        assert not math.isfinite(verdict.loss)
+        assert math.isfinite(verdict.grad_norm)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("rank", "name"), [(0, "a"), (1, "b"), (0, "d")])
+def test_a_gradient_that_is_not_finite_stops_every_rank(value: float, rank: int, name: str) -> None:
+    for verdict in reach(Grid(3, 2), last_stage_loss, spoilt=(rank, name, value)):
+        assert not verdict.finite
+        assert not math.isfinite(verdict.grad_norm)
+        assert verdict.loss == 2.0
+
+
+def test_the_first_tensor_in_model_order_that_is_not_finite_is_named() -> None:
+    def body(transport: Transport, place: Place) -> str | None:
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+        partials = {**PARTIALS, "d": PARTIALS["d"] * math.nan, "b": PARTIALS["b"] * math.inf}
+        return agreement.reach(1.0, partials).culprit
+
+    assert on_every_rank(Grid(1, 2), body) == ["b", "b"]
+    assert {verdict.culprit for verdict in reach(Grid(3, 2), last_stage_loss)} == {None}
+
+
+def test_the_norm_is_that_of_unscaled_gradients() -> None:
+    def body(transport: Transport, place: Place) -> Verdict:
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+        return agreement.reach(1.0, {name: v * 2.0**40 for name, v in PARTIALS.items()}, 2.0**20)
+
+    (verdict,) = on_every_rank(Grid(1, 1), body)
+
+    assert verdict.grad_norm == global_norm(torch.cat([PARTIALS[name] for name in NAMES]))
+    assert verdict.loss == 1.0
+
+
+def test_replicas_have_equal_gradients_and_the_first_speaks_for_all() -> None:
+    verdicts = reach(Grid(3, 2), last_stage_loss, spoilt=(3, "a", 1e9))
+
+    assert verdicts == reach(Grid(3, 2), last_stage_loss)
+
+
+def test_an_agreement_serves_many_steps() -> None:
+    def body(transport: Transport, place: Place) -> list[float]:
+        agreement = Agreement(transport.world, transport.backoff, place, [], {})
+        return [agreement.reach(float(step), {}).loss for step in range(3)]
+
+    assert on_every_rank(Grid(2, 2), body) == [[0.0, 2.0, 4.0]] * 4
+
+
+@pytest.mark.parametrize("order", [None, 1, 2])
+def test_values_are_gathered_in_rank_order_and_exact(order: int | None) -> None:
+    def body(transport: Transport, place: Place) -> list[list[float]]:
+        own = [2.0**52 + place.rank, 0.1 * place.rank]
+        return sum_by_owner(transport.world, transport.backoff, own)
+
+    expected = [[2.0**52 + rank, 0.1 * rank] for rank in range(4)]
+    assert on_every_rank(Grid(4, 1), body, order) == [expected] * 4
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
+def test_texts_of_any_length_are_gathered_in_rank_order(texts: list[str]) -> None:
+    def body(transport: Transport, place: Place) -> list[str]:
+        return gather_texts(transport.world, transport.backoff, texts[place.rank])
+
+    assert on_every_rank(Grid(1, len(texts)), body) == [texts] * len(texts)
+
+
+@pytest.mark.parametrize("texts", [["", ""], ["", "ß→𝄞", ""], ["a" * 70_000, "", "φ"]])
+def test_empty_long_and_foreign_texts_arrive_whole(texts: list[str]) -> None:
+    def body(transport: Transport, place: Place) -> list[str]:
+        return gather_texts(transport.world, transport.backoff, texts[place.rank])
+
+    assert on_every_rank(Grid(len(texts), 1), body) == [texts] * len(texts)

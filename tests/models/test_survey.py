@@ -1,0 +1,195 @@
+"""What a list of layers contains, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from support.runs import random_init
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.survey import survey
+
+
+def linear(inputs: int = 3, outputs: int = 4, *, frozen: bool = False) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(inputs, outputs, bias=False).requires_grad_(not frozen)
+
+
+def model(*layers: Layer, ties: Sequence[Tie] = ()) -> Model:
+    return Model(layers, loss=lambda output, target: output.sum(), ties=ties)
+
+
+def layer(name: str, build: Callable[[], nn.Module] | None = None) -> Layer:
+    return Layer(name, build or linear(), init=random_init)
+
+
+# -- what is found --------------------------------------------------------------------------
+
+
+def test_parameters_have_global_names_shapes_and_say_whether_they_are_trained() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 4)
+            self.one.bias.requires_grad_(False)
+
+    (found,) = survey(model(Layer("a", Mixed, kind="head"))).layers
+
+    assert (found.name, found.kind, found.numel) == ("a", "head", 16)
+    assert [(p.name, p.shape, p.trained, p.numel) for p in found.parameters] == [
+        ("a.one.weight", (4, 3), True, 12),
+        ("a.one.bias", (4,), False, 4),
+    ]
+
+
+def test_a_tied_weight_counts_once() -> None:
+    found = survey(
+        model(
+            layer("a"),
+            layer("b", linear(frozen=True)),
+            layer("c"),
+            ties=[Tie("a.weight", "c.weight")],
+        )
+    )
+
+    assert found.ties == {"c.weight": "a.weight"}
+    assert found.num_params == 24
+    assert found.counted == ["a.weight"]
+
+
+def test_flops_are_twice_the_parameters_unless_given() -> None:
+    found = survey(model(layer("a"), Layer("b", linear(), flops=7)))
+
+    assert [entry.flops for entry in found.layers] == [24.0, 7.0]
+    assert found.flops == 31.0
+
+
+def test_the_layer_of_a_parameter_is_found_by_name() -> None:
+    found = survey(model(layer("a"), layer("b")))
+
+    assert found.layer_of("b.weight") == 1
+    with pytest.raises(KeyError):
+        found.layer_of("b.bias")
+
+
+def test_a_survey_costs_no_memory_and_no_random_numbers() -> None:
+    devices = []
+
+    def build() -> nn.Module:
+        module = nn.Linear(200_000, 200_000)
+        devices.append(module.weight.device.type)
+        return module
+
+    before = torch.get_rng_state()
+    found = survey(model(Layer("huge", build)))
+
+    assert found.num_params == 200_000 * 200_001
+    assert devices == ["meta"]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class ReadsItself(nn.Module):
+    """Cannot be built on the meta device, since it looks at its numbers; draws some, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5))
+        self.largest = float(self.weight.max())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_a_layer_that_cannot_be_built_without_memory_is_built_and_thrown_away() -> None:
+    before = torch.get_rng_state()
+
+    found = survey(model(Layer("a", ReadsItself)))
+
+    assert found.num_params == 5
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_layer_with_init_has_to_be_built_on_the_meta_device() -> None:
+    with pytest.raises(RuntimeError):
+        survey(model(Layer("a", ReadsItself, init=random_init)))
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (model(), r"^model: no layers; a model is a list of at least one$"),
+        (
+            model(layer("a/b")),
+            r"^layer 'a/b': names become file names; use letters, digits, '_', '-', '.'$",
+        ),
+        (model(layer("")), r"^layer '': names become file names; use letters"),
+        (
+            model(layer("a"), layer("a")),
+            r"^layer a: two layers have this name; rename one$",
+        ),
+        (
+            model(layer("a", lambda: nn.ModuleDict({"b": nn.Linear(2, 2)})), layer("a.b")),
+            r"^parameter a.b.weight: two parameters have this global name; rename layer a.b$",
+        ),
+        (
+            model(layer("a", linear(frozen=True)), layer("b", nn.Tanh)),
+            r"^model: no parameter requires a gradient; there is nothing to train$",
+        ),
+        (
+            model(layer("a"), ties=[Tie("a.weight", "b.weight")]),
+            r"^tie a.weight = b.weight: no parameter 'b.weight'$",
+        ),
+        (
+            model(
+                layer("a"),
+                layer("b"),
+                layer("c"),
+                ties=[Tie("a.weight", "b.weight"), Tie("b.weight", "c.weight")],
+            ),
+            r"^tie b.weight = c.weight: b.weight is in two ties; a weight may have two uses, not "
+            r"more$",
+        ),
+        (
+            model(layer("a"), ties=[Tie("a.weight", "a.weight")]),
+            r"^tie a.weight = a.weight: a.weight is in two ties",
+        ),
+        (
+            model(layer("a"), layer("b", linear(4, 3)), ties=[Tie("a.weight", "b.weight")]),
+            r"^tie a.weight = b.weight: shapes \(4, 3\) and \(3, 4\), trained True and True; a tie "
+            r"joins two uses of one weight$",
+        ),
+        (
+            model(layer("a"), layer("b", linear(frozen=True)), ties=[Tie("a.weight", "b.weight")]),
+            r"trained True and False; a tie joins two uses of one weight$",
+        ),
+        (
+            model(layer("a"), layer("b"), ties=[Tie("b.weight", "a.weight")]),
+            r"^tie b.weight = a.weight: the first use comes later in the model; swap them$",
+        ),
+        (
+            model(layer("a"), Layer("b", linear()), ties=[Tie("a.weight", "b.weight")]),
+            r"^tie a.weight = b.weight: layer b has no `init`, so that the two uses would start "
+            r"differently on two stages; give both layers the same `init`$",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_with_place_and_mend(
+    wrong: Model, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        survey(wrong)
+
+
+def test_two_uses_within_one_layer_may_start_themselves() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(linear(3, 3)(), linear(3, 3)())
+
+    found = survey(model(Layer("a", build), ties=[Tie("a.0.weight", "a.1.weight")]))
+
+    assert found.ties == {"a.1.weight": "a.0.weight"}

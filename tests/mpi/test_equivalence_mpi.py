@@ -1,0 +1,46 @@
+"""Every layout of the running number of ranks trains the same model as the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+from support.on_mpi import on_mpi
+from support.oracle import Oracle
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_here,
+    vector_data,
+)
+
+from axsparse.grid import Grid
+
+SIZE = MPI.COMM_WORLD.size
+GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bool) -> None:
+    config = tiny_config(model={"tie_embeddings": tied})
+    data = token_data()
+    reference = Oracle(tiny_gpt(config), config, data, grid.g_data).run(8)
+
+    with on_mpi() as transport:
+        _, trace = train_here(transport, grid, tiny_gpt(config), config, data)
+
+    assert_bitwise(trace, reference)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
+def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid) -> None:
+    config = tiny_config()
+    reference = Oracle(mlp(), config, vector_data(), grid.g_data).run(8)
+
+    with on_mpi() as transport:
+        _, trace = train_here(transport, grid, mlp(), config, vector_data())
+
+    assert_bitwise(trace, reference)

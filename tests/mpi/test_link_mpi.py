@@ -1,0 +1,148 @@
+"""The contract of `Link` over MPI, and what only MPI can get wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from support.link_contract import CONTRACT, LARGE
+from support.on_mpi import on_mpi
+
+from axsparse.comm import Direction, Link, Message, Op, Transport, wait
+from axsparse.grid import Grid, Place
+from axsparse.pipeline.link_mpi import (
+    CONTENT_TAG,
+    HEADER_TAG,
+    MpiLink,
+    byte_chunks,
+    decode_header,
+    encode_header,
+)
+from axsparse.transport import MpiTransport
+
+SIZE = MPI.COMM_WORLD.size
+needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbour")
+
+
+class SmallCalls(MpiTransport):
+    """No call of its links carries more than 1,000 bytes."""
+
+    def link(self, place: Place) -> Link:
+        link = MpiLink(self._comm, place, self.backoff, max_call_bytes=1000)
+        self._made.append(link)
+        return link
+
+
+@needs_a_neighbour
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) -> None:
+    with on_mpi() as transport:
+        promise(transport)
+
+
+@needs_a_neighbour
+@pytest.mark.parametrize(
+    "promise",
+    [promise for promise in CONTRACT if promise not in LARGE],
+    ids=lambda promise: promise.__name__,
+)
+def test_an_mpi_link_of_small_calls_keeps_the_contract(
+    promise: Callable[[Transport], None],
+) -> None:
+    with on_mpi(SmallCalls) as transport:
+        promise(transport)
+
+
+@needs_a_neighbour
+def test_two_links_of_the_same_ranks_are_apart() -> None:
+    with on_mpi() as transport:
+        place = Grid(SIZE, 1).place(transport.rank)
+        links = [transport.link(place), transport.link(place)]
+        if not place.is_last:
+            for number in (1, 0):
+                message = Message(Direction.FORWARD, number, (torch.tensor([number]),))
+                links[number].send(message)
+        if not place.is_first:
+            for number, link in enumerate(links):
+                while not (arrived := link.arrivals()):
+                    transport.backoff.pause()
+                assert [message.microbatch for message in arrived] == [number]
+
+
+@needs_a_neighbour
+def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
+    with on_mpi() as transport:
+        place = Grid(SIZE, 1).place(transport.rank)
+        link = transport.link(place)
+        assert isinstance(link, MpiLink)
+        here = torch.zeros(1, dtype=torch.float64)
+        if place.rank == 0:
+            # A sender whose first content is slow, and whose second message has none.
+            comm, content = link._comms[Direction.FORWARD], torch.ones(3)
+            for number, tensors in enumerate([(content,), ()]):
+                header = encode_header(Message(Direction.FORWARD, number, tensors))
+                comm.Send([header, MPI.INT64_T], dest=1, tag=HEADER_TAG)
+            wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+            comm.Send([content.numpy(), MPI.BYTE], dest=1, tag=CONTENT_TAG)
+            return
+        while place.rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
+            assert link.arrivals() == []
+            transport.backoff.pause()
+        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+
+        numbers: list[int] = []
+        while place.rank == 1 and len(numbers) < 2:
+            numbers += [message.microbatch for message in link.arrivals()]
+            transport.backoff.pause()
+        assert numbers in ([0, 1], [])
+
+
+@needs_a_neighbour
+def test_closing_waits_for_what_was_sent() -> None:
+    with on_mpi() as transport:
+        place = Grid(SIZE, 1).place(transport.rank)
+        link = transport.link(place)
+        if not place.is_last:
+            link.send(Message(Direction.FORWARD, 0, (torch.ones(1 << 21),)))
+        while not place.is_first and not link.arrivals():
+            transport.backoff.pause()
+
+    assert link.unsent == 0
+
+
+def test_a_header_says_everything_but_the_contents() -> None:
+    tensors = (torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(True), torch.ones(0, 5))
+    sent = Message(Direction.BACKWARD, 41, tensors, (True, False, False, True))
+
+    words = encode_header(sent)
+    read = decode_header(words, Direction.BACKWARD)
+
+    assert words.dtype == np.int64
+    assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)
+    assert read.requires_grad == sent.requires_grad
+    described = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
+    assert described == [None if t is None else (t.dtype, t.shape) for t in tensors]
+
+
+def test_a_type_that_no_message_carries_is_named() -> None:
+    said = (
+        "a stage sends a tensor of torch.complex64; messages carry float32, bfloat16, float16, "
+        "float64, int64, int32, int16, int8, uint8, bool"
+    )
+
+    with pytest.raises(ValueError, match=re.escape(said)):
+        encode_header(Message(Direction.FORWARD, 0, (torch.ones(1, dtype=torch.complex64),)))
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(0, []), (1, [4]), (5, [8, 8, 4]), (4, [8, 8])])
+def test_no_call_carries_more_than_its_limit(size: int, wanted: list[int]) -> None:
+    tensor = torch.arange(float(size))
+
+    chunks = byte_chunks(tensor, 8)
+
+    assert [chunk.size for chunk in chunks] == wanted
+    assert b"".join(chunk.tobytes() for chunk in chunks) == tensor.numpy().tobytes()

@@ -1,0 +1,111 @@
+"""The first lines on the screen, in full."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import axsparse
+from axsparse.config.schema import Config
+from axsparse.grid import Grid
+from axsparse.models.gpt import gpt
+from axsparse.models.layer import Layer, Model
+from axsparse.models.survey import Survey, survey
+from axsparse.observe.banner import banner
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    model = {"num_layers": 5, "hidden_size": 64, "num_heads": 2, "vocab_size": 256}
+    return Config.model_validate(
+        {"model": model, "batch": {"global_batch_size": 24, "microbatch_size": 2}, **sections}
+    )
+
+
+def lines(
+    settings: Config,
+    *,
+    grid: Grid | None = None,
+    stages: tuple[range, ...] = (range(3), range(3, 7)),
+    surveyed: Survey | None = None,
+    live_bytes: int = 900_000,
+) -> list[str]:
+    return list(
+        banner(
+            settings,
+            surveyed or survey(gpt(settings.model, 128)),
+            stages,
+            grid or Grid(2, 2),
+            name="gpt",
+            transport="mpi (MPICH 4.2)",
+            dense_bytes=4_000_000,
+            live_bytes=live_bytes,
+            data="stdlib: 12.3k samples",
+            metrics=Path("runs/x/metrics.jsonl"),
+        )
+    )
+
+
+def test_the_banner_says_what_is_trained_where_it_stands_and_what_it_costs() -> None:
+    assert lines(config(train={"steps": 100})) == [
+        f"axsparse {axsparse.__version__} · gpt 275k parameters · 90 % of the block weights pruned "
+        "by magnitude · bf16 · 4 ranks = 2 stages × 2 replicas · mpi (MPICH 4.2)",
+        "stage 0: embed, block0–1 (125k)   stage 1: block2–4, head (166k)",
+        "model state/rank: dense 4.0 MB → SAMO 900 kB",
+        "batch 24 = 2 replicas × 6 microbatches × 2 · stdlib: 12.3k samples",
+        "100 steps · metrics → runs/x/metrics.jsonl",
+    ]
+
+
+def test_one_rank_is_no_plural() -> None:
+    first, stages, _, batch, _ = lines(config(), grid=Grid(1, 1), stages=(range(7),))
+
+    assert "· 1 rank = 1 stage × 1 replica ·" in first
+    assert stages.startswith("stage 0: embed, block0–4, head (")
+    assert batch.startswith("batch 24 = 1 replica × 12 microbatches × 2 ·")
+
+
+@pytest.mark.parametrize(
+    ("pruning", "samo", "words"),
+    [
+        ({"sparsity": 0.85, "include": "all"}, {}, "85 % of all matrices pruned by magnitude"),
+        ({"method": "random"}, {}, "90 % of the block weights pruned by random"),
+        ({"at_step": 7}, {}, "pruned by magnitude after step 7 ·"),
+        ({"sparsity": 0.0}, {}, "· dense (pruning.sparsity is 0) ·"),
+        ({}, {"enabled": False}, "· dense (samo.enabled is false) ·"),
+    ],
+)
+def test_what_is_pruned_is_said_in_words(
+    pruning: dict[str, Any], samo: dict[str, Any], words: str
+) -> None:
+    assert words in lines(config(pruning=pruning, samo=samo))[0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"samo": {"enabled": False}}, "dense 4.0 MB"),
+        ({"pruning": {"at_step": 7}}, "dense 4.0 MB until step 7, then SAMO"),
+        ({"pruning": {"at_step": 7, "sparsity": 0.0}}, "dense 4.0 MB"),
+        ({"pruning": {"at_step": 7}, "samo": {"enabled": False}}, "dense 4.0 MB"),
+    ],
+)
+def test_dense_state_says_how_long_it_stays_dense(
+    sections: dict[str, dict[str, Any]], text: str
+) -> None:
+    assert lines(config(**sections), live_bytes=4_000_000)[2] == f"model state/rank: {text}"
+
+
+def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
+    names = ["a", "b1", "b2", "b4", "c5", "c6x", "d9", "d10", "d11"]
+    model = Model(
+        [Layer(name, partial(nn.Linear, 1, 1, bias=False)) for name in names],
+        loss=lambda output, target: output.sum(),
+    )
+
+    text = lines(config(), surveyed=survey(model), stages=(range(9),))[1]
+
+    assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9)"

@@ -1,0 +1,187 @@
+"""Figures of all ranks on their way into metrics.jsonl and onto rank 0's screen."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axsparse.local import LocalWorld
+from axsparse.observe.console import Console
+from axsparse.observe.metrics import MetricsFile
+from axsparse.observe.phases import PHASES
+from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, peak_memory_bytes
+from axsparse.transport import LocalTransport
+
+RUN = RunFigures(steps=12, log_every=5, tokens_per_step=1000, flops_per_step=6e9, peak_flops=1.2e10)
+MOST = {
+    "model_state_bytes": 11,
+    "gradient_bytes_sent": 22,
+    "p2p_bytes_sent": 33,
+    "peak_memory_bytes": 44,
+}
+
+
+@pytest.fixture(autouse=True)
+def _three_seconds_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look at the clock says 100 s, all others 103 s."""
+    looks = iter([100.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks, 103.0))
+
+
+def figures(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepFigures:
+    return StepFigures(
+        step, loss, learning_rate=0.01, grad_norm=1.25, loss_scale=1.0, skipped=skipped
+    )
+
+
+def seconds(step: float = 2.0) -> dict[str, float]:
+    """All phases alike, except for twice the bubble."""
+    part = step / 9
+    return {**dict.fromkeys(PHASES, part), "bubble": 2 * part, "step": step}
+
+
+class Screen:
+    """A recorder of one rank, its screen and its file."""
+
+    def __init__(self, folder: Path, *, bar: bool = False) -> None:
+        transport = LocalTransport(LocalWorld(1), 0)
+        self.stream = io.StringIO()
+        self.path = folder / "metrics.jsonl"
+        self.recorder = Recorder(
+            transport.world,
+            transport.backoff,
+            RUN,
+            MetricsFile(self.path),
+            Console(self.stream, bar=bar),
+        )
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+
+    screen.recorder.step(figures(1), seconds(), MOST)
+    assert screen.records == []
+    screen.recorder.step(figures(2), seconds(), MOST)
+    assert [record["step"] for record in screen.records] == [1]
+    screen.recorder.flush()
+    assert [record["step"] for record in screen.records] == [1, 2]
+    screen.recorder.flush()
+    screen.recorder.close()
+
+    assert [record["step"] for record in screen.records] == [1, 2]
+
+
+def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.recorder.step(figures(3), seconds(2.0), MOST)
+    screen.recorder.flush()
+    screen.recorder.close()
+
+    (record,) = screen.records
+    phases = {name: record.pop(f"{name}_seconds") for name in PHASES}
+    assert phases == {**dict.fromkeys(PHASES, 2 / 9), "bubble": 4 / 9}
+    assert record == {
+        "step": 3,
+        "loss": 2.5,
+        "learning_rate": 0.01,
+        "grad_norm": 1.25,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "tokens": 1000,
+        "step_seconds": 2.0,
+        "tokens_per_second": 500.0,
+        "model_flops_per_second": 3e9,
+        "mfu": 0.25,
+        **MOST,
+    }
+
+
+def test_an_evaluation_comes_after_the_steps_before_it(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.recorder.step(figures(5), seconds(), MOST)
+
+    screen.recorder.evaluation(5, 0.0)
+    screen.recorder.close()
+
+    assert [record["step"] for record in screen.records] == [5, 5]
+    assert screen.records[1] == {"step": 5, "eval_loss": 0.0, "perplexity": 1.0}
+    assert screen.lines[-1] == "step 5/12  validation loss 0.0000  perplexity 1.000"
+
+
+def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    for step in range(1, 13):
+        screen.recorder.step(figures(step), seconds(), MOST)
+    screen.recorder.flush()
+    screen.recorder.close()
+
+    assert [line.split()[1] for line in screen.lines] == ["1/12", "5/12", "10/12", "12/12"]
+    # 3 s for one step so far, eleven are left
+    assert screen.lines[0] == (
+        "step 1/12  loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta 00:33"
+    )
+    assert screen.lines[-1].endswith("eta 00:00")
+
+
+def test_a_skipped_step_is_always_told(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.recorder.step(figures(3, loss=float("nan"), skipped=True), seconds(), MOST)
+    screen.recorder.flush()
+    screen.recorder.close()
+
+    assert screen.lines == [
+        "step 3: loss or a gradient is not a finite number; no rank updated its weights"
+    ]
+    assert (screen.records[0]["loss"], screen.records[0]["skipped"]) == (None, True)
+
+
+def test_at_a_terminal_the_bar_follows_every_step_and_goes_away(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, bar=True)
+    screen.recorder.step(figures(3), seconds(), MOST)
+    screen.recorder.flush()
+
+    assert " 3/12  loss 2.500" in screen.stream.getvalue()
+    screen.recorder.close()
+    assert screen.stream.getvalue().endswith("\x1b[K")
+
+
+def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path) -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+    path = tmp_path / "metrics.jsonl"
+
+    def main(rank: int) -> None:
+        transport = LocalTransport(world, rank)
+        file = MetricsFile(path) if rank == 0 else None
+        recorder = Recorder(transport.world, transport.backoff, RUN, file, None)
+        most = {name: value + 100 * rank for name, value in MOST.items()}
+        recorder.step(figures(1), seconds(2.0 + 2 * rank), most)
+        recorder.evaluation(1, 1.0)
+        recorder.say("nobody hears this")
+        recorder.close()
+
+    world.run(main)
+
+    step, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
+    assert step["step_seconds"] == 3.0
+    assert step["model_state_bytes"] == 111
+    assert evaluation["eval_loss"] == 1.0
+
+
+def test_peak_memory_is_that_of_this_process_in_bytes() -> None:
+    peak = peak_memory_bytes()
+
+    assert 10e6 < peak < 1e12
+    assert peak % 1024 == 0

@@ -1,0 +1,30 @@
+"""Actions as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.comm import Direction
+from axsparse.pipeline.actions import Action
+
+
+def test_an_action_reads_as_its_kind_and_microbatch() -> None:
+    assert [str(Action(direction, 12)) for direction in Direction] == ["F12", "B12"]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.sampled_from(Direction), st.integers(0, 10**12))
+def test_text_and_action_are_inverse(direction: Direction, microbatch: int) -> None:
+    action = Action(direction, microbatch)
+
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F", "3", "f3", "W3", "F-1", "F03", "F3 ", " F3", "F3B2", "F٣", "F3\n"]
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not F or B and a microbatch number, such as F3"):
+        Action.parse(text)

@@ -1,0 +1,69 @@
+"""Layers to stages: the dearest stage is as cheap as it can be."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.pipeline.partition import partition, split_by_hand
+
+# Whole numbers, so that costs compare exactly.
+COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+def every_cut(layers: int, stages: int) -> Iterator[list[range]]:
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        limits = (0, *cuts, layers)
+        yield [range(start, stop) for start, stop in itertools.pairwise(limits)]
+
+
+def expense(costs: Sequence[float], stages: list[range]) -> tuple[float, float, list[int]]:
+    """Dearest stage, then the sum of squares, then where the stages start."""
+    sums = [sum(costs[layer] for layer in stage) for stage in stages]
+    return max(sums), sum(cost**2 for cost in sums), [stage.start for stage in stages]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(COSTS, st.data())
+def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+
+    chosen = partition(costs, stages)
+
+    best = min(every_cut(len(costs), stages), key=lambda cut: expense(costs, cut))
+    assert chosen == best
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(0, 1e18), min_size=1, max_size=30), st.data())
+def test_every_layer_is_placed_once_and_no_stage_is_empty(
+    costs: list[float], data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+
+    chosen = partition(costs, stages)
+
+    assert len(chosen) == stages
+    assert all(chosen)
+    assert [layer for stage in chosen for layer in stage] == list(range(len(costs)))
+
+
+def test_a_dear_layer_stands_alone() -> None:
+    assert partition([1, 1, 9, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(2, 3), (0, 1), (3, 0)])
+def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
+    said = re.escape(f"{layers} layers cannot fill {stages} stages")
+
+    with pytest.raises(ValueError, match=said):
+        partition([1.0] * layers, stages)
+
+
+def test_a_split_by_hand_has_the_given_sizes_in_order() -> None:
+    assert split_by_hand([2, 1, 3]) == [range(2), range(2, 3), range(3, 6)]

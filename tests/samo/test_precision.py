@@ -1,0 +1,79 @@
+"""Rounding and splitting of masters, over all kinds of bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axsparse.samo.precision import join, round_to, split
+
+BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
+LARGEST, INFINITY, SMALLEST = 0x7F7FFFFF, 0x7F800000, 1
+
+
+def floats(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(BITS)
+@example([LARGEST, LARGEST - 2**31, INFINITY, INFINITY - 2**31, SMALLEST, 0, -(2**31)])
+@example([0x3F808000, 0x3F807FFF, 0x3F808001, 0x3F818000])
+def test_a_split_master_is_joined_to_the_same_bits(bits: list[int]) -> None:
+    masters = floats(bits)
+
+    weight, remainder = split(masters)
+    joined = join(weight, remainder)
+
+    number = ~masters.isnan()
+    assert torch.equal(joined[number].view(torch.int32), masters[number].view(torch.int32))
+    assert joined[~number].isnan().all()
+    assert weight[~number].isnan().all()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(BITS)
+@example([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
+def test_the_weight_is_the_same_with_and_without_a_split(bits: list[int]) -> None:
+    masters = floats(bits)
+
+    weight, _ = split(masters)
+
+    rounded = round_to(masters, torch.bfloat16)
+    assert torch.equal(weight.view(torch.int16), rounded.view(torch.int16))
+    assert torch.equal(rounded.isnan(), masters.isnan())
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(BITS)
+def test_rounding_differs_from_torchs_at_ties_only_and_there_goes_away_from_zero(
+    bits: list[int],
+) -> None:
+    masters = floats(bits)
+    masters = masters[~masters.isnan()]
+
+    rounded = round_to(masters, torch.bfloat16)
+
+    ties = (masters.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(rounded[~ties], masters[~ties].to(torch.bfloat16))
+    assert (rounded[ties].float().abs() > masters[ties].abs()).all()
+
+
+def test_a_tie_goes_away_from_zero() -> None:
+    one_and_half_a_unit = floats([0x3F808000])
+
+    assert round_to(one_and_half_a_unit, torch.bfloat16).item() == 1.0078125
+    assert round_to(-one_and_half_a_unit, torch.bfloat16).item() == -1.0078125
+    assert one_and_half_a_unit.to(torch.bfloat16).item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_types_round_as_torch_does(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0004883, -3.1e-9, 7e4, math.inf])
+
+    assert torch.equal(round_to(values, dtype), values.to(dtype))

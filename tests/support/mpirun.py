@@ -1,0 +1,95 @@
+"""Starts commands on real MPI ranks, and ends them whatever they do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+    # Open MPI refuses to run as root, with more ranks than cores, or unbound, unless told to.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job ended; its output is that of all ranks."""
+
+    returncode: int
+    """Negative if the job ran past its limit and was killed."""
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines meant for the user."""
+        return [line for line in self.stderr.splitlines() if line.startswith("axsparse: error:")]
+
+    def __str__(self) -> str:
+        killed = ", killed" if self.returncode < 0 else ""
+        return (
+            f"exit code {self.returncode} after {self.seconds:.1f} s{killed}\n"
+            f"--- stdout of all ranks\n{self.stdout}\n--- stderr of all ranks\n{self.stderr}"
+        )
+
+
+def mpirun_path() -> str:
+    """The launcher that belongs to this Python's MPI library, else the first on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    if beside.is_file():
+        return str(beside)
+    found = shutil.which("mpirun")
+    assert found is not None, "no mpirun beside this Python nor on PATH; pip install mpich"
+    return found
+
+
+def run_mpirun(
+    ranks: int,
+    args: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    cwd: Path | None = None,
+) -> Finished:
+    """`mpirun -n ranks python args…`, in a process group that is killed after `timeout` seconds."""
+    command = [mpirun_path(), "-n", str(ranks), sys.executable, *args]
+    began = time.monotonic()
+    # Files, since a rank that outlives the launcher would keep a pipe open.
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **ENVIRONMENT, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        returncode = process.wait()
+        seconds = time.monotonic() - began
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Finished(returncode, texts[0], texts[1], seconds)

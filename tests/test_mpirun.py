@@ -1,0 +1,35 @@
+"""Starts `tests/mpi` on real MPI ranks, once a number of ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.mpirun import TESTS, run_mpirun
+
+LIMIT_SECONDS = 120
+PYTEST = (
+    # Both -m mpi4py and -x: else one rank that fails leaves the others waiting.
+    *("-m", "mpi4py", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+    # Before the limit, so that a rank that hangs says where.
+    *("-o", "faulthandler_timeout=60"),
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_mpi_tests_pass_on_every_rank(ranks: int) -> None:
+    job = run_mpirun(ranks, [*PYTEST, str(TESTS / "mpi")], timeout=LIMIT_SECONDS, cwd=TESTS.parent)
+
+    assert job.returncode == 0, str(job)
+    passed = re.findall(r"(\d+) passed", job.stdout)
+    assert len(passed) == ranks and len(set(passed)) == 1, str(job)
+    assert int(passed[0]) > 0, str(job)
+
+
+def test_a_job_past_its_limit_is_killed_and_its_output_kept() -> None:
+    hanging = "import time; print('still here', flush=True); time.sleep(1000)"
+
+    job = run_mpirun(2, ["-c", hanging], timeout=3)
+
+    assert job.returncode < 0
+    assert job.stdout.count("still here") == 2

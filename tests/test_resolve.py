@@ -1,0 +1,96 @@
+"""Every `auto` decided, and what a transport or a grid cannot run refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import tiny_config, tiny_gpt
+
+from axsparse.comm import Transport
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.errors import ConfigError
+from axsparse.grid import Grid
+from axsparse.local import LocalWorld
+from axsparse.resolve import Resolved, loss_scale, resolve
+from axsparse.transport import LocalTransport
+
+
+def transport(ranks: int = 1, name: str = "local") -> Transport:
+    world: LocalWorld[None] = LocalWorld(ranks)
+    made = LocalTransport(world, 0)
+    made.name = name
+    return made
+
+
+def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> Resolved:
+    return resolve(Loaded(config, "test", {}), tiny_gpt(config), transport(ranks), grid)
+
+
+def test_auto_takes_two_stages_where_they_divide_the_ranks() -> None:
+    for ranks, stages in [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)]:
+        layout = resolved(tiny_config(), ranks).config.layout
+        assert (layout.g_inter, layout.g_data) == (stages, ranks // stages)
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "ranks", "gradient"), [(1, 1, "fp32"), (2, 1, "half"), (1, 4, "half")]
+)
+def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
+    microbatch_size: int, ranks: int, gradient: str
+) -> None:
+    batch = {"global_batch_size": 12, "microbatch_size": microbatch_size}
+    config = tiny_config(precision="bf16", batch=batch, layout={"g_inter": 1})
+
+    run = resolved(config, ranks)
+
+    assert run.config.samo.gradient == gradient
+    assert run.gradient_dtype is (torch.bfloat16 if gradient == "half" else torch.float32)
+
+
+def test_fp32_training_accumulates_in_fp32_whatever_is_asked() -> None:
+    run = resolved(tiny_config(samo={"gradient": "half"}))
+
+    assert run.gradient_dtype is torch.float32
+
+
+def test_an_explicit_grid_comes_before_the_layout() -> None:
+    config = tiny_config(layout={"g_inter": 1})
+
+    assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
+
+
+def test_a_grid_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError) as told:
+        resolved(tiny_config(), 4, Grid(3, 1))
+
+    assert str(told.value) == (
+        "grid: 3 stages × 1 replica are 3 ranks, 4 are running; start 3 ranks or make another grid"
+    )
+
+
+def test_a_grid_with_more_stages_than_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="grid: 5 stages for 4 layers; choose at most 4"):
+        resolved(tiny_config(), 5, Grid(5, 1))
+
+
+def test_mpi_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
+        resolved(tiny_config(transport="mpi"))
+
+
+def test_local_is_refused_under_mpi() -> None:
+    config = tiny_config(transport="local")
+
+    with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
+        resolve(Loaded(config, "test", {}), tiny_gpt(config), transport(2, "mpi (some)"), None)
+
+
+def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
+    settings = {"initial": 1000.0, "floor": 3.0, "patience": 7}
+
+    half = loss_scale(tiny_config(precision="fp16", loss_scale=settings))
+    other = loss_scale(tiny_config(precision="bf16", loss_scale=settings))
+
+    assert (half.scale, half.floor, half.patience) == (512.0, 2.0, 7)
+    assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
