@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,18 @@ import yaml
 from pydantic import ValidationError
 from yaml.reader import ReaderError
 
-from axsparse.config.schema import Config, Section
+from axsparse.config.refusal import (
+    FIELDS,
+    SECTIONS,
+    Setting,
+    domain,
+    likeness,
+    refusal,
+    shorten,
+    show,
+    unknown_key,
+)
+from axsparse.config.schema import Config
 from axsparse.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -41,12 +51,6 @@ class Loaded:
         return f"{key} ({self.origins.get(key, 'default')})"
 
 
-@dataclass(frozen=True)
-class _Setting:
-    value: Any
-    origin: str
-
-
 def load_config(source: str | None, overrides: Sequence[str] = ()) -> Loaded:
     """Read a file or bundled config, then `key=value` overrides, of which later ones win.
 
@@ -54,7 +58,7 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> Loaded:
     config. None takes the defaults. Raises MissingInputError for a file that is not there
     or cannot be read, ConfigError for everything in it that cannot be run.
     """
-    settings: dict[str, _Setting] = {}
+    settings: dict[str, Setting] = {}
     name = "default"
     if source is not None:
         path = _find(source)
@@ -69,7 +73,7 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> Loaded:
     try:
         config = Config.model_validate(nested)
     except ValidationError as error:
-        raise _refusal(error, settings) from None
+        raise refusal(error, settings) from None
     return Loaded(config, name, {key: setting.origin for key, setting in settings.items()})
 
 
@@ -110,14 +114,14 @@ def _missing(source: str) -> MissingInputError:
     if not bundled:
         return MissingInputError(f"config {source!r}: no such file; name an existing one")
     stem = Path(source).stem
-    nearest = max(bundled, key=lambda name: _likeness(stem, name))
+    nearest = max(bundled, key=lambda name: likeness(stem, name))
     return MissingInputError(
         f"config {source!r}: no such file and no bundled config of that name; "
         f"did you mean {nearest}? (bundled: {', '.join(bundled)})"
     )
 
 
-def _read_file(path: Path) -> dict[str, _Setting]:
+def _read_file(path: Path) -> dict[str, Setting]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -138,9 +142,9 @@ def _read_file(path: Path) -> dict[str, _Setting]:
     root = _compose(text, lambda line: f"{path.name}:{line}")
     if root is None or _is_null(root):
         return {}
-    settings: dict[str, _Setting] = {}
+    settings: dict[str, Setting] = {}
     for key, origin, node in _entries(root, "", f"{path.name}:{_line(root)}", path.name):
-        if key in _SECTIONS:
+        if key in SECTIONS:
             here = f"{key} ({origin})"
             for leaf, leaf_origin, value in _entries(node, f"{key}.", here, path.name):
                 settings[leaf] = _setting(leaf, leaf_origin, value)
@@ -149,7 +153,7 @@ def _read_file(path: Path) -> dict[str, _Setting]:
     return settings
 
 
-def _read_override(override: str) -> tuple[str, _Setting]:
+def _read_override(override: str) -> tuple[str, Setting]:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not key or not equals:
@@ -157,13 +161,13 @@ def _read_override(override: str) -> tuple[str, _Setting]:
             f"--set {override!r}: not of the form key=value; "
             "write it like --set pruning.sparsity=0.8"
         )
-    if key in _SECTIONS:
-        leaves = ", ".join(f"{key}.{leaf}" for leaf in _SECTIONS[key].model_fields)
+    if key in SECTIONS:
+        leaves = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key].model_fields)
         raise ConfigError(f"{key} (--set): a section has no value; set one of {leaves}")
-    if key not in _FIELDS:
-        raise _unknown(key, "--set")
+    if key not in FIELDS:
+        raise unknown_key(key, "--set")
     node = _compose(text, lambda _: f"{key} (--set)")
-    return key, _Setting(None, "--set") if node is None else _setting(key, "--set", node)
+    return key, Setting(None, "--set") if node is None else _setting(key, "--set", node)
 
 
 # --- YAML ------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ def _entries(
     """The known keys of a mapping: dotted key, origin, value node."""
     _refuse_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
-        given = "a list" if isinstance(node, yaml.SequenceNode) else _show(_scalar(node, here))
+        given = "a list" if isinstance(node, yaml.SequenceNode) else show(_scalar(node, here))
         raise ConfigError(f"{here}: {given} is not a mapping; write `key: value` lines")
     lines: dict[str, int] = {}
     for key_node, value in node.value:
@@ -244,13 +248,13 @@ def _entries(
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
         _refuse_tag(key_node, origin)
         key = prefix + key_node.value
-        if not prefix and "." in key and key in _FIELDS:
+        if not prefix and "." in key and key in FIELDS:
             section, _, leaf = key.partition(".")
             raise ConfigError(
                 f"{key} ({origin}): dotted keys are for --set; write {section}: {{{leaf}: …}}"
             )
-        if key not in _FIELDS and key not in _SECTIONS:
-            raise _unknown(key, origin)
+        if key not in FIELDS and key not in SECTIONS:
+            raise unknown_key(key, origin)
         if key in lines:
             raise ConfigError(
                 f"{key} ({origin}): given twice, first in line {lines[key]}; keep one of them"
@@ -259,20 +263,20 @@ def _entries(
         yield key, origin, value
 
 
-def _setting(key: str, origin: str, node: yaml.Node) -> _Setting:
+def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
     """A scalar or a flat list of scalars; the schema has nothing deeper."""
     here = f"{key} ({origin})"
     _refuse_tag(node, here)
     if isinstance(node, yaml.ScalarNode):
-        return _Setting(_scalar(node, here), origin)
+        return Setting(_scalar(node, here), origin)
     if isinstance(node, yaml.SequenceNode) and all(
         isinstance(item, yaml.ScalarNode) for item in node.value
     ):
         for item in node.value:
             _refuse_tag(item, here)
-        return _Setting([_scalar(item, here) for item in node.value], origin)
+        return Setting([_scalar(item, here) for item in node.value], origin)
     given = "a mapping" if isinstance(node, yaml.MappingNode) else "a nested list"
-    raise ConfigError(f"{here}: {given} is not a value; choose {_domain(_FIELDS[key])}")
+    raise ConfigError(f"{here}: {given} is not a value; choose {domain(FIELDS[key])}")
 
 
 def _refuse_tag(node: yaml.Node, here: str) -> None:
@@ -301,7 +305,7 @@ def _scalar(node: yaml.Node, here: str) -> object:
     if node.tag == f"{_TAG}float":
         number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if not math.isfinite(number):
-            raise ConfigError(f"{here}: {_shorten(text)} is not finite; choose a finite number")
+            raise ConfigError(f"{here}: {shorten(text)} is not finite; choose a finite number")
         return number
     return text
 
@@ -312,131 +316,3 @@ def _is_null(node: yaml.Node) -> bool:
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
-
-
-# --- what the schema says, in words ----------------------------------------------------
-
-_SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-
-
-def _fields() -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, schema in Config.model_json_schema()["properties"].items():
-        if name in _SECTIONS:
-            leaves = _SECTIONS[name].model_json_schema()["properties"]
-            fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
-        else:
-            fields[name] = schema
-    return fields
-
-
-_FIELDS = _fields()
-"""Dotted key -> JSON schema of its values, in the schema's order."""
-
-_BROKEN_BOUNDS = {
-    "greater_than_equal": "is below {ge:g}",
-    "greater_than": "is not above {gt:g}",
-    "less_than_equal": "is above {le:g}",
-    "less_than": "is not below {lt:g}",
-}
-"""Pydantic's error type -> the rule in plain words."""
-
-_BOUNDS = {
-    "minimum": "of at least {:g}",
-    "exclusiveMinimum": "above {:g}",
-    "maximum": "of at most {:g}",
-    "exclusiveMaximum": "below {:g}",
-}
-
-
-def _refusal(error: ValidationError, settings: Mapping[str, _Setting]) -> ConfigError:
-    """The first key at fault in one line, and how many others there are."""
-    problems: dict[str, list[Any]] = {}
-    for problem in error.errors(include_url=False):
-        # Below a key pydantic names list entries and members of unions.
-        top, dotted = str(problem["loc"][0]), ".".join(map(str, problem["loc"][:2]))
-        problems.setdefault(dotted if dotted in _FIELDS else top, []).append(problem)
-    key, found = next(iter(problems.items()))
-    schema = _FIELDS[key]
-
-    value, rule = settings[key].value, f"is not {_domain(schema, bounds=False)}"
-    for problem in found:
-        # A broken bound says more than the other member's "is not auto".
-        if problem["type"] in _BROKEN_BOUNDS:
-            value = problem["input"]
-            rule = _BROKEN_BOUNDS[problem["type"]].format(**problem["ctx"])
-            break
-    if "enum" in schema:
-        mend = "choose one of them"
-    elif schema.get("type") == "string" and "const" not in schema:
-        mend = "write it in quotes"
-    else:
-        mend = f"choose {_domain(schema)}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{key} ({settings[key].origin}): {_show(value)} {rule}; {mend}{more}")
-
-
-def _domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False) -> str:
-    """The values of a JSON schema in words: "a whole number of at least 1 or auto"."""
-    if "anyOf" in schema:
-        return " or ".join(_domain(member, bounds=bounds) for member in schema["anyOf"])
-    if "const" in schema:
-        return str(schema["const"])
-    if "enum" in schema:
-        return "one of " + ", ".join(schema["enum"])
-    kind = schema["type"]
-    if kind == "array":
-        fixed = schema.get("prefixItems")
-        items = _domain(fixed[0] if fixed else schema["items"], bounds=bounds, many=True)
-        text = f"{len(fixed)} {items}" if fixed else items
-        return text if bounds else f"a list of {text}"
-    if kind in ("boolean", "string"):
-        return {"boolean": "true or false", "string": "text"}[kind]
-
-    noun = "whole number" if kind == "integer" else "number"
-    named = _BOUNDS.items() if bounds else ()
-    limits = [words.format(schema[name]) for name, words in named if name in schema]
-    if limits == ["of at least 0", "of at most 1"]:
-        noun, limits = "fraction", ["in [0, 1]"]
-    elif limits == ["of at least 0", "below 1"]:
-        noun, limits = "fraction", ["in [0, 1)"]
-    text = f"{noun}s" if many else f"a {noun}"
-    return f"{text} {' and '.join(limits)}" if limits else text
-
-
-def _unknown(key: str, origin: str) -> ConfigError:
-    section, _, leaf = key.rpartition(".")
-
-    def nearness(known: str) -> tuple[float, float]:
-        known_section, _, known_leaf = known.rpartition(".")
-        whole, part = _likeness(key, known), _likeness(leaf, known_leaf)
-        # Within one section the shared name of the section says nothing.
-        return (part if section == known_section else max(whole, part)), whole
-
-    nearest = max((*_FIELDS, *([] if section else _SECTIONS)), key=nearness)
-    if nearness(nearest)[0] >= 0.6:  # difflib's own measure of "close"
-        mend = f"did you mean {nearest}?"
-    else:
-        names = _SECTIONS.get(section, Config)
-        mend = f"choose one of {', '.join(names.model_fields)}"
-    shown = key if key.isprintable() else repr(key)
-    return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
-
-
-def _show(value: object) -> str:
-    """A value as YAML would have it, in at most 60 characters."""
-    if value is None:
-        return "null"
-    return _shorten(str(value).lower() if isinstance(value, bool) else repr(value))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
