@@ -76,6 +76,7 @@ def _construct(run: Resolved, model: Model) -> list[BuiltLayer]:
         moments=run.optimizer.moments,
         seed=run.config.seed,
         criterion=run.criterion if run.config.pruning.at_step == 0 else None,
+        index=run.index,
     )
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     return construct(own, run.survey.ties, options)
@@ -92,11 +93,11 @@ def _join(
     """The parts of one rank, each given the others that it needs."""
     place, config, phases = run.place, run.config, Phases()
     states = [layer.state for layer in layers]
-    replicas = transport.collective(f"stage {place.stage}", place.grid.column(place.stage))
+    column = place.grid.column(place.stage)
     sync = GradientSync(
         states,
         _stage_ties(run, layers, transport),
-        replicas=replicas,
+        replicas=transport.collective(f"gradients of stage {place.stage}", column),
         wire_dtype=run.dtype,
         backoff=transport.backoff,
         phases=phases,
@@ -131,7 +132,7 @@ def _join(
         link=link,
         collector=GradientCollector(states, sync.ready, lambda: phases("compress")),
         sync=sync,
-        replicas=replicas,
+        replicas=transport.collective(f"agreements of stage {place.stage}", column),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
         criterion=run.criterion,

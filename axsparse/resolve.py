@@ -11,7 +11,7 @@ import torch
 
 from axsparse.comm import Transport
 from axsparse.config.load import Loaded
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, OptimizerConfig
 from axsparse.config.validate import check_batch, check_config, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
@@ -20,14 +20,20 @@ from axsparse.models.survey import LayerInfo, Survey, survey
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
+from axsparse.samo.lamb import LAMB
 from axsparse.samo.loss_scale import LossScale
+from axsparse.samo.memory import IndexKind
 from axsparse.samo.optimizer import Optimizer
+from axsparse.samo.sgd import sgd
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS = {"adamw": ADAMW}
+OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
 MOST_HALF_MICROBATCHES = 8
 """Up to here accumulation in half precision errs by less than 0.4 %."""
 DEFAULT_SLACK = 1
+AUTO_INDEX: IndexKind = "uint16"
+"""Half of int32 at no time that shows in a step, and without a compiler as the mask's speed
+needs one: docs/decisions/009-index-encodings.md."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Resolved:
     """Of weights, activations and messages."""
     gradient_dtype: torch.dtype
     """Of gradient accumulation."""
+    index: IndexKind
+    """How the positions of kept entries are stored."""
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
@@ -79,6 +87,7 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
         else split_by_hand(split)
     )
     gradient = _gradient(config, grid)
+    index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
     pruning = config.pruning
     prunes = config.samo.enabled and pruning.sparsity > 0
     return Resolved(
@@ -92,7 +101,7 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
                 "layout.g_data": grid.g_data,
                 "layout.split": tuple(len(stage) for stage in stages),
                 "pipeline.slack": _unless_auto(config.pipeline.slack, DEFAULT_SLACK),
-                "samo.index": "int32",
+                "samo.index": index,
                 "samo.gradient": gradient,
                 "schedule.decay_steps": _unless_auto(
                     config.schedule.decay_steps, config.train.steps
@@ -105,9 +114,10 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
         criterion=Criterion(pruning.method, pruning.sparsity, pruning.include, config.seed)
         if prunes
         else None,
-        optimizer=OPTIMIZERS[config.optimizer.name],
+        optimizer=_optimizer(config.optimizer),
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
+        index=index,
     )
 
 
@@ -122,6 +132,12 @@ def loss_scale(config: Config) -> LossScale:
         growth_interval=settings.growth_interval,
         patience=settings.patience,
     )
+
+
+def _optimizer(settings: OptimizerConfig) -> Optimizer:
+    if settings.name == "sgd":
+        return sgd(settings.momentum, nesterov=settings.nesterov)
+    return OPTIMIZERS[settings.name]
 
 
 def _gradient(config: Config, grid: Grid) -> str:

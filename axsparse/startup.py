@@ -147,11 +147,11 @@ def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
     said = [(rank, json.loads(text)) for rank, text in enumerate(texts) if text]
     first: dict[str, Any] = said[0][1]
     for rank, facts in said:
-        for key in first.keys() - {"host"}:
+        for key in [key for key in first if key != "host"]:
             if facts[key] != first[key]:
                 raise DataError(
-                    f"data: {key} is {facts[key]} for rank {rank} on host {facts['host']} and "
-                    f"{first[key]} for rank {said[0][0]} on host {first['host']}; give all hosts "
+                    f"data: {key} is {facts[key]!r} for rank {rank} on host {facts['host']} and "
+                    f"{first[key]!r} for rank {said[0][0]} on host {first['host']}; give all hosts "
                     "the same data"
                 )
     return first

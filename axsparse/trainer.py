@@ -45,6 +45,7 @@ class Parts:
     collector: GradientCollector
     sync: GradientSync
     replicas: Collective
+    """Joins the replicas of this stage for small agreements."""
     optimizer: Optimizer
     loss_scale: LossScale
     criterion: Criterion | None
@@ -127,6 +128,8 @@ class Trainer:
             decay_steps=steps if schedule.decay_steps == "auto" else schedule.decay_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
+            step_every=schedule.step_every,
+            step_factor=schedule.step_factor,
         )
 
     # -- the loop -----------------------------------------------------------------------

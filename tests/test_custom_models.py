@@ -264,7 +264,9 @@ def test_numbers_that_stay_bad_end_the_run() -> None:
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
     config = small_config(train={"steps": 30})
 
-    with pytest.raises(Exception, match=r"step 10: rank 0 \(stage 0\): the gradient of .* 10 in a row"):
+    with pytest.raises(
+        Exception, match=r"step 10: rank 0 \(stage 0\): the gradient of .* 10 in a row"
+    ):
         train_in_process(2, 1, model, config, bad)
 
 

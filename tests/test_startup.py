@@ -180,7 +180,7 @@ def changed(**values: Any) -> TokenDataset:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Datasets(changed(fingerprint="1")), r"fingerprint is 1 for rank 2 on host \S+ and 0 for"),
+        (Datasets(changed(fingerprint="1")), r"fingerprint is '1' for rank 2 on host \S+ and '0'"),
         (Datasets(changed(vocab_size=63)), r"vocab_size is 63 for rank 2 on host \S+ and 64 for"),
         (Datasets(changed(), changed()), r"for rank 2 on host \S+ and \S* ?for rank 0"),
     ],

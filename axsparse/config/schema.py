@@ -109,8 +109,11 @@ class SamoConfig(Section):
 
     enabled: bool = True
     """False trains dense: nothing is pruned. The baseline of all comparisons."""
-    index: Literal["auto", "int32"] = "auto"
-    """How the positions of kept entries are stored; `auto` is int32."""
+    index: Literal["auto", "int32", "uint16", "mask"] = "auto"
+    """How the positions of kept entries are stored. `int32`: 4 bytes a kept entry, read as it
+    is. `uint16`: 2 bytes a kept entry. `mask`: 0.127 bytes an entry, kept or not, the smallest
+    above a density of 0.063; without numba (`pip install axsparse[fast]`) it takes some seven
+    times as long to read. `auto` is uint16."""
     gradient: Literal["auto", "half", "fp32"] = "auto"
     """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
     entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
@@ -119,16 +122,21 @@ class SamoConfig(Section):
 class OptimizerConfig(Section):
     """How weights follow gradients."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """Optimizer; its recurrence stands on top of its file in `axsparse/samo/`."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: Annotated[tuple[Rate, Rate], FromList] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    """adamw, lamb: decay of the running means of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """Added to the denominator of the update."""
+    """adamw, lamb: added to the denominator of the update."""
+    momentum: Rate = 0.9
+    """sgd: decay of the running sum of gradients; 0 keeps no state."""
+    nesterov: bool = False
+    """sgd: Nesterov's momentum, which looks one step ahead."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """Decoupled weight decay, on matrices only (tensors of two or more dimensions)."""
+    """Weight decay, on matrices only (tensors of two or more dimensions): decoupled in adamw,
+    within the scaled step in lamb, added to the gradient in sgd (1e-4 is usual there)."""
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
 
@@ -151,12 +159,17 @@ class ScheduleConfig(Section):
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps until the learning rate reaches its peak."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the descent after the warm-up."""
+    decay: Literal["cosine", "linear", "constant", "step"] = "cosine"
+    """Shape of the descent after the warm-up; `step` falls at once, every `step_every` steps."""
     decay_steps: Count | Auto = "auto"
-    """Step at which the descent ends, warm-up included; `auto` takes `train.steps`."""
+    """cosine, linear: step at which the descent ends, warm-up included; `auto` takes
+    `train.steps`."""
     final_ratio: Fraction = 0.1
-    """Learning rate after the descent, as a fraction of the peak."""
+    """cosine, linear: learning rate after the descent, as a fraction of the peak."""
+    step_every: Count = 1000
+    """step: steps between two falls of the learning rate, counted from the first of the run."""
+    step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """step: what each fall multiplies the learning rate by."""
 
 
 class TrainConfig(Section):

@@ -33,6 +33,11 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
             f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
         )
+    if config.optimizer.nesterov and config.optimizer.momentum == 0:
+        raise ConfigError(
+            f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "
+            "nothing to look ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
+        )
     prunes = config.samo.enabled and config.pruning.sparsity > 0
     if prunes and config.pruning.at_step >= steps:
         raise ConfigError(

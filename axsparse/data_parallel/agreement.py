@@ -104,7 +104,7 @@ def sum_by_owner(
 
 def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
     """Every member's text, in rank order, on all members."""
-    own = text.encode()
+    own = text.encode(errors="surrogateescape")
     lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
     bounds = [0]
     for length in lengths:
@@ -116,4 +116,4 @@ def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[st
     if buffer.numel():
         wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
     whole = bytes(buffer.numpy())
-    return [whole[a:b].decode() for a, b in itertools.pairwise(bounds)]
+    return [whole[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]

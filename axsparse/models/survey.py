@@ -169,8 +169,15 @@ def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[
     }
     for second, first in ties.items():
         uses = (owners[first], owners[second])
+        if uses[0] is uses[1]:
+            continue
+        if None not in (uses[0].init, uses[1].init) and uses[0].init is not uses[1].init:
+            raise ConfigError(
+                f"tie {first} = {second}: layers {uses[0].name} and {uses[1].name} have two "
+                "different `init`s, so that the uses would start differently; give both the same"
+            )
         for layer in uses:
-            if layer.init is None and uses[0] is not uses[1]:
+            if layer.init is None:
                 raise ConfigError(
                     f"tie {first} = {second}: layer {layer.name} has no `init`, so that the two "
                     "uses would start differently on two stages; give both layers the same `init`"

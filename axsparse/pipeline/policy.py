@@ -74,6 +74,8 @@ class MessageDriven:
         return self._begun[BACKWARD] == self._microbatches
 
     def expects(self, direction: Direction) -> bool:
+        if self._is_last and direction is BACKWARD:
+            return False  # it makes them itself
         return self._arrived[direction] < self._microbatches
 
     def arrived(self, direction: Direction, microbatch: int) -> None:

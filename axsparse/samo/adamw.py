@@ -14,25 +14,26 @@ import math
 
 from torch import Tensor
 
-from axsparse.samo.optimizer import Hyper, Moments, Optimizer
+from axsparse.samo.optimizer import Block, Hyper, Optimizer
 
 
-def update_moments(grad: Tensor, moments: Moments, hyper: Hyper) -> None:
+def update_moments(block: Block, hyper: Hyper) -> None:
     """First and second moments."""
     beta1, beta2 = hyper.betas
-    moments["exp_avg"].lerp_(grad, 1 - beta1)
-    moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    block.moments["exp_avg"].lerp_(block.grad, 1 - beta1)
+    block.moments["exp_avg_sq"].mul_(beta2).addcmul_(block.grad, block.grad, value=1 - beta2)
 
 
-def apply(master: Tensor, moments: Moments, statistics: Tensor | None, hyper: Hyper) -> None:
+def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     """Decay and move the master weights."""
     assert statistics is None
+    mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
     beta1, beta2 = hyper.betas
     correction1 = 1 - beta1**hyper.step
     correction2 = 1 - beta2**hyper.step
-    master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-    denominator = moments["exp_avg_sq"].sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
-    master.addcdiv_(moments["exp_avg"], denominator, value=-hyper.learning_rate / correction1)
+    block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
+    denominator = square.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
+    block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
 
 
 ADAMW = Optimizer(

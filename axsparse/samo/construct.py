@@ -17,6 +17,7 @@ from axsparse.errors import ConfigError
 from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.index import FullIndex, Index, make_index
+from axsparse.samo.memory import IndexKind
 from axsparse.samo.state import LayerState, TensorState
 from axsparse.seeds import keyed_generator, keyed_seed, preserved_rng
 
@@ -41,6 +42,8 @@ class StateOptions:
     seed: int
     criterion: Criterion | None
     """What is pruned while building; None builds dense state."""
+    index: IndexKind = "int32"
+    """How kept positions are stored, of what is pruned now and later."""
 
 
 def construct(
@@ -88,7 +91,9 @@ def _construct_layer(
         criterion = options.criterion
         if owner is None and criterion is not None and criterion.prunes(layer.kind, shape):
             flat_value = partial(_flat, values, local_name)
-            index = make_index(criterion.mask(ties.get(name, name), flat_value, weight.numel()))
+            index = make_index(
+                criterion.mask(ties.get(name, name), flat_value, weight.numel()), options.index
+            )
         tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
     state = LayerState(
@@ -97,6 +102,7 @@ def _construct_layer(
         moments=options.moments,
         gradient_dtype=options.gradient_dtype,
         owns_master=options.dtype != torch.float32,
+        index_kind=options.index,
         frozen=frozen,
     )
     for tensor in state.owned:

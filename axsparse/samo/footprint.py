@@ -8,7 +8,7 @@ import torch
 
 from axsparse.models.survey import LayerInfo
 from axsparse.pruning.criteria import Criterion
-from axsparse.samo.memory import StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, tensor_bytes
 
 
 def stage_bytes(
@@ -19,6 +19,7 @@ def stage_bytes(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
     moments: int,
+    index: IndexKind = "int32",
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank; `criterion` None is dense."""
     here = {parameter.name for layer in layers for parameter in layer.parameters}
@@ -43,6 +44,7 @@ def stage_bytes(
                     half=dtype != torch.float32,
                     gradient_bytes=gradient_dtype.itemsize,
                     moments=moments,
+                    index=index,
                 )
             )
     return StateBytes.sum(parts)

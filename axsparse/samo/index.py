@@ -1,5 +1,8 @@
 """Which entries of a tensor are kept, and how to move values between dense and kept form.
 
+All encodings give the same bits; they differ in bytes (`samo/memory.py`) and in time
+(docs/decisions/009-index-encodings.md).
+
 Shape suffixes: `_D` is a dense flat tensor (every entry), `_K` kept entries only, in
 ascending position. `start` and `stop` count kept entries.
 """
@@ -11,7 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-INT32_LIMIT = 2**31 - 1
+from axsparse.errors import ConfigError
+from axsparse.samo.index_mask import MaskIndex
+from axsparse.samo.index_uint16 import Uint16Index
+from axsparse.samo.memory import INT32_LIMIT, IndexKind, fits_int32
+from axsparse.samo.pieces import Pieces, cut, scatter
 
 
 class Index(Protocol):
@@ -62,7 +69,6 @@ class Int32Index:
     """The paper's index: one int32 flat position a kept entry."""
 
     def __init__(self, mask_D: Tensor) -> None:
-        assert mask_D.numel() <= INT32_LIMIT, "callers refuse tensors that int32 cannot index"
         self._positions = mask_D.nonzero().view(-1).to(torch.int32)
 
     @property
@@ -77,21 +83,27 @@ class Int32Index:
         return dense_D.index_select(0, self._positions[start:stop])
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        dense_D.index_put_((self._positions[start : start + values_K.numel()],), values_K)
+        stop = start + values_K.numel()
+        pieces: Pieces = ((begin, self._positions[begin:end]) for begin, end in cut(start, stop))
+        scatter(dense_D, pieces, values_K, start)
 
     def positions(self) -> Tensor:
         return self._positions.long()
 
 
-def make_index(mask_D: Tensor) -> Index:
-    """The index of a flat boolean mask (True: kept) on the mask's device.
+def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
+    """The index of a flat boolean mask (True: kept).
 
     A mask that keeps everything costs nothing, however the tensor came by it. Raises
-    ValueError for a tensor with more entries than int32 can number.
+    ConfigError for a tensor with more entries than int32 can number.
     """
-    if mask_D.numel() > INT32_LIMIT:
-        raise ValueError(
-            f"{mask_D.numel()} entries in one tensor are more than the {INT32_LIMIT} of an int32 "
-            "index; leave this tensor dense or split it"
+    if kind == "int32" and not fits_int32(mask_D.numel()):
+        raise ConfigError(
+            f"samo.index: int32 numbers {INT32_LIMIT} entries of a tensor and this one has "
+            f"{mask_D.numel()}; choose uint16, mask or auto"
         )
-    return FullIndex(mask_D.numel()) if mask_D.all() else Int32Index(mask_D)
+    if mask_D.all():
+        return FullIndex(mask_D.numel())
+    if kind == "int32":
+        return Int32Index(mask_D)
+    return Uint16Index(mask_D) if kind == "uint16" else MaskIndex(mask_D)

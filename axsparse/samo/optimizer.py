@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Moments = Mapping[str, Tensor]
-
 
 @dataclass(frozen=True)
 class Hyper:
@@ -27,15 +25,26 @@ class Hyper:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A stretch of kept entries of one tensor, in the middle of an update."""
+
+    grad: Tensor
+    """Unscaled and clipped; the same in all parts of a step, so none of them changes it."""
+    master: Tensor
+    """The weights before the step, until `apply` moves them."""
+    moments: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """An update rule in three parts; a new optimizer is one file that fills these in."""
 
     moments: tuple[str, ...]
-    """Names of the fp32 states, one value a kept entry each."""
-    update_moments: Callable[[Tensor, Moments, Hyper], None]
-    """`(grad, moments, hyper)`: fold a gradient block into the moments, in place."""
-    statistics: Callable[[Tensor, Moments, Hyper], Tensor] | None
-    """`(master, moments, hyper)`: fp64 sums of a block that are added up over the whole tensor
-    (over its shards, too) before `apply`; None if the rule is elementwise."""
-    apply: Callable[[Tensor, Moments, Tensor | None, Hyper], None]
-    """`(master, moments, statistics, hyper)`: move the master weights, in place."""
+    """Names of the fp32 states, one value a kept entry each; zero before the first step."""
+    update_moments: Callable[[Block, Hyper], None]
+    """`(block, hyper)`: fold the gradient into the moments, in place."""
+    statistics: Callable[[Block, Hyper], Tensor] | None
+    """`(block, hyper)`: fp64 sums of a block that are added up over the whole tensor (over its
+    shards, too) before `apply`; None if the rule is elementwise."""
+    apply: Callable[[Block, Tensor | None, Hyper], None]
+    """`(block, statistics, hyper)`: move the master weights, in place."""

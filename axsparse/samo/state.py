@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.index import Index, make_index
-from axsparse.samo.memory import StateBytes
+from axsparse.samo.memory import IndexKind, StateBytes
 
 BLOCK = 65_536
 """Kept entries that are updated, and whose squares are summed, at a time. Part of the
@@ -75,14 +75,17 @@ class LayerState:
         moments: Sequence[str],
         gradient_dtype: torch.dtype,
         owns_master: bool,
+        index_kind: IndexKind = "int32",
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         """Buffers are allocated here; `write_master` fills them.
 
         `owns_master` is False in fp32 training, where the weight is the master.
+        `index_kind` is how tensors that are pruned later store their kept positions.
         `frozen` are the layer's untrained parameters, which cost their weight only.
         """
         self.name = name
+        self.index_kind = index_kind
         self.frozen = tuple(frozen)
         # Aliases last, so that what is reduced over replicas is one contiguous piece.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
@@ -169,7 +172,7 @@ class LayerState:
         numel = changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         old_positions = changed.index.positions()
-        new_index = make_index(mask_D)
+        new_index = make_index(mask_D, self.index_kind)
         new_positions = new_index.positions()
         # Where each new entry stood among the old ones; entries that were not there read 0.
         source = torch.searchsorted(old_positions, new_positions)

@@ -7,10 +7,11 @@ time, so that the step needs no memory beyond a few blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
-from axsparse.samo.optimizer import Hyper, Optimizer
+from axsparse.samo.optimizer import Block, Hyper, Optimizer
 from axsparse.samo.state import LayerState, TensorState
 
 
@@ -22,7 +23,7 @@ def update(
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
     `hyper.weight_decay` applies to the tensors that decay.
     """
-    undecayed = Hyper(hyper.step, hyper.learning_rate, hyper.betas, hyper.eps, weight_decay=0.0)
+    undecayed = replace(hyper, weight_decay=0.0)
     for layer in layers:
         for tensor in layer.owned:
             _update_tensor(
@@ -38,22 +39,28 @@ def _update_tensor(
     gradient_factor: float,
 ) -> None:
     gradient_K = layer.gradient_of(tensor)
+
+    def read(start: int, stop: int) -> Block:
+        return Block(
+            grad=gradient_K[start:stop].float().mul(gradient_factor),
+            master=layer.read_master(tensor, start, stop),
+            moments=layer.moments_of(tensor, start, stop),
+        )
+
+    def apply(start: int, block: Block) -> None:
+        optimizer.apply(block, statistics, hyper)
+        layer.write_master(tensor, start, block.master)
+
     statistics: Tensor | None = None
     for start, stop in tensor.blocks():
-        gradient = gradient_K[start:stop].float().mul(gradient_factor)
-        moments = layer.moments_of(tensor, start, stop)
-        optimizer.update_moments(gradient, moments, hyper)
+        block = read(start, stop)
+        optimizer.update_moments(block, hyper)
         if optimizer.statistics is None:
             # Elementwise rules go on at once, while the block is in the cache.
-            master = layer.read_master(tensor, start, stop)
-            optimizer.apply(master, moments, None, hyper)
-            layer.write_master(tensor, start, master)
+            apply(start, block)
         else:
-            master = layer.read_master(tensor, start, stop)
-            part = optimizer.statistics(master, moments, hyper)
+            part = optimizer.statistics(block, hyper)
             statistics = part if statistics is None else statistics + part
     if optimizer.statistics is not None:
         for start, stop in tensor.blocks():
-            master = layer.read_master(tensor, start, stop)
-            optimizer.apply(master, layer.moments_of(tensor, start, stop), statistics, hyper)
-            layer.write_master(tensor, start, master)
+            apply(start, read(start, stop))

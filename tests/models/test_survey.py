@@ -173,6 +173,14 @@ def test_a_layer_with_init_has_to_be_built_on_the_meta_device() -> None:
             r"^tie b.weight = a.weight: the first use comes later in the model; swap them$",
         ),
         (
+            model(
+                layer("a"),
+                Layer("b", linear(), init=lambda name, shape, generator: torch.zeros(shape)),
+                ties=[Tie("a.weight", "b.weight")],
+            ),
+            r"layers a and b have two different `init`s, so that the uses would start differently",
+        ),
+        (
             model(layer("a"), Layer("b", linear()), ties=[Tie("a.weight", "b.weight")]),
             r"^tie a.weight = b.weight: layer b has no `init`, so that the two uses would start "
             r"differently on two stages; give both layers the same `init`$",

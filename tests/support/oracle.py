@@ -7,13 +7,14 @@ order within a replica, replicas in order after that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, OptimizerConfig
 from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
@@ -33,6 +34,28 @@ class Trace:
     """Dense, zero where pruned."""
 
 
+def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        foreach=False,
+        fused=False,
+    )
+
+
+def sgd(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        groups,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        foreach=False,
+        fused=False,
+    )
+
+
 def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
     """The kept entries by sorting: largest first, lower positions first among equals."""
     n = weight.numel()
@@ -50,7 +73,14 @@ def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
 class Oracle:
     """Trains the whole model densely, as if on one stage and `g_data` replicas."""
 
-    def __init__(self, model: Model, config: Config, data: Dataset, g_data: int = 1) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: Config,
+        data: Dataset,
+        g_data: int = 1,
+        optimizer: Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer] = adamw,
+    ) -> None:
         self.config, self.data, self.g_data = config, data, g_data
         self.loss = model.loss
         self.ties = {tie.second: tie.first for tie in model.ties}
@@ -78,17 +108,11 @@ class Oracle:
         decay = [self.parameters[n] for n in owned if self.parameters[n].dim() >= 2]
         plain = [self.parameters[n] for n in owned if self.parameters[n].dim() < 2]
         settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decay, "weight_decay": settings.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            foreach=False,
-            fused=False,
-        )
+        groups = [
+            {"params": decay, "weight_decay": settings.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.optimizer = optimizer(groups, settings)
         self.trace = Trace()
 
     def prune(self) -> None:
@@ -99,9 +123,8 @@ class Oracle:
             mask = self.masks[name] = keep_mask(self.config, owner, parameter.detach())
             with torch.no_grad():
                 parameter.mul_(mask)
-            for value in self.optimizer.state.get(parameter, {}).values():
-                if value.dim():
-                    value.mul_(mask)
+            for value in self._moments(parameter).values():
+                value.mul_(mask)
 
     def run(self, steps: int) -> Trace:
         for step in range(steps):
@@ -111,9 +134,17 @@ class Oracle:
         for name in self.owned:
             parameter = self.parameters[name]
             self.trace.weights[name] = parameter.detach().clone()
-            state = self.optimizer.state[parameter]
-            self.trace.moments[name] = {k: v.clone() for k, v in state.items() if v.dim()}
+            moments = self._moments(parameter)
+            self.trace.moments[name] = {moment: v.clone() for moment, v in moments.items()}
         return self.trace
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The states of a parameter's own shape, by our names."""
+        return {
+            "momentum" if name == "momentum_buffer" else name: value
+            for name, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+        }
 
     def _step(self, step: int) -> None:
         config = self.config
@@ -182,6 +213,8 @@ class Oracle:
                 else schedule.decay_steps,
                 decay=schedule.decay,
                 final_ratio=schedule.final_ratio,
+                step_every=schedule.step_every,
+                step_factor=schedule.step_factor,
             )
         self.optimizer.step()
         with torch.no_grad():

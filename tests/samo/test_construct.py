@@ -1,0 +1,268 @@
+"""Layers built into their final storage: values by name, ties, and memory on the way."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from support.runs import random_init, tiny_config, tiny_gpt
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.models.layer import Layer, Model
+from axsparse.pruning.criteria import Criterion, largest
+from axsparse.samo.construct import BuiltLayer, StateOptions, construct
+from axsparse.seeds import keyed_generator
+
+MAGNITUDE = Criterion("magnitude", 0.75, "all", 1)
+
+
+def options(
+    criterion: Criterion | None = MAGNITUDE, *, half: bool = False, seed: int = 1
+) -> StateOptions:
+    dtype = torch.bfloat16 if half else torch.float32
+    return StateOptions(dtype, dtype, ("exp_avg", "exp_avg_sq"), seed, criterion)
+
+
+def gpt_model() -> Model:
+    return tiny_gpt(tiny_config())
+
+
+def parameters(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
+    return {
+        f"{layer.spec.name}.{name}": parameter.detach()
+        for layer in layers
+        for name, parameter in layer.module.named_parameters()
+    }
+
+
+# -- values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
+    layer = Layer("a", lambda: nn.Linear(6, 8), init=random_init)
+    start = random_init("weight", (8, 6), keyed_generator(1, "a.weight", "init"))
+    mask = largest(start.view(-1).abs(), 12)
+
+    (built,) = construct([layer], {}, options(half=half))
+
+    tensor = built.state.tensor("a.weight")
+    assert torch.equal(built.state.master("a.weight"), start.view(-1)[mask])
+    assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
+    assert tensor.decays and not built.state.tensor("a.bias").decays
+    assert not any(values.any() for values in built.state.moments_K.values())
+
+
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
+def test_values_depend_on_seed_and_global_name_whatever_the_split(cuts: tuple[int, ...]) -> None:
+    model = gpt_model()
+    ties = {tie.second: tie.first for tie in model.ties}
+    torch.manual_seed(99)
+    whole = parameters(construct(model.layers, ties, options()))
+    torch.manual_seed(3)
+
+    split = {
+        name: value
+        for start, stop in itertools.pairwise(cuts)
+        for name, value in parameters(construct(model.layers[start:stop], ties, options())).items()
+    }
+
+    assert split.keys() == whole.keys()
+    for name, value in split.items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_another_seed_gives_other_values() -> None:
+    model = gpt_model()
+
+    one, other = (parameters(construct(model.layers, {}, options(seed=seed))) for seed in (1, 2))
+
+    assert not torch.equal(one["block0.fc1.weight"], other["block0.fc1.weight"])
+
+
+def test_equal_layers_of_other_names_start_differently() -> None:
+    layers = [Layer(name, lambda: nn.Linear(4, 4), init=random_init) for name in ("a", "b")]
+
+    values = parameters(construct(layers, {}, options()))
+
+    assert not torch.equal(values["a.weight"], values["b.weight"])
+
+
+# -- layers that initialise themselves ------------------------------------------------------
+
+
+def test_a_layer_without_init_starts_from_its_own_seed_and_leaves_torchs_generator() -> None:
+    layers = [Layer(name, lambda: nn.Linear(4, 4)) for name in ("a", "b")]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    both = parameters(construct(layers, {}, options()))
+    after = torch.get_rng_state()
+    torch.manual_seed(6)
+
+    alone = parameters(construct(layers[1:], {}, options()))
+
+    assert torch.equal(before, after)
+    assert torch.equal(alone["b.weight"], both["b.weight"])
+    assert not torch.equal(both["a.weight"], both["b.weight"])
+
+
+def test_what_a_module_set_itself_is_kept_frozen_or_not() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(3, 2)
+        nn.init.constant_(module.weight, 0.5)
+        nn.init.constant_(module.bias, 2.0)
+        module.bias.requires_grad_(False)
+        return module
+
+    (built,) = construct([Layer("a", build)], {}, options(None, half=True))
+
+    weight, bias = built.module.get_parameter("weight"), built.module.get_parameter("bias")
+    assert (weight.dtype, weight.unique().tolist()) == (torch.bfloat16, [0.5])
+    assert (bias.dtype, bias.tolist(), bias.requires_grad) == (torch.bfloat16, [2.0, 2.0], False)
+    assert [tensor.name for tensor in built.state.tensors] == ["a.weight"]
+    assert built.state.frozen == (bias,)
+
+
+def test_frozen_parameters_get_their_start_values_and_are_never_pruned() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(4, 4)
+        module.weight.requires_grad_(False)
+        return module
+
+    (built,) = construct([Layer("a", build, init=random_init)], {}, options())
+
+    start = random_init("weight", (4, 4), keyed_generator(1, "a.weight", "init"))
+    assert torch.equal(built.module.get_parameter("weight"), start)
+
+
+def test_a_parameter_registered_twice_in_a_layer_is_one_parameter() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)
+            self.two = nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+
+    (built,) = construct([Layer("a", Shared, init=random_init)], {}, options())
+
+    assert built.module.get_parameter("two.weight") is built.module.get_parameter("one.weight")
+    assert [tensor.name for tensor in built.state.tensors] == ["a.one.weight"]
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+def tied_layers() -> list[Layer]:
+    return [Layer(name, lambda: nn.Linear(4, 6, bias=False), init=random_init) for name in "ab"]
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> None:
+    first, second = construct(tied_layers(), {"b.weight": "a.weight"}, options(half=half))
+
+    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    assert other.alias_of is one
+    assert other.parameter.data_ptr() == one.parameter.data_ptr()
+    assert other.parameter is not one.parameter
+    assert other.index is one.index
+    assert second.state.owned == []
+
+
+def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> None:
+    ties = {"b.weight": "a.weight"}
+    layers = tied_layers()
+    (first,) = construct(layers[:1], ties, options())
+
+    (second,) = construct(layers[1:], ties, options())
+
+    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    assert other.alias_of is None
+    assert torch.equal(one.parameter, other.parameter)
+    assert torch.equal(one.index.positions(), other.index.positions())
+
+
+def test_two_uses_within_one_layer_share_one_storage() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)
+            self.two = nn.Linear(4, 4, bias=False)
+
+    layer = Layer("a", Twice, init=random_init)
+
+    (built,) = construct([layer], {"a.two.weight": "a.one.weight"}, options())
+
+    one, other = built.state.tensor("a.one.weight"), built.state.tensor("a.two.weight")
+    assert other.alias_of is one
+    assert other.parameter.data_ptr() == one.parameter.data_ptr()
+    assert bool(other.parameter.any())
+
+
+def test_uses_of_other_shapes_are_no_tie() -> None:
+    layers = [tied_layers()[0], Layer("b", lambda: nn.Linear(5, 6), init=random_init)]
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^tie a.weight = b.weight: shapes \(6, 4\) and \(6, 5\) differ; a tie joins two "
+        r"uses of one weight$",
+    ):
+        construct(layers, {"b.weight": "a.weight"}, options())
+
+
+# -- buffers --------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_the_meta_device_left_empty_is_refused() -> None:
+    layer = Layer("norm", lambda: nn.BatchNorm1d(4), init=random_init)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^layer norm: buffer 'running_mean' has no contents, because a layer with `init` is "
+        r"built on the meta device; leave `init` out or compute it in forward$",
+    ):
+        construct([layer], {}, options())
+
+
+def test_a_layer_that_initialises_itself_keeps_its_buffers() -> None:
+    (built,) = construct([Layer("norm", lambda: nn.BatchNorm1d(4))], {}, options())
+
+    assert built.module.get_buffer("running_var").tolist() == [1.0] * 4
+
+
+# -- memory on the way ----------------------------------------------------------------------
+
+
+def other_storages(known: set[int]) -> dict[int, int]:
+    """Bytes of the real storages that were not there before, by address."""
+    return {
+        storage.data_ptr(): storage.nbytes()
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta
+        for storage in [thing.untyped_storage()]
+        if storage.data_ptr() not in known
+    }
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_made(
+    half: bool,
+) -> None:
+    extra: list[int] = []
+    known = set(other_storages(set()))
+
+    def watching_init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        extra.append(sum(other_storages(known).values()))
+        return random_init(name, shape, generator)
+
+    widths = [40, 50, 60]
+    layers = [Layer(f"l{w}", partial(nn.Linear, w, w), init=watching_init) for w in widths]
+    built = construct(layers, {}, options(half=half))
+
+    final = sum(layer.state.live_bytes().total for layer in built)
+    assert len(extra) >= 2 * len(widths)
+    assert max(extra) <= final

@@ -1,0 +1,339 @@
+"""Kept positions in every encoding: any mask, on tensors of one to five dimensions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.samo import index_mask, memory
+from axsparse.samo.index import FullIndex, Index, Int32Index, make_index
+from axsparse.samo.index_mask import MaskIndex, compiled_walk, walk
+from axsparse.samo.index_uint16 import Uint16Index
+from axsparse.samo.memory import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
+from axsparse.samo.pieces import PIECE
+from axsparse.samo.state import LayerState, TensorState
+
+KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
+DENSER = KINDS[1:]
+DENSER_CLASSES: dict[str, type[Uint16Index | MaskIndex]] = {
+    "uint16": Uint16Index,
+    "mask": MaskIndex,
+}
+examples = settings(max_examples=60, deadline=None, derandomize=True)
+masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
+kinds = st.sampled_from(KINDS)
+EDGES = [
+    at + near
+    for at in (MASK_BLOCK, UINT16_BLOCK, 2 * UINT16_BLOCK, 3 * UINT16_BLOCK)
+    for near in (-1, 0, 1)
+]
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the bits of a mask are read; other encodings do not ask."""
+    found = compiled_walk()
+    if request.param == "numpy":
+        monkeypatch.setattr(index_mask, "compiled_walk", lambda: None)
+    elif found is None:
+        pytest.skip("numba is not installed")
+    return str(request.param)
+
+
+def numbers(count: int) -> Tensor:
+    """Distinct values, none of them zero."""
+    return torch.arange(1.0, count + 1)
+
+
+def random_mask(numel: int, density: float) -> Tensor:
+    return torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < density
+
+
+@examples
+@given(masks, st.integers(0, 80), st.integers(0, 80), kinds)
+def test_gathering_gives_a_stretch_of_the_kept_entries_in_order(
+    mask: Tensor, one: int, other: int, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+    start, stop = sorted((min(one, index.kept), min(other, index.kept)))
+
+    gathered = index.gather(numbers(mask.numel()), start, stop)
+
+    assert torch.equal(gathered, numbers(mask.numel())[mask][start:stop])
+
+
+@examples
+@given(masks, st.integers(1, 9), kinds)
+def test_scattering_in_pieces_writes_the_kept_entries_and_nothing_else(
+    mask: Tensor, piece: int, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+    dense = -numbers(mask.numel())
+    values = numbers(index.kept)
+
+    for start in range(0, index.kept, piece):
+        index.scatter(dense, values[start : start + piece], start)
+
+    assert torch.equal(dense[mask], values)
+    assert torch.equal(dense[~mask], -numbers(mask.numel())[~mask])
+
+
+@examples
+@given(masks, kinds)
+def test_positions_are_those_of_the_mask_ascending(mask: Tensor, kind: IndexKind) -> None:
+    positions = make_index(mask, kind).positions()
+
+    assert positions.dtype == torch.int64
+    assert positions.tolist() == [at for at, kept in enumerate(mask.tolist()) if kept]
+
+
+@examples
+@given(masks, kinds)
+def test_an_index_costs_what_the_formula_says_and_nothing_where_all_are_kept(
+    mask: Tensor, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+
+    assert index.kept == int(mask.sum())
+    assert index.nbytes == index_bytes(mask.numel(), index.kept, kind)
+    assert (index.nbytes == 0) == (bool(mask.all()) or (kind == "int32" and index.kept == 0))
+
+
+# -- the denser encodings against int32 -----------------------------------------------------
+
+
+def assert_same(index: Index, reference: Int32Index, numel: int, start: int, stop: int) -> None:
+    """Gather and scatter of one stretch, to the bit."""
+    dense, values = numbers(numel), -numbers(stop - start)
+    assert torch.equal(index.gather(dense, start, stop), reference.gather(dense, start, stop))
+    ours, theirs = dense.clone(), dense.clone()
+    index.scatter(ours, values, start)
+    reference.scatter(theirs, values, start)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+@pytest.mark.parametrize("numel", EDGES)
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.9])
+def test_sizes_around_the_edges_of_blocks(kind: IndexKind, numel: int, density: float) -> None:
+    mask = random_mask(numel, density)
+    reference, index = Int32Index(mask), make_index(mask, kind)
+    kept = reference.kept
+
+    assert index.kept == kept
+    assert index.nbytes == index_bytes(numel, kept, kind)
+    assert torch.equal(index.positions(), reference.positions())
+    for start, stop in [(0, kept), (0, 0), (kept, kept), (kept // 3, kept // 2), (kept // 2, kept)]:
+        assert_same(index, reference, numel, start, stop)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+@pytest.mark.parametrize("at", [0, *EDGES[:9], 4 * UINT16_BLOCK - 1])
+def test_a_single_kept_entry_among_empty_blocks(kind: IndexKind, at: int) -> None:
+    mask = torch.zeros(4 * UINT16_BLOCK, dtype=torch.bool)
+    mask[at] = True
+    index = make_index(mask, kind)
+
+    assert index.positions().tolist() == [at]
+    assert_same(index, Int32Index(mask), mask.numel(), 0, 1)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+def test_a_single_pruned_entry_among_full_blocks(kind: IndexKind) -> None:
+    mask = torch.ones(3 * UINT16_BLOCK, dtype=torch.bool)
+    mask[UINT16_BLOCK] = False
+    index = make_index(mask, kind)
+
+    assert torch.equal(index.positions(), Int32Index(mask).positions())
+    for start in (UINT16_BLOCK - 1, UINT16_BLOCK, MASK_BLOCK - 1, MASK_BLOCK):
+        assert_same(index, Int32Index(mask), mask.numel(), start, start + 1)
+        assert_same(index, Int32Index(mask), mask.numel(), start, start + PIECE)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+def test_a_mask_that_keeps_nothing(kind: IndexKind) -> None:
+    mask = torch.zeros(UINT16_BLOCK + 1, dtype=torch.bool)
+    index = make_index(mask, kind)
+    dense = numbers(mask.numel())
+
+    index.scatter(dense, torch.empty(0), 0)
+
+    assert (index.kept, index.positions().tolist()) == (0, [])
+    assert index.gather(dense, 0, 0).shape == (0,)
+    assert torch.equal(dense, numbers(mask.numel()))
+
+
+@pytest.mark.usefixtures("reader")
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(DENSER),
+    st.integers(1, 3 * UINT16_BLOCK),
+    st.sampled_from([0.002, 0.1, 0.7]),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_any_stretch_of_any_tensor_of_several_blocks(
+    kind: IndexKind, numel: int, density: float, one: float, other: float
+) -> None:
+    mask = random_mask(numel, density)
+    reference = Int32Index(mask)
+    start, stop = sorted((int(one * reference.kept), int(other * reference.kept)))
+
+    assert_same(make_index(mask, kind), reference, numel, start, stop)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype) -> None:
+    mask = random_mask(5000, 0.3)
+    index = make_index(mask, kind)
+    dense = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dense[mask.nonzero()[0]] = math.nan
+    copy = torch.zeros(5000, dtype=dtype)
+
+    index.scatter(copy, index.gather(dense, 0, index.kept), 0)
+
+    assert torch.equal(copy.nan_to_num(7), (dense.nan_to_num(7) * mask))
+
+
+def test_bits_are_walked_alike_with_and_without_a_compiler() -> None:
+    mask = random_mask(4096, 0.3)
+    positions = Int32Index(mask).positions().numpy()
+    words = np.packbits(mask.numpy(), bitorder="little").view("<u8")
+    before = int(mask[:2048].sum())
+    found = np.empty(500, dtype=np.int32)
+
+    with np.errstate(over="ignore"):  # compiled, products wrap around without a word
+        walk(words, 32, before, before + 7, before + 507, found)
+
+    assert found.tolist() == positions[before + 7 : before + 507].tolist()
+
+
+def test_without_numba_bits_are_read_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+
+    assert compiled_walk.__wrapped__() is None
+
+
+def test_with_numba_bits_are_read_by_machine_code() -> None:
+    assert (compiled_walk() is not None) == (importlib.util.find_spec("numba") is not None)
+
+
+# -- limits ---------------------------------------------------------------------------------
+
+
+def test_more_entries_than_int32_can_number_are_refused_by_int32() -> None:
+    mask = torch.empty(INT32_LIMIT + 1, dtype=torch.bool, device="meta")
+
+    with pytest.raises(ConfigError, match=r"samo\.index: int32 numbers 2147483647 entries of a"):
+        make_index(mask, "int32")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_more_entries_than_int32_can_number_are_no_matter_to_the_others(
+    kind: IndexKind, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = random_mask(70_000, 0.1)  # 7,000 are kept: beyond one of the limits
+    reference = Int32Index(mask)
+    monkeypatch.setattr(memory, "INT32_LIMIT", limit)
+    index = DENSER_CLASSES[kind](mask)
+
+    assert index.nbytes == index_bytes(70_000, reference.kept, kind)
+    blocks = {"uint16": 2, "mask": 35}[kind]
+    own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[kind]
+    assert index.nbytes - own == (8 if limit == 100 else 4) * (blocks + 1)
+    for first, positions in index._pieces(0, reference.kept):
+        assert positions.dtype == torch.int64, first
+    assert torch.equal(index.positions(), reference.positions())
+    assert_same(index, reference, 70_000, 5, reference.kept)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", DENSER)
+@pytest.mark.parametrize("density", [0.01, 0.5])
+def test_positions_are_decoded_a_piece_at_a_time(kind: IndexKind, density: float) -> None:
+    mask = random_mask(6 * PIECE + 5, density)
+    index = DENSER_CLASSES[kind](mask)
+
+    pieces = list(index._pieces(0, index.kept))
+
+    assert sum(len(positions) for _, positions in pieces) == index.kept
+    assert all(0 < len(positions) <= PIECE for _, positions in pieces)
+
+
+@examples
+@given(shapes, st.integers(0, 2**32 - 1), st.booleans(), kinds)
+def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
+    shape: tuple[int, ...], seed: int, half: bool, kind: IndexKind
+) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    dtype = torch.bfloat16 if half else torch.float32
+    index = make_index(mask.view(-1), kind)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
+    layer = LayerState(
+        "layer", [tensor], moments=("m",), gradient_dtype=torch.float32, owns_master=half
+    )
+    values = numbers(math.prod(shape)).view(shape)
+
+    layer.write_master(tensor, 0, values[mask])
+    layer.accumulate(tensor, values.to(dtype))
+
+    assert torch.equal(tensor.parameter, (values * mask).to(dtype))
+    assert torch.equal(layer.gradient_of(tensor), values[mask].to(dtype).float())
+    assert torch.equal(layer.master("w"), values[mask])
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: IndexKind) -> None:
+    mask = random_mask(60, 0.4).view(6, 10)
+    index = make_index(mask.view(-1), kind)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
+    layer = LayerState("l", [tensor], moments=(), gradient_dtype=torch.float32, owns_master=False)
+    transposed = numbers(60).view(10, 6).t()
+    strided = torch.zeros(120)[::2]
+
+    layer.accumulate(tensor, transposed)
+    index.scatter(strided, layer.gradient_of(tensor), 0)
+
+    assert not transposed.is_contiguous()
+    assert torch.equal(layer.gradient_of(tensor), transposed[mask])
+    assert torch.equal(strided.view(6, 10), transposed * mask)
+    assert torch.equal(index.gather(strided, 0, index.kept), transposed[mask])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind) -> None:
+    mask = random_mask(100, 0.3)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(100)), FullIndex(100), decays=True)
+    layer = LayerState(
+        "l",
+        [tensor],
+        moments=(),
+        gradient_dtype=torch.float32,
+        owns_master=False,
+        index_kind=kind,
+    )
+
+    layer.remask("w", mask)
+
+    assert type(tensor.index) is type(make_index(mask, kind))
+    assert torch.equal(tensor.index.positions(), Int32Index(mask).positions())

@@ -1,0 +1,299 @@
+"""It fails well: one line for whoever started the job, the right exit code, and no hang."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.mpirun import TESTS, Finished, run_mpirun
+
+TRAIN = ("-m", "axsparse.train")
+TINY = """\
+model: {num_layers: 2, hidden_size: 16, num_heads: 2, sequence_length: 16}
+batch: {global_batch_size: 8, microbatch_size: 2}
+train: {steps: 1, eval_steps: 0, peak_flops: 1.0e9}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def train(ranks: int, config: Path, *arguments: str) -> Finished:
+    """Train in the folder of the configuration."""
+    command = [*TRAIN, "--config", str(config), *arguments]
+    return run_mpirun(ranks, command, cwd=config.parent)
+
+
+def assert_refused(job: Finished, code: int, line: str) -> None:
+    """One line for all ranks, word by word; and nothing else that looks like a failure."""
+    assert job.errors == [f"axsparse: error: {line}"], str(job)
+    assert job.returncode == code, str(job)
+    assert "Traceback" not in job.stderr + job.stdout, str(job)
+
+
+# --- what the configuration and the command line can get wrong ---------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "setting", "line"),
+    [
+        (
+            2,
+            "trian.steps=3",
+            "trian.steps (--set): unknown key; did you mean train.steps?",
+        ),
+        (
+            3,
+            "layout.g_inter=2 layout.g_data=2",
+            "layout: 3 ranks ≠ g_inter 2 × g_data 2; start 4 ranks or set layout.g_inter to one of "
+            "1, 3 and layout.g_data to auto",
+        ),
+        (
+            3,
+            "layout.g_inter=2",
+            "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one "
+            "of 1, 3",
+        ),
+        (
+            2,
+            "layout.g_inter=1 batch.global_batch_size=9",
+            "batch.global_batch_size (--set): 9 does not divide evenly over 2 replicas "
+            "(9 = 2 replicas × 4 + 1); choose 8 or 10, or as layout.g_data one of 1, 3, 9",
+        ),
+        (
+            1,
+            "batch.microbatch_size=3",
+            "batch.microbatch_size (--set): 3 does not divide the 8 sequences of a replica "
+            "(8 = 1 replica × 8); choose one of 1, 2, 4, 8",
+        ),
+        (
+            1,
+            "layout.g_inter=5",
+            "layout.g_inter (--set): 5 stages for 4 layers; choose at most 4",
+        ),
+        (
+            1,
+            "pruning.sparsity=1.0",
+            "pruning.sparsity (--set): 1.0 is not below 1; choose a fraction in [0, 1)",
+        ),
+        (
+            1,
+            "precision=fp8",
+            "precision (--set): 'fp8' is not one of fp32, bf16, fp16; choose one of them",
+        ),
+        (
+            1,
+            "data.sequence_length=17",
+            "data.sequence_length (--set): 17 is above model.sequence_length 16; "
+            "choose at most 16, or auto",
+        ),
+        (
+            1,
+            "model.vocab_size=100",
+            "model.vocab_size (--set): 100 is below the vocabulary of stdlib train, 256; "
+            "choose at least 256",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_run_is_refused(
+    tiny: Path, ranks: int, setting: str, line: str
+) -> None:
+    options = [option for pair in setting.split() for option in ("--set", pair)]
+
+    assert_refused(train(ranks, tiny, *options), 78, line)
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_known_one(tiny: Path) -> None:
+    tiny.write_text(TINY.replace("microbatch_size", "micro_batch_size"))
+
+    assert_refused(
+        train(1, tiny),
+        78,
+        "batch.micro_batch_size (tiny.yaml:2): unknown key; did you mean batch.microbatch_size?",
+    )
+
+
+def test_a_key_given_twice_is_refused(tiny: Path) -> None:
+    tiny.write_text(TINY + "seed: 1\nseed: 2\n")
+
+    assert_refused(
+        train(1, tiny), 78, "seed (tiny.yaml:5): given twice, first in line 4; keep one of them"
+    )
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    job = run_mpirun(2, [*TRAIN, "--sparsity=0.5"])
+
+    assert_refused(job, 78, "unrecognized arguments: --sparsity=0.5; see --help")
+
+
+def test_a_configuration_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "quickstrat.yaml"
+
+    job = train(2, path)
+
+    assert job.returncode == 66, str(job)
+    [line] = job.errors
+    assert line.startswith(
+        f"axsparse: error: config '{path}': no such file and no bundled config of that name; "
+        "did you mean quickstart?"
+    )
+
+
+def test_help_is_printed_once_and_is_no_failure() -> None:
+    job = run_mpirun(2, [*TRAIN, "--help"])
+
+    assert (job.returncode, job.stdout.count("usage:"), job.stderr) == (0, 1, ""), str(job)
+
+
+def test_a_number_with_an_exponent_and_no_point_is_a_number(tiny: Path) -> None:
+    tiny.write_text(TINY + "optimizer: {learning_rate: 1e-4}\n")
+
+    job = train(1, tiny, "--set", "optimizer.eps=1e-9", "--run-dir", "run")
+
+    assert job.returncode == 0, str(job)
+    steps = (tiny.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning_rate"] for line in steps] == [1e-4]
+
+
+# --- what data and disk can get wrong ----------------------------------------------------
+
+
+def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
+    huge = 10**9
+
+    job = train(
+        2,
+        tiny,
+        *("--set", f"batch.global_batch_size={huge}", "--set", f"batch.microbatch_size={huge}"),
+    )
+
+    assert job.returncode == 65, str(job)
+    [line] = job.errors
+    assert re.fullmatch(
+        r"axsparse: error: stdlib train: \d+ samples cannot fill a step of "
+        rf"batch\.global_batch_size \(--set\) {huge}; take more data, a smaller batch or a "
+        r"smaller data\.sequence_length",
+        line,
+    )
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tiny: Path) -> None:
+    # Below a file: permissions would not stop root.
+    path = tiny / "run"
+
+    assert_refused(
+        train(2, tiny, "--run-dir", str(path)),
+        74,
+        f"run_dir (--set): {path} cannot be written (Not a directory); choose another --run-dir",
+    )
+
+
+def test_a_run_directory_of_another_run_is_refused(tiny: Path) -> None:
+    path = tiny.parent / "run"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("{}\n")
+
+    assert_refused(
+        train(2, tiny, "--run-dir", str(path)),
+        74,
+        f"run_dir (--set): {path} holds another run's metrics.jsonl, which would be mixed up; "
+        "choose another --run-dir, or move that run away",
+    )
+    assert (path / "metrics.jsonl").read_text() == "{}\n"
+
+
+# --- ranks that differ -------------------------------------------------------------------
+
+
+def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
+    one = [*TRAIN, "--config", str(tiny)]
+
+    job = run_mpirun(1, [*one, ":", "-n", "1", sys.executable, *one, "--set", "seed=2"])
+
+    assert_refused(
+        job,
+        78,
+        f"seed: rank 1 on host {socket.gethostname()} has 2, the others have 1234; "
+        "start all ranks with the same command, configuration and environment",
+    )
+
+
+def test_a_rank_of_another_version_is_named(tiny: Path) -> None:
+    job = run_mpirun(2, [str(TESTS / "mpi" / "odd_versions.py"), "--config", str(tiny)])
+
+    assert job.returncode == 78, str(job)
+    [line] = job.errors
+    host = socket.gethostname()
+    assert line.startswith(f"axsparse: error: torch: rank 1 on host {host} has 1.13.1, the others")
+
+
+def test_a_configuration_that_one_rank_cannot_read_ends_all(tiny: Path) -> None:
+    good, bad = ([*TRAIN, "--config", str(tiny)], [*TRAIN, "--config", str(tiny.parent / "no")])
+
+    job = run_mpirun(1, [*good, ":", "-n", "1", sys.executable, *bad])
+
+    assert job.returncode == 66, str(job)
+    assert len(job.errors) == 1 and "no such file" in job.errors[0], str(job)
+
+
+# --- ranks that fail in the middle of a step ---------------------------------------------
+
+
+def break_down(tmp_path: Path, grid: str, ranks: int, fault: str) -> tuple[Finished, float]:
+    """Fail on rank 1 in step 2; the job, and how many seconds it outlived the failure."""
+    job = run_mpirun(
+        ranks, [str(TESTS / "mpi" / "faulty.py"), grid, str(tmp_path), "1", "2", fault]
+    )
+    return job, time.monotonic() - float((tmp_path / "moment").read_text())
+
+
+def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
+    job, outlived = break_down(tmp_path, "2x2", 4, "raise")
+
+    kept = tmp_path / "traceback-rank-1.txt"
+    assert_refused(
+        job,
+        70,
+        f"rank 1 (stage 1, replica 0): RuntimeError: a layer of glass broke; traceback in {kept}",
+    )
+    assert "in happen\n" in kept.read_text()
+    assert outlived < 5, str(job)
+
+
+@pytest.mark.parametrize(("fault", "code", "given"), [("exit5", 5, 5), ("exit0", 70, 0)])
+def test_a_rank_that_leaves_ends_all(tmp_path: Path, fault: str, code: int, given: int) -> None:
+    job, outlived = break_down(tmp_path, "2x1", 2, fault)
+
+    assert_refused(
+        job,
+        code,
+        f"rank 1 (stage 1, replica 0): left in the middle of the run (sys.exit({given}))",
+    )
+    assert outlived < 5, str(job)
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    job, outlived = break_down(tmp_path, "1x3", 3, "kill")
+
+    assert job.returncode > 0, str(job)
+    assert outlived < 5, str(job)
+
+
+def test_ranks_that_wait_leave_their_cores_to_others(tmp_path: Path) -> None:
+    job, _ = break_down(tmp_path, "2x2", 4, "sleep")
+
+    assert job.returncode == 0, str(job)
+    for rank in (0, 2, 3):
+        used = json.loads((tmp_path / f"cpu-{rank}.json").read_text())
+        assert used["wall"] > 2.5, "the step holds the sleep"
+        assert used["cpu"] < 0.3 * used["wall"], (rank, used)

@@ -1,0 +1,320 @@
+"""Rules of the house that no single module can keep by itself."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import axsparse
+from axsparse import errors
+
+PACKAGE = Path(axsparse.__file__).parent
+TESTS = Path(__file__).parent
+
+FLOORS = {
+    # 0: what everything may stand on
+    "errors": 0,
+    "grid": 0,
+    "comm": 0,
+    "seeds": 0,
+    "waiting": 0,
+    "local": 0,
+    "pipeline.actions": 0,
+    "pipeline.policy": 0,
+    "pipeline.partition": 0,
+    # 1: settings, and the parts of the state
+    "config.schema": 1,
+    "config.refusal": 1,
+    "config.load": 1,
+    "config.validate": 1,
+    "models.layer": 1,
+    "samo.index": 1,
+    "samo.index_mask": 1,
+    "samo.index_uint16": 1,
+    "samo.memory": 1,
+    "samo.pieces": 1,
+    "samo.precision": 1,
+    "samo.state": 1,
+    "samo.optimizer": 1,
+    "samo.adamw": 1,
+    "samo.sgd": 1,
+    "samo.lamb": 1,
+    "samo.learning_rate": 1,
+    "data_parallel.ordered": 1,
+    "observe.phases": 1,
+    # 2: models, who is kept, and what happens to the state
+    "models.gpt": 2,
+    "models.survey": 2,
+    "pruning.criteria": 2,
+    "samo.construct": 2,
+    "samo.footprint": 2,
+    "samo.gradient": 2,
+    "samo.loss_scale": 2,
+    "samo.norm": 2,
+    "samo.prune": 2,
+    "samo.update": 2,
+    # 3: data, records, and what runs on one rank
+    "data.order": 3,
+    "data.dataset": 3,
+    "data.batches": 3,
+    "data.prefetch": 3,
+    "data.stdlib": 3,
+    "observe.banner": 3,
+    "observe.console": 3,
+    "observe.gather": 3,
+    "observe.metrics": 3,
+    "observe.recorder": 3,
+    "data_parallel.agreement": 3,
+    "data_parallel.sync": 3,
+    "pipeline.stage": 3,
+    "resolve": 3,
+    # 4: transports, and what needs other ranks
+    "data_parallel.collective_local": 4,
+    "data_parallel.collective_mpi": 4,
+    "pipeline.link_local": 4,
+    "pipeline.link_mpi": 4,
+    "pipeline.engine": 4,
+    "transport": 4,
+    "job": 4,
+    "startup": 4,
+    "trainer": 4,
+    # 5 and 6: joining the parts, and the commands
+    "build": 5,
+    "train": 6,
+    "__main__": 6,
+}
+FOLDERS = {"config", "data", "data_parallel", "models", "observe", "pipeline", "pruning", "samo"}
+MPI_MODULES = {"transport", "pipeline.link_mpi", "data_parallel.collective_mpi"}
+FRAGMENT = 12
+"""Letters of a message that a test has to name, at least."""
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every module of the package but the empty folder heads, without "axsparse." in front."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[-1] != "__init__":
+            found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def statements(tree: ast.AST, *, for_types_too: bool) -> Iterator[ast.AST]:
+    """All nodes; those under `if TYPE_CHECKING` only if asked for."""
+    for node in ast.iter_child_nodes(tree):
+        if (
+            isinstance(node, ast.If)
+            and ast.unparse(node.test) == "TYPE_CHECKING"
+            and not for_types_too
+        ):
+            continue
+        yield node
+        yield from statements(node, for_types_too=for_types_too)
+
+
+def imported(tree: ast.AST, *, for_types_too: bool = False) -> set[str]:
+    """Full names of what is imported; of `from a import b` both "a" and "a.b"."""
+    names = set()
+    for node in statements(tree, for_types_too=for_types_too):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a module stands"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names.add(str(node.module))
+    return names
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of the package that a module needs when it runs."""
+    names = {name.removeprefix("axsparse.") for name in imported(sources()[module])}
+    return names & sources().keys()
+
+
+def loaded_by(code: str) -> list[str]:
+    """Which of the heavy libraries are there after some code ran in a fresh interpreter."""
+    ask = "import sys; print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{ask}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    answer: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
+    return answer
+
+
+# -- imports --------------------------------------------------------------------------------
+
+
+def test_every_module_has_a_floor() -> None:
+    assert set(FLOORS) == set(sources())
+
+
+def test_folders_say_what_they_hold_and_hold_no_code_of_their_own() -> None:
+    for folder in FOLDERS:
+        tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), folder
+        assert len(tree.body) == 1, folder
+    assert {path.parent.name for path in PACKAGE.rglob("__init__.py")} == FOLDERS | {"axsparse"}
+
+
+def test_imports_go_to_lower_or_equal_floors_only() -> None:
+    climbing = [
+        f"{module} (floor {FLOORS[module]}) imports {other} (floor {FLOORS[other]})"
+        for module in sources()
+        for other in sorted(own_imports(module))
+        if FLOORS[other] > FLOORS[module]
+    ]
+
+    assert not climbing, "\n".join(climbing)
+
+
+def test_no_module_needs_itself_on_the_way() -> None:
+    placed: set[str] = set()
+    left = set(sources())
+    while left:
+        free = {module for module in left if own_imports(module) <= placed}
+        assert free, f"imports run in a circle among {sorted(left)}"
+        placed |= free
+        left -= free
+
+
+def test_mpi_is_imported_by_the_transports_only() -> None:
+    users = {
+        module
+        for module, tree in sources().items()
+        if any(name.split(".")[0] == "mpi4py" for name in imported(tree, for_types_too=True))
+    }
+
+    assert users == MPI_MODULES
+
+
+def test_nothing_outside_samo_looks_into_an_index() -> None:
+    curious = {
+        module
+        for module, tree in sources().items()
+        if not module.startswith("samo.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("_positions", "own_index")
+    }
+
+    assert curious == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import axsparse",
+        "import axsparse.pipeline.policy",
+        "import axsparse.grid, axsparse.errors, axsparse.comm, axsparse.config.validate",
+        "import runpy, sys\n"
+        "sys.argv = ['train', '--help']\n"
+        "try: runpy.run_module('axsparse.train', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code in (0, None)",
+        "import runpy, sys\n"
+        "sys.argv = ['axsparse', '--help']\n"
+        "try: runpy.run_module('axsparse', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0",
+    ],
+    ids=["axsparse", "policy", "settings", "train --help", "axsparse --help"],
+)
+def test_what_answers_at_once_loads_neither_torch_nor_mpi(code: str) -> None:
+    assert loaded_by(code) == []
+
+
+# -- errors ---------------------------------------------------------------------------------
+
+
+def error_classes() -> dict[str, type[errors.AxsparseError]]:
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.AxsparseError)
+    }
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    drawn = re.findall(r"(\w+Error) +(\d+)", errors.__doc__ or "")
+
+    assert {name: int(code) for name, code in drawn} == {
+        name: cls.exit_code for name, cls in error_classes().items()
+    }
+
+
+def literal_parts(message: ast.expr) -> tuple[str, ...]:
+    """The constant pieces of a string or f-string; none of any other expression."""
+    if isinstance(message, ast.Constant) and isinstance(message.value, str):
+        return (message.value,)
+    if isinstance(message, ast.JoinedStr):
+        return tuple(
+            part.value
+            for part in message.values
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        )
+    return ()
+
+
+def messages() -> dict[tuple[str, ...], str]:
+    """The constant pieces of every user-facing error's text, and where it stands."""
+    return {
+        parts: f"{module}:{node.lineno}"
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in error_classes()
+        and node.args
+        and (parts := literal_parts(node.args[0]))
+    }
+
+
+def fragments(parts: tuple[str, ...]) -> set[str]:
+    """All stretches of FRAGMENT letters."""
+    return {part[at : at + FRAGMENT] for part in parts for at in range(len(part) - FRAGMENT + 1)}
+
+
+def named_in_tests() -> list[str]:
+    """Every string of the tests, patterns as the text they match, values of f-strings as "…"."""
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        if path == Path(__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [literal_parts(part) or ("…",) for part in node.values]
+                found.append("".join(itertools.chain.from_iterable(parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return [re.sub(r"\\(\W)", r"\1", text) for text in found]
+
+
+def test_the_text_of_every_user_facing_error_is_matched_by_a_test() -> None:
+    texts = named_in_tests()
+    together = "\n".join(texts)
+    known = messages()
+    unmatched = []
+    for parts, where in known.items():
+        # What it shares with another message would prove nothing, unless all of it is named.
+        others = set().union(*(fragments(other) for other in known if other != parts))
+        whole = re.compile(".+".join(map(re.escape, parts)))
+        if not any(fragment in together for fragment in fragments(parts) - others) and not any(
+            whole.search(text) for text in texts
+        ):
+            unmatched.append(f"{where}: {'…'.join(parts)}")
+
+    assert not unmatched, "no test names:\n" + "\n".join(unmatched)
+
+
+def test_user_facing_errors_are_one_line() -> None:
+    assert [where for parts, where in messages().items() if "\n" in "".join(parts)] == []

@@ -1,0 +1,95 @@
+"""Every optimizer but AdamW, whose are the equivalence tests, trains a whole model like torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.dense_lamb import lamb
+from support.oracle import Oracle, Trace, sgd
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+
+from axsparse.config.schema import Config
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+STEPS = 6
+SGD: list[dict[str, Any]] = [{"momentum": 0.0}, {"momentum": 0.9}, {"nesterov": True}]
+LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
+LAMB_TOLERANCE = 1e-4
+"""fp32 steps against fp64 ones: 1e-7 each, which early steps, where the update is about the
+sign of the gradient, amplify."""
+
+
+def config_of(optimizer: dict[str, Any], **sections: Any) -> Config:
+    return tiny_config(
+        optimizer=optimizer,
+        schedule={"decay": "step", "step_every": 3, "step_factor": 0.5},
+        train={"steps": STEPS},
+        **sections,
+    )
+
+
+def run(g_inter: int, g_data: int, config: Config) -> list[Trace]:
+    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
+    return [trace for _, trace in ranks]
+
+
+@pytest.mark.parametrize("pruning", [{}, {"at_step": 3}], ids=str)
+@pytest.mark.parametrize("settings", SGD, ids=str)
+@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
+def test_sgd_is_bitwise_torchs_in_every_layout(
+    g_inter: int, g_data: int, settings: dict[str, Any], pruning: dict[str, Any]
+) -> None:
+    optimizer = {"name": "sgd", "learning_rate": 0.5, **settings}
+    config = config_of(optimizer, pruning=pruning)
+    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=sgd).run(STEPS)
+    assert oracle.losses[-1] < oracle.losses[0]
+
+    for trace in run(g_inter, g_data, config):
+        assert_bitwise(trace, oracle)
+
+
+@pytest.mark.parametrize("pruning", [{}, {"at_step": 3}], ids=str)
+@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
+def test_lamb_follows_the_paper_in_every_layout(
+    g_inter: int, g_data: int, pruning: dict[str, Any]
+) -> None:
+    config = config_of(LAMB, pruning=pruning)
+    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=lamb).run(STEPS)
+    assert oracle.losses[-1] < oracle.losses[0]
+
+    for trace in run(g_inter, g_data, config):
+        assert trace.losses == pytest.approx(oracle.losses, rel=LAMB_TOLERANCE)
+        assert trace.norms == pytest.approx(oracle.norms, rel=LAMB_TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lamb_on_two_stages_is_bitwise_one_stage_and_alike_on_all_replicas(precision: str) -> None:
+    config = config_of(LAMB, precision=precision)
+    [one] = run(1, 1, config)
+
+    for trace in run(2, 1, config):
+        assert_bitwise(trace, one)
+    ranks = run(2, 2, config)
+    for first, second in [(ranks[0], ranks[2]), (ranks[1], ranks[3])]:
+        assert_bitwise(second, first)
+    for name in ("embed.token.weight", "head.weight"):
+        [trace] = [t for t in ranks[:2] if name in t.weights]
+        tied = trace.weights[name]
+        assert all(torch.equal(tied, t.weights[name]) for t in ranks if name in t.weights)
+
+
+def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:
+    plain, heavy = (
+        config_of({"name": "sgd", "momentum": momentum}, precision="bf16")
+        for momentum in (0.0, 0.9)
+    )
+
+    bytes_of = [
+        train_in_process(1, 1, tiny_gpt(c), c, token_data())[0][0].state_bytes()
+        for c in (plain, heavy)
+    ]
+
+    assert bytes_of[0].optimizer == 0
+    assert bytes_of[1].optimizer == bytes_of[1].master
