@@ -73,6 +73,7 @@ def _construct(run: Resolved, model: Model) -> list[BuiltLayer]:
     options = StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
+        split_master=run.config.samo.split_master,
         moments=run.optimizer.moments,
         seed=run.config.seed,
         criterion=run.criterion if run.config.pruning.at_step == 0 else None,
@@ -216,6 +217,7 @@ def dense_bytes(run: Resolved, stage: int) -> int:
         None,
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
+        split_master=run.config.samo.split_master,
         moments=len(run.optimizer.moments),
     ).total
 

@@ -117,6 +117,9 @@ class SamoConfig(Section):
     gradient: Literal["auto", "half", "fp32"] = "auto"
     """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
     entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
+    split_master: bool = False
+    """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
+    same bits in 2 bytes fewer a kept entry."""
 
 
 class OptimizerConfig(Section):

@@ -44,6 +44,11 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('pruning.at_step')}: {config.pruning.at_step} is not below "
             f"train.steps {steps}; choose at most {steps - 1}"
         )
+    if config.samo.split_master and config.precision != "bf16":
+        raise ConfigError(
+            f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
+            "half of fp32 masters; choose precision bf16, or false"
+        )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
 

@@ -17,7 +17,7 @@ from axsparse.errors import ConfigError
 from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.index import FullIndex, Index, make_index
-from axsparse.samo.memory import IndexKind
+from axsparse.samo.memory import IndexKind, master_kind
 from axsparse.samo.state import LayerState, TensorState
 from axsparse.seeds import keyed_generator, keyed_seed, preserved_rng
 
@@ -43,6 +43,8 @@ class StateOptions:
     criterion: Criterion | None
     """What is pruned while building; None builds dense state."""
     index: IndexKind = "int32"
+    split_master: bool = False
+    """Masters as bf16 weight and 16-bit remainder."""
     """How kept positions are stored, of what is pruned now and later."""
 
 
@@ -101,7 +103,7 @@ def _construct_layer(
         states,
         moments=options.moments,
         gradient_dtype=options.gradient_dtype,
-        owns_master=options.dtype != torch.float32,
+        master=master_kind(half=options.dtype != torch.float32, split=options.split_master),
         index_kind=options.index,
         frozen=frozen,
     )

@@ -20,6 +20,7 @@ def stage_bytes(
     gradient_dtype: torch.dtype,
     moments: int,
     index: IndexKind = "int32",
+    split_master: bool = False,
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank; `criterion` None is dense."""
     here = {parameter.name for layer in layers for parameter in layer.parameters}
@@ -45,6 +46,7 @@ def stage_bytes(
                     gradient_bytes=gradient_dtype.itemsize,
                     moments=moments,
                     index=index,
+                    split_master=split_master,
                 )
             )
     return StateBytes.sum(parts)

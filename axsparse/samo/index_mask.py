@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.memory import MASK_BLOCK, MASK_WORD, fits_int32
+from axsparse.samo.memory import MASK_BLOCK, MASK_WORD
 from axsparse.samo.pieces import (
     PIECE,
     Array,
@@ -20,6 +21,7 @@ from axsparse.samo.pieces import (
     covering,
     cut,
     gather,
+    read_dtype,
     scatter,
 )
 
@@ -34,7 +36,6 @@ class MaskIndex:
     def __init__(self, mask_D: Tensor) -> None:
         numel = mask_D.numel()
         self._offsets = block_offsets(mask_D, MASK_BLOCK)
-        self._dtype = np.int32 if fits_int32(numel) else np.int64
         bits = np.zeros(-(-numel // MASK_WORD) * MASK_WORD // 8, dtype=np.uint8)
         bits[: -(-numel // 8)] = np.packbits(mask_D.numpy(), bitorder="little")
         self._bits = torch.from_numpy(bits)
@@ -48,32 +49,43 @@ class MaskIndex:
         return self._bits.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        return gather(dense_D, self._pieces(start, stop), start, stop)
+        pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
+        return gather(dense_D, pieces, start, stop)
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        scatter(dense_D, self._pieces(start, start + values_K.numel()), values_K, start)
+        pieces = self._pieces(start, start + values_K.numel(), np.int64)
+        scatter(dense_D, pieces, values_K, start)
 
     def positions(self) -> Tensor:
-        return collect(self._pieces(0, self.kept), self.kept)
+        return collect(self._pieces(0, self.kept, np.int64), self.kept)
 
-    def _pieces(self, start: int, stop: int) -> Pieces:
+    def _pieces(self, start: int, stop: int, dtype: type[np.signedinteger[Any]]) -> Pieces:
         if start == stop:
             return ()
-        walk = compiled_walk()
-        return self._unpacked(start, stop) if walk is None else self._walked(walk, start, stop)
+        compiled = compiled_walk()
+        if compiled is None:
+            return self._unpacked(start, stop)
+        return self._walked(compiled, start, stop, dtype)
 
-    def _walked(self, walk: Callable[..., None], start: int, stop: int) -> Pieces:
+    def _walked(
+        self,
+        compiled: Callable[..., None],
+        start: int,
+        stop: int,
+        dtype: type[np.signedinteger[Any]],
+    ) -> Pieces:
         """Pieces of kept entries, read word by word."""
         words, offsets = self._bits.numpy().view("<u8"), self._offsets.numpy()
+        buffer = np.empty(min(PIECE, stop - start), dtype=dtype)
         for begin, end in cut(start, stop):
             block = covering(offsets, begin, end).start
-            positions = np.empty(end - begin, dtype=self._dtype)
             word = block * (MASK_BLOCK // MASK_WORD)
-            walk(words, word, int(offsets[block]), begin, end, positions)
+            positions = buffer[: end - begin]
+            compiled(words, word, int(offsets[block]), begin, end, positions)
             yield begin, torch.from_numpy(positions)
 
     def _unpacked(self, start: int, stop: int) -> Pieces:
-        """Pieces of dense entries, of which numpy finds those that are not zero."""
+        """Pieces of dense entries, of which numpy finds those that are kept, as int64."""
         bits, offsets = self._bits.numpy(), self._offsets.numpy()
         blocks = covering(offsets, start, stop)
         for block in blocks[:: PIECE // MASK_BLOCK]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.memory import UINT16_BLOCK, fits_int32
+from axsparse.samo.memory import UINT16_BLOCK
 from axsparse.samo.pieces import (
-    Array,
+    PIECE,
     Pieces,
     block_offsets,
     collect,
     covering,
     cut,
     gather,
+    read_dtype,
     scatter,
 )
 
@@ -27,8 +30,6 @@ class Uint16Index:
 
     def __init__(self, mask_D: Tensor) -> None:
         self._offsets = block_offsets(mask_D, UINT16_BLOCK)
-        # Half the positions to move where they fit; gathering reads int32 as well as int64.
-        self._dtype = np.int32 if fits_int32(mask_D.numel()) else np.int64
         low = np.empty(self.kept, dtype=np.uint16)
         offsets = self._offsets.tolist()
         for block, piece in enumerate(mask_D.split(UINT16_BLOCK)):
@@ -44,22 +45,31 @@ class Uint16Index:
         return self._low.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        return gather(dense_D, self._pieces(start, stop), start, stop)
+        pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
+        return gather(dense_D, pieces, start, stop)
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        scatter(dense_D, self._pieces(start, start + values_K.numel()), values_K, start)
+        pieces = self._pieces(start, start + values_K.numel(), np.int64)
+        scatter(dense_D, pieces, values_K, start)
 
     def positions(self) -> Tensor:
-        return collect(self._pieces(0, self.kept), self.kept)
+        return collect(self._pieces(0, self.kept, np.int64), self.kept)
 
-    def _pieces(self, start: int, stop: int) -> Pieces:
+    def _pieces(self, start: int, stop: int, dtype: type[np.signedinteger[Any]]) -> Pieces:
+        if start == stop:
+            return
         low, offsets = self._low.numpy(), self._offsets.numpy()
+        blocks = covering(offsets, start, stop)
+        block, ends = blocks.start, offsets[blocks.start + 1 : blocks.stop + 1].tolist()
+        buffer = np.empty(min(PIECE, stop - start), dtype=dtype)
         for begin, end in cut(start, stop):
-            yield begin, torch.from_numpy(self._decode(low[begin:end], offsets, begin, end))
-
-    def _decode(self, low: Array, offsets: Array, begin: int, end: int) -> Array:
-        blocks = covering(offsets, begin, end)
-        counts = np.diff(offsets[blocks.start : blocks.stop + 1].clip(begin, end))
-        positions = np.repeat(np.array(blocks, dtype=self._dtype) * UINT16_BLOCK, counts)
-        positions += low
-        return positions
+            positions = buffer[: end - begin]
+            positions[:] = low[begin:end]
+            at = begin
+            while at < end:
+                until = min(ends[block - blocks.start], end)
+                positions[at - begin : until - begin] += block * UINT16_BLOCK
+                if until < end:
+                    block += 1
+                at = until
+            yield begin, torch.from_numpy(positions)

@@ -9,7 +9,8 @@ gradient entry, m moments:
       uint16     2·k + o·(n/65,536 + 1)
       mask       n/8 + o·(n/2,048 + 1)
     gradient   a·k
-    master     4·k in half precision; 0 in fp32, where the weight is the master
+    master     4·k in half precision, 2·k where it is split into weight and remainder;
+               0 in fp32, where the weight is the master
     optimizer  4·m·k
 
 Quotients are rounded up, the mask to whole words of 8 bytes. An offset takes o = 4 bytes,
@@ -20,6 +21,7 @@ bytes dense, costs for each parameter, f = k/n of which are kept:
     int32    2 + 18·f          3.80
     uint16   2.0001 + 16·f     3.60
     mask     2.127 + 14·f      3.53
+    mask     2.127 + 12·f      3.33    and split masters (bf16)
 
 The second use of a tied weight costs its own full state on another stage, and only its
 own gradient where both uses are on one stage.
@@ -42,7 +44,10 @@ MASK_BLOCK = 2_048
 that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
 MASK_WORD = 64
 """Dense entries of a word, which is read at a time."""
-MASTER_BYTES = 4
+MasterKind: TypeAlias = Literal["weight", "fp32", "remainder"]
+"""Where fp32 master weights are: in an fp32 weight, in a buffer, or split over a bf16 weight
+and a buffer of 16-bit remainders."""
+MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4, "remainder": 2}
 MOMENT_BYTES = 4
 
 
@@ -86,6 +91,13 @@ class TensorSize:
     """The second use of a tied weight on the stage of the first."""
 
 
+def master_kind(*, half: bool, split: bool) -> MasterKind:
+    """Where the masters of a training in this precision are; only bf16 weights can be split."""
+    if not half:
+        return "weight"
+    return "remainder" if split else "fp32"
+
+
 def fits_int32(number: int) -> bool:
     """Whether int32 can hold it."""
     return number <= INT32_LIMIT
@@ -111,6 +123,7 @@ def tensor_bytes(
     gradient_bytes: int,
     moments: int,
     index: IndexKind = "int32",
+    split_master: bool = False,
 ) -> StateBytes:
     """The formula above for one tensor."""
     weight_bytes = 2 if half else 4
@@ -122,6 +135,6 @@ def tensor_bytes(
         weight=weight_bytes * size.numel,
         index=index_bytes(size.numel, size.kept, index),
         gradient=gradient_bytes * size.kept,
-        master=MASTER_BYTES * size.kept if half else 0,
+        master=MASTER_BYTES[master_kind(half=half, split=split_master)] * size.kept,
         optimizer=MOMENT_BYTES * moments * size.kept,
     )

@@ -22,13 +22,19 @@ PIECE = 65_536
 
 Array: TypeAlias = NDArray[Any]
 Pieces: TypeAlias = Iterable[tuple[int, Tensor]]
-"""The number of the first kept entry, and the flat positions from there on, int32 or int64."""
+"""The number of the first kept entry, and the flat positions from there on, int32 or int64,
+which the next piece may overwrite: fresh memory for each would double the time."""
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The bounds of pieces of kept entries."""
     for begin in range(start, stop, PIECE):
         yield begin, min(begin + PIECE, stop)
+
+
+def read_dtype(numel: int) -> type[np.signedinteger[Any]]:
+    """Of positions to gather from: the smaller one where it fits. Scattering takes int64."""
+    return np.int32 if fits_int32(numel) else np.int64
 
 
 def block_offsets(mask_D: Tensor, block: int) -> Tensor:
@@ -59,7 +65,7 @@ def scatter(dense_D: Tensor, pieces: Pieces, values_K: Tensor, start: int) -> No
     """Write values, of which the first is kept entry `start`, to the positions of the pieces."""
     for first, positions in pieces:
         part = values_K[first - start : first - start + positions.numel()]
-        # Half the time of index_put_, which takes int32 but copies it to int64 as well.
+        # Half the time of index_put_, which takes int32 but converts it as well.
         dense_D.index_copy_(0, positions.long(), part)
 
 

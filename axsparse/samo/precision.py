@@ -29,18 +29,14 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     return _keep_nan(high, values).view(torch.bfloat16)
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 weights and int16 remainders of fp32 masters; a NaN's remainder is zero."""
-    bits = values.view(torch.int32)
-    weight = round_to(values, torch.bfloat16)
-    remainder = bits.to(torch.int16)
-    remainder.masked_fill_(values.isnan(), 0)
-    return weight, remainder
+def remainder(values: Tensor) -> Tensor:
+    """The int16 remainders of fp32 masters, beside their `round_to` bf16; zero for a NaN."""
+    return values.view(torch.int32).to(torch.int16).masked_fill_(values.isnan(), 0)
 
 
-def join(weight: Tensor, remainder: Tensor) -> Tensor:
+def join(weight: Tensor, remainders: Tensor) -> Tensor:
     """The fp32 masters of bf16 weights and int16 remainders."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainders
     return bits.view(torch.float32)
 
 

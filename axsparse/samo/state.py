@@ -5,8 +5,9 @@ has the kept entries [offset, offset + kept). Buffers belong to a layer and neve
 stage, because a view keeps its whole storage alive: a layer can be pruned, sharded or
 freed by itself.
 
-    fp32 training    the weight is its own master; kept entries are gathered for an update
-    half training    the master is an fp32 buffer of kept entries; the weight is rounded from it
+    "weight"       fp32 training: the weight is its own master, gathered for an update
+    "fp32"         half training: an fp32 buffer of kept entries, of which the weight is rounded
+    "remainder"    bf16 training: the weight is the master's upper half, a buffer has the lower
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from axsparse.samo import precision
 from axsparse.samo.index import Index, make_index
-from axsparse.samo.memory import IndexKind, StateBytes
+from axsparse.samo.memory import IndexKind, MasterKind, StateBytes
 
 BLOCK = 65_536
 """Kept entries that are updated, and whose squares are summed, at a time. Part of the
 numerics: the norm is a sum of one partial a block."""
+_MASTERS = {"fp32": torch.float32, "remainder": torch.int16}
 
 
 @dataclass(eq=False)
@@ -74,18 +77,19 @@ class LayerState:
         *,
         moments: Sequence[str],
         gradient_dtype: torch.dtype,
-        owns_master: bool,
+        master: MasterKind,
         index_kind: IndexKind = "int32",
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         """Buffers are allocated here; `write_master` fills them.
 
-        `owns_master` is False in fp32 training, where the weight is the master.
+        `master` is where the fp32 master weights are, as above.
         `index_kind` is how tensors that are pruned later store their kept positions.
         `frozen` are the layer's untrained parameters, which cost their weight only.
         """
         self.name = name
         self.index_kind = index_kind
+        self._splits_master = master == "remainder"
         self.frozen = tuple(frozen)
         # Aliases last, so that what is reduced over replicas is one contiguous piece.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
@@ -93,7 +97,7 @@ class LayerState:
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         owned, total = self._lay_out()
         self.gradient = torch.zeros(total, dtype=gradient_dtype)
-        self.master_K = torch.zeros(owned, dtype=torch.float32) if owns_master else None
+        self.master_K = None if master == "weight" else torch.zeros(owned, dtype=_MASTERS[master])
         self.moments_K = {moment: torch.zeros(owned, dtype=torch.float32) for moment in moments}
 
     def _lay_out(self) -> tuple[int, int]:
@@ -137,15 +141,21 @@ class LayerState:
         """The fp32 master weights of kept entries [start, stop); may be a view."""
         if self.master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        return self.master_K[tensor.offset + start : tensor.offset + stop]
+        own = self.master_K[tensor.offset + start : tensor.offset + stop]
+        if self._splits_master:
+            return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
+        return own
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
         """Store master weights from `start` on, and expand them into the dense weight."""
+        weight_K = precision.round_to(values_K, tensor.parameter.dtype)
         if self.master_K is not None:
             own = self.master_K[tensor.offset + start : tensor.offset + start + values_K.numel()]
-            if own.data_ptr() != values_K.data_ptr():
+            if self._splits_master:
+                own.copy_(precision.remainder(values_K))
+            elif own.data_ptr() != values_K.data_ptr():
                 own.copy_(values_K)
-        tensor.index.scatter(tensor.weight_D, values_K.to(tensor.parameter.dtype), start)
+        tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     def master(self, name: str) -> Tensor:
         """All fp32 master weights of one tensor, kept entries only: what pruning scores."""

@@ -20,7 +20,7 @@ from axsparse.samo.index import FullIndex, Index, Int32Index, make_index
 from axsparse.samo.index_mask import MaskIndex, compiled_walk, walk
 from axsparse.samo.index_uint16 import Uint16Index
 from axsparse.samo.memory import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
-from axsparse.samo.pieces import PIECE
+from axsparse.samo.pieces import PIECE, read_dtype
 from axsparse.samo.state import LayerState, TensorState
 
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
@@ -260,8 +260,7 @@ def test_more_entries_than_int32_can_number_are_no_matter_to_the_others(
     blocks = {"uint16": 2, "mask": 35}[kind]
     own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[kind]
     assert index.nbytes - own == (8 if limit == 100 else 4) * (blocks + 1)
-    for first, positions in index._pieces(0, reference.kept):
-        assert positions.dtype == torch.int64, first
+    assert read_dtype(70_000) == np.int64
     assert torch.equal(index.positions(), reference.positions())
     assert_same(index, reference, 70_000, 5, reference.kept)
 
@@ -273,10 +272,10 @@ def test_positions_are_decoded_a_piece_at_a_time(kind: IndexKind, density: float
     mask = random_mask(6 * PIECE + 5, density)
     index = DENSER_CLASSES[kind](mask)
 
-    pieces = list(index._pieces(0, index.kept))
+    sizes = [len(positions) for _, positions in index._pieces(0, index.kept, np.int64)]
 
-    assert sum(len(positions) for _, positions in pieces) == index.kept
-    assert all(0 < len(positions) <= PIECE for _, positions in pieces)
+    assert sum(sizes) == index.kept
+    assert max(sizes) <= PIECE
 
 
 @examples
@@ -289,7 +288,11 @@ def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
     layer = LayerState(
-        "layer", [tensor], moments=("m",), gradient_dtype=torch.float32, owns_master=half
+        "layer",
+        [tensor],
+        moments=("m",),
+        gradient_dtype=torch.float32,
+        master="fp32" if half else "weight",
     )
     values = numbers(math.prod(shape)).view(shape)
 
@@ -307,7 +310,7 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
     mask = random_mask(60, 0.4).view(6, 10)
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
-    layer = LayerState("l", [tensor], moments=(), gradient_dtype=torch.float32, owns_master=False)
+    layer = LayerState("l", [tensor], moments=(), gradient_dtype=torch.float32, master="weight")
     transposed = numbers(60).view(10, 6).t()
     strided = torch.zeros(120)[::2]
 
@@ -329,7 +332,7 @@ def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind)
         [tensor],
         moments=(),
         gradient_dtype=torch.float32,
-        owns_master=False,
+        master="weight",
         index_kind=kind,
     )
 

@@ -43,7 +43,11 @@ def layer_of(kept: dict[str, Tensor], *, half: bool, scale: float = 1.0) -> Laye
         for name, mask in kept.items()
     ]
     layer = LayerState(
-        "layer", tensors, moments=LAMB.moments, gradient_dtype=dtype, owns_master=half
+        "layer",
+        tensors,
+        moments=LAMB.moments,
+        gradient_dtype=dtype,
+        master="fp32" if half else "weight",
     )
     for number, tensor in enumerate(tensors):
         layer.write_master(tensor, 0, start_of(number, kept[tensor.name], scale)[kept[tensor.name]])

@@ -268,6 +268,8 @@ def test_the_formula_by_category() -> None:
     assert cost(half=True, gradient_bytes=2) == StateBytes(2000, 400, 200, 400, 800)
     assert cost(half=True, gradient_bytes=4) == StateBytes(2000, 400, 400, 400, 800)
     assert cost(half=False, gradient_bytes=4) == StateBytes(4000, 400, 400, 0, 800)
+    split = cost(half=True, gradient_bytes=2, split_master=True)
+    assert split == StateBytes(2000, 400, 200, 200, 800)
 
 
 def test_the_second_use_on_another_stage_costs_its_own_full_state() -> None:

@@ -23,7 +23,7 @@ def layer_with_gradients(dtype: torch.dtype = torch.float32) -> LayerState:
         TensorState(name, nn.Parameter(torch.zeros(numel)), FullIndex(numel), decays=False)
         for name, numel in SIZES.items()
     ]
-    layer = LayerState("layer", tensors, moments=(), gradient_dtype=dtype, owns_master=False)
+    layer = LayerState("layer", tensors, moments=(), gradient_dtype=dtype, master="weight")
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors:
         layer.accumulate(tensor, torch.randn(tensor.kept, generator=generator))
@@ -69,7 +69,7 @@ def test_the_second_use_of_a_weight_on_a_stage_gives_no_partials() -> None:
     owner = TensorState("a", nn.Parameter(torch.zeros(4)), FullIndex(4), decays=False)
     alias = TensorState("b", owner.parameter, FullIndex(4), decays=False, alias_of=owner)
     layer = LayerState(
-        "layer", [owner, alias], moments=(), gradient_dtype=torch.float32, owns_master=False
+        "layer", [owner, alias], moments=(), gradient_dtype=torch.float32, master="weight"
     )
 
     assert list(norm_partials([layer], ["a", "b"])) == ["a"]

@@ -47,7 +47,7 @@ def layer_state(tensors: Sequence[TensorState], *, half: bool) -> LayerState:
         tensors,
         moments=("exp_avg", "exp_avg_sq"),
         gradient_dtype=torch.bfloat16 if half else torch.float32,
-        owns_master=half,
+        master="fp32" if half else "weight",
     )
 
 
@@ -266,7 +266,7 @@ def test_frozen_parameters_cost_their_weight_only() -> None:
         [],
         moments=("exp_avg",),
         gradient_dtype=torch.float32,
-        owns_master=True,
+        master="fp32",
         frozen=[frozen],
     )
 

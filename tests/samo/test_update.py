@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
+from axsparse.samo.precision import round_to
 from axsparse.samo.state import BLOCK, LayerState, TensorState
 from axsparse.samo.update import update
 
@@ -43,7 +44,7 @@ def one_tensor_layer(
         [tensor],
         moments=moments,
         gradient_dtype=weight.dtype,
-        owns_master=half,
+        master="fp32" if half else "weight",
     )
     layer.write_master(tensor, 0, tensor.index.gather(random(0, numel), 0, tensor.kept))
     return layer, tensor
@@ -103,7 +104,7 @@ def test_in_bf16_the_weight_is_the_master_rounded_and_the_master_is_an_fp32_run(
             dense.mul_(mask)
 
     assert torch.equal(layer.master("w"), dense.detach()[mask])
-    assert torch.equal(tensor.weight_D, dense.bfloat16())
+    assert torch.equal(tensor.weight_D, round_to(dense, torch.bfloat16))
 
 
 def test_weight_decay_spares_tensors_that_do_not_decay() -> None:
@@ -126,7 +127,7 @@ def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
         [owner, alias],
         moments=ADAMW.moments,
         gradient_dtype=torch.float32,
-        owns_master=False,
+        master="weight",
     )
     dense, optimizer = reference(random(0, 20), decays=False)
     layer.accumulate(owner, random(1, 20))
