@@ -97,7 +97,8 @@ class Trainer:
     def _agree(self, loss: float) -> Verdict:
         parts = self.parts
         with parts.phases("optimizer"):
-            states = [layer.state for layer in parts.layers]
+            # Replicas hold the same sums: one of them speaks.
+            states = [layer.state for layer in parts.layers if parts.place.replica == 0]
             partials = norm_partials(states, self._counted)
         with parts.phases("collective"):
             return self._agreement.reach(loss, partials, parts.loss_scale.scale)
