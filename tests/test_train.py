@@ -41,7 +41,7 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(tmp_path: Path) -> None
 
     lines = screen.splitlines()
     assert (
-        "· gpt 118k parameters · 90 % of the block weights pruned by magnitude · bf16" in lines[0]
+        "· gpt 119k parameters · 90 % of the block weights pruned by magnitude · bf16" in lines[0]
     )
     assert "4 ranks = 2 stages × 2 replicas" in lines[0]
     assert lines[1].startswith("stage 0: embed, block0") and "stage 1: block1, head" in lines[1]
