@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from axsparse.build import build as build
+    from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
@@ -37,6 +38,7 @@ _HOMES = {
     "TokenDataset": "axsparse.data.dataset",
     "Trainer": "axsparse.trainer",
     "build": "axsparse.build",
+    "configure": "axsparse.config.load",
     "run": "axsparse.job",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

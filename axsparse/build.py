@@ -133,7 +133,7 @@ def _join(
         link=link,
         collector=GradientCollector(states, sync.ready, lambda: phases("compress")),
         sync=sync,
-        replicas=transport.collective(f"agreements of stage {place.stage}", column),
+        column=transport.collective(f"agreements of stage {place.stage}", column),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
         criterion=run.criterion,

@@ -6,19 +6,24 @@ failure of one rank ends the others through the transport, since they may be wai
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
+
+from pydantic import ValidationError
 
 from axsparse.comm import Transport
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.errors import (
+    EXIT_CONFIG,
     EXIT_INTERNAL,
     AxsparseError,
     ConfigError,
@@ -47,7 +52,8 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     try:
         result = work()
     except AxsparseError as error:
-        failure = json.dumps([type(error).__name__, str(error)])
+        known = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES)
+        failure = json.dumps([known, str(error)])
     for text in gather_texts(transport.world, transport.backoff, failure):
         if text:
             name, message = json.loads(text)
@@ -73,11 +79,12 @@ def run(main: Callable[[Job], None]) -> NoReturn:
     """Call `main` on this rank and end the process; never returns.
 
     Exit codes: 0; an error's own (see `axsparse.errors`); 70 for any other exception and
-    for a rank that leaves in the middle; the code of `sys.exit(code)`; 130 if interrupted.
+    for a rank that leaves by `sys.exit(0)`; the code of `sys.exit(code)`; 130 if interrupted.
+    All ranks have to call the same things: if `main` returns on one rank while others
+    still train, these wait for it.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale without "×" must not end a run
-            stream.reconfigure(errors="replace")
+    _mend_streams()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         transport = connect()
     except AxsparseError as error:
@@ -97,15 +104,34 @@ def run(main: Callable[[Job], None]) -> NoReturn:
     _leave(0)
 
 
+def _mend_streams() -> None:
+    """A closed stream, or a locale without "×", must not end a run."""
+    if sys.stdout is None:
+        sys.stdout = _nowhere()
+    if sys.stderr is None:
+        sys.stderr = _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
 def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        # What a reader that went away left in the buffer would fail once more at exit.
+        sys.stdout = _nowhere()
     sys.exit(code)
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
     code, words = _describe(failure)
-    if not isinstance(failure, (AxsparseError, KeyboardInterrupt, SystemExit)):
+    if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
     print(f"axsparse: error: {job.where}: {words}", file=sys.stderr, flush=True)
     job.transport.abort(code)
@@ -115,6 +141,8 @@ def _describe(failure: BaseException) -> tuple[int, str]:
     """Exit code and one line."""
     if isinstance(failure, AxsparseError):
         return failure.exit_code, str(failure)
+    if isinstance(failure, ValidationError):  # a Config made by hand in Python
+        return EXIT_CONFIG, " ".join(str(failure).split())
     if isinstance(failure, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"
     if isinstance(failure, SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import socket
@@ -174,22 +175,40 @@ def prepare_run_dir(config: Config, loaded: Loaded, transport: Transport) -> Pat
 def make_run_dir(loaded: Loaded) -> Path:
     """Create the run directory; OutputError if it cannot be written or holds another run."""
     wanted = loaded.config.run_dir
-    path = _free_run_dir(loaded.name) if wanted == "auto" else Path(wanted)
     where = loaded.where("run_dir")
+    if wanted != "auto":
+        return _claim(Path(wanted), where)
+    for number in itertools.count(1):
+        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
+        try:
+            return _claim(path, where)
+        except _TakenError:
+            continue
+    raise AssertionError("numbers do not end")
+
+
+class _TakenError(OutputError):
+    """Another run has this directory."""
+
+
+def _claim(path: Path, where: str) -> Path:
+    """Make the directory and, in one indivisible step, the file that says whose it is."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = path / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        (path / METRICS_FILE).open("x").close()
+    except FileExistsError as reason:
+        if not path.is_dir():
+            raise OutputError(
+                f"{where}: {path} is not a directory; choose another --run-dir"
+            ) from reason
+        raise _TakenError(
+            f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; "
+            "choose another --run-dir, or move that run away"
+        ) from reason
     except OSError as reason:
         raise OutputError(
             f"{where}: {path} cannot be written ({reason.strerror}); choose another --run-dir"
         ) from reason
-    if (path / METRICS_FILE).exists():
-        raise OutputError(
-            f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; "
-            "choose another --run-dir, or move that run away"
-        )
     return path
 
 
@@ -219,16 +238,6 @@ def git_hash() -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _free_run_dir(name: str) -> Path:
-    base = Path("runs")
-    number = 1
-    path = base / name
-    while (path / METRICS_FILE).exists():
-        number += 1
-        path = base / f"{name}-{number}"
-    return path
 
 
 def _short(text: str) -> str:

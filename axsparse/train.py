@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.errors import EXIT_CONFIG
-from axsparse.transport import LAUNCHER_VARIABLES
+from axsparse.transport import speaks
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -26,7 +26,7 @@ Start it by itself, or on many ranks with an MPI launcher:
 EPILOG = """\
 examples of --set (any key of the configuration, later ones win):
   --set layout.g_inter=2              pipeline stages; the other ranks become replicas
-  --set precision=fp32                fp32 or bf16
+  --set precision=fp32                fp32, bf16 or fp16
   --set samo.enabled=false            train dense: the baseline of all comparisons
   --set pruning.sparsity=0.8          fraction of the block weights that is removed
   --set batch.microbatch_size=4       sequences that pass through the pipeline together
@@ -46,18 +46,13 @@ class _Parser(argparse.ArgumentParser):
     """Speaks once for all ranks."""
 
     def error(self, message: str) -> NoReturn:
-        if _speaks():
+        if speaks():
             print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
         sys.exit(EXIT_CONFIG)
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if _speaks():
+        if speaks():
             super().print_help(file)
-
-
-def _speaks() -> bool:
-    """Whether this process is the one that speaks before MPI has started."""
-    return all(os.environ.get(name, "0") == "0" for name in LAUNCHER_VARIABLES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, and end the process with the exit code of the run."""
+    # Ctrl-C while libraries load ends the process without a word; `run` takes it back.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
     # Late, so that --help costs neither torch nor MPI.
     from axsparse.build import build

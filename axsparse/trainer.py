@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Parts:
     link: Link
     collector: GradientCollector
     sync: GradientSync
-    replicas: Collective
+    column: Collective
     """Joins the replicas of this stage for small agreements."""
     optimizer: Optimizer
     loss_scale: LossScale
@@ -121,12 +122,13 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the step under way."""
-        schedule, steps = self.config.schedule, self.config.train.steps
+        schedule = self.config.schedule
+        assert schedule.decay_steps != "auto", "the configuration is resolved"
         return learning_rate(
             self.steps_done,
             peak=self.config.optimizer.learning_rate,
             warmup_steps=schedule.warmup_steps,
-            decay_steps=steps if schedule.decay_steps == "auto" else schedule.decay_steps,
+            decay_steps=schedule.decay_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             step_every=schedule.step_every,
@@ -151,6 +153,7 @@ class Trainer:
             if not settings.eval_every or settings.steps % settings.eval_every:
                 self._recorded_evaluation()
             self.parts.recorder.flush()
+            self._refuse_bad_end()
         finally:
             self.close()
 
@@ -207,6 +210,7 @@ class Trainer:
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
             skipped=not verdict.finite,
+            culprit=verdict.culprit,
         )
         most = {
             "model_state_bytes": self.state_bytes().total,
@@ -238,13 +242,13 @@ class Trainer:
         if each is not None:
             return float(each * self.config.batch.global_batch_size)
         with parts.phases("collective"):
-            rows = sum_by_owner(parts.replicas, parts.transport.backoff, [batch.num_targets])
+            rows = sum_by_owner(parts.column, parts.transport.backoff, [batch.num_targets])
         return max(1.0, sum(row[0] for row in rows))
 
     def _agree_on_masks(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the agreement's vector."""
         parts, transport = self.parts, self.parts.transport
-        digests = sum_by_owner(parts.replicas, transport.backoff, [masks_digest(parts.layers)])
+        digests = sum_by_owner(parts.column, transport.backoff, [masks_digest(parts.layers)])
         for replica, digest in enumerate(digests):
             if digest != digests[0]:
                 raise TrainingError(
@@ -278,10 +282,21 @@ class Trainer:
                     flush=True,
                 )
 
+    def _refuse_bad_end(self) -> None:
+        """TrainingError on all ranks if what was trained is good for nothing."""
+        last = self.last_evaluation
+        if last is not None and not math.isfinite(last):
+            lost = TrainingError(
+                f"step {self.steps_done}: the validation loss is {last}; lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+            lost.on_all_ranks = True
+            raise lost
+
     def _rescale(self, verdict: Verdict) -> None:
         """Let the loss scale follow; TrainingError on all ranks once nothing is left to try."""
         parts = self.parts
-        parts.loss_scale.update(finite=verdict.finite)
+        parts.loss_scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
         if not parts.loss_scale.exhausted:
             return
         what = f"the loss is {verdict.loss}"

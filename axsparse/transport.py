@@ -6,6 +6,7 @@ read this file for its `LAUNCHER_VARIABLES`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -94,8 +95,9 @@ class MpiTransport:
 
     def abort(self, code: int) -> NoReturn:
         """Our line has been printed; MPI's own words after it would only bury it."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 2)
         self._comm.Abort(code)
@@ -110,6 +112,11 @@ class MpiTransport:
 def started_by_launcher() -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+def speaks() -> bool:
+    """Whether this process is the one that speaks before MPI has started."""
+    return all(os.environ.get(name, "0") == "0" for name in LAUNCHER_VARIABLES)
 
 
 def connect() -> Transport:

@@ -24,7 +24,7 @@ def main(job: ax.Job) -> None:
         training=ax.ArrayDataset(points[:3840], quarters[:3840]),
         validation=ax.ArrayDataset(points[3840:], quarters[3840:]),
     )
-    config = ax.Config.model_validate(
+    config = ax.configure(
         {
             "batch": {"global_batch_size": 64, "microbatch_size": 8},
             "optimizer": {"learning_rate": 3e-3},

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset
-from axsparse.errors import ConfigError
-from axsparse.models.layer import Layer, Model
+from axsparse.errors import ConfigError, TrainingError
+from axsparse.models.layer import Layer, LossFunction, Model
 
 WIDTH = 16
 
@@ -258,16 +258,40 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         train_in_process(2, 1, model, small_config(), vector_data())
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
+        (lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
+        (lambda out, target: out.detach().sum(), "loss: it does not depend on any trained weight"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_refused(loss: LossFunction, told: str) -> None:
+    model = Model([linear(), linear(WIDTH, 5)], loss)
+
+    with pytest.raises(ConfigError, match=told):
+        train_in_process(2, 1, model, small_config(), vector_data())
+
+
+def test_a_run_that_ends_with_a_bad_validation_loss_fails() -> None:
+    (inputs,), targets = vector_data().read(np.arange(30))
+    bad = ArrayDataset(inputs * float("nan"), targets)
+    config = small_config(train={"steps": 1, "eval_steps": 1})
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(TrainingError, match="step 1: the validation loss is nan; lower"):
+        train_in_process(2, 1, model, config, vector_data(), validation=bad)
+
+
 def test_numbers_that_stay_bad_end_the_run() -> None:
     (inputs,), targets = vector_data().read(np.arange(30))
     bad = ArrayDataset(inputs * float("nan"), targets)
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
     config = small_config(train={"steps": 30})
 
-    with pytest.raises(
-        Exception, match=r"step 10: rank 0 \(stage 0\): the gradient of .* 10 in a row"
-    ):
+    with pytest.raises(TrainingError, match=r"^step 10: rank 0 \(stage 0\): the grad") as told:
         train_in_process(2, 1, model, config, bad)
+    assert "is not finite, and no step could update for 10 in a row" in str(told.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -231,22 +231,24 @@ def test_runs_are_named_after_their_configuration_and_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = []
-    for _ in range(3):
-        made.append(make_run_dir(loaded()))
-        (made[-1] / "metrics.jsonl").write_text("")
+
+    # Nobody has written a metric yet: what claims a directory is the empty file.
+    made = [make_run_dir(loaded()) for _ in range(3)]
 
     assert made == [Path("runs/quick"), Path("runs/quick-2"), Path("runs/quick-3")]
     assert all(path.is_dir() for path in made)
 
 
-def test_a_directory_in_which_nothing_ran_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
 
-    assert make_run_dir(loaded()) == make_run_dir(loaded()) == Path("runs/quick")
-    assert list(Path("runs/quick").iterdir()) == []
+    with pytest.raises(OutputError, match=r"file is not a directory; choose another --run-dir$"):
+        make_run_dir(loaded(run_dir=str(tmp_path / "file")))
+
+
+def test_an_existing_empty_directory_is_used(tmp_path: Path) -> None:
+    assert make_run_dir(loaded(run_dir=str(tmp_path))) == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_named_directory_is_made_with_its_parents_for_its_owner_only(tmp_path: Path) -> None:

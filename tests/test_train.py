@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -159,3 +160,25 @@ def test_a_second_run_gets_a_directory_of_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         *("quickstart", "quickstart-2"),
     ]
+
+
+@pytest.mark.parametrize("screen", [">&-", ">/dev/full", "2>&-", "| head -n 1"])
+def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "2", "--run-dir", "run"]
+    # PIPESTATUS would be bash's; a file tells the code of a command before a pipe as well.
+    script = f"({shlex.join(command)}; echo $? > code) {screen}"
+
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, timeout=120, check=False)
+
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_runs_started_at_once_write_into_directories_of_their_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
+    runs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
+
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    for name in ("quickstart", "quickstart-2"):
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation

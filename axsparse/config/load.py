@@ -65,7 +65,23 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> Loaded:
         name = path.stem
         settings.update(_read_file(path))
     settings.update(_read_override(override) for override in overrides)
+    return _validated(settings, name)
 
+
+def configure(values: Mapping[str, Any]) -> Config:
+    """A configuration from nested dictionaries in Python, as strict and as clear as a file's."""
+    settings: dict[str, Setting] = {}
+    for section, given in values.items():
+        nested = section in SECTIONS and isinstance(given, Mapping)
+        for leaf, value in given.items() if nested else [("", given)]:
+            key = f"{section}.{leaf}" if leaf else section
+            if key not in FIELDS:
+                raise unknown_key(key, "configure")
+            settings[key] = Setting(value, "configure")
+    return _validated(settings, "custom").config
+
+
+def _validated(settings: Mapping[str, Setting], name: str) -> Loaded:
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, leaf = key.rpartition(".")

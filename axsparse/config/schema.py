@@ -206,7 +206,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """In which order a stage works."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of weights, activations and messages; master weights are always fp32."""
+    """Type of weights, activations and messages; master weights have fp32 bits always."""
     pruning: PruningConfig = PruningConfig()
     """Which weights are kept."""
     samo: SamoConfig = SamoConfig()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from axsparse.errors import ConfigError
 from axsparse.models.layer import Kind, Layer, Model
@@ -125,12 +126,30 @@ def _on_meta(layer: Layer) -> nn.Module:
     """The module without memory; a layer that cannot be built so is built and thrown away."""
     with preserved_rng():
         try:
-            with torch.device("meta"):
-                return layer.build()
-        except (NotImplementedError, RuntimeError):
-            if layer.init is not None:
-                raise
-            return layer.build()
+            try:
+                with torch.device("meta"):
+                    module = layer.build()
+            except (NotImplementedError, RuntimeError):
+                if layer.init is not None:
+                    raise
+                module = layer.build()
+        except Exception as reason:
+            raise ConfigError(
+                f"layer {layer.name}: its build raised {type(reason).__name__}: "
+                f"{' '.join(str(reason).split())}; mend the function that makes the module"
+            ) from reason
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"layer {layer.name}: its build returned {type(module).__name__}; "
+            "return a torch.nn.Module"
+        )
+    for child in module.modules():
+        if isinstance(child, _NormBase) and child.track_running_stats:
+            raise ConfigError(
+                f"layer {layer.name}: {type(child).__name__} tracks running statistics, which "
+                "replicas would keep apart; use track_running_stats=False, or LayerNorm"
+            )
+    return module
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:

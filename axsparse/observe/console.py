@@ -34,6 +34,7 @@ class Console:
         self._columns = columns
         self._colour = bar and not os.environ.get("NO_COLOR")
         self._shown = ""
+        self._lost = False
 
     def line(self, text: str) -> None:
         """Print a full line; the bar stays below it."""
@@ -61,8 +62,14 @@ class Console:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        """The screen is a comfort, metrics.jsonl the record: a lost reader ends no run."""
+        if self._lost:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._lost = True
 
 
 def make_console(stream: TextIO) -> Console:

@@ -25,6 +25,8 @@ class StepFigures:
     grad_norm: float
     loss_scale: float
     skipped: bool
+    culprit: str | None = None
+    """The first tensor whose gradient is not finite."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,9 @@ class Recorder:
         if self._file is not None:
             self._file.write(record)
         if self._console is not None:
-            self._show(self._console, record)
+            self._show(self._console, record, figures.culprit)
 
-    def _show(self, console: Console, record: StepRecord) -> None:
+    def _show(self, console: Console, record: StepRecord, culprit: str | None) -> None:
         run = self._run
         each = (time.perf_counter() - self._began) / record.step
         line = step_line(
@@ -153,7 +155,5 @@ class Recorder:
         if record.step % run.log_every == 0 or record.step in (1, run.steps):
             console.line(line)
         if record.skipped:
-            console.line(
-                f"step {record.step}: loss or a gradient is not a finite number; "
-                "no rank updated its weights"
-            )
+            what = "the loss" if culprit is None else f"the gradient of {culprit}"
+            console.line(f"step {record.step}: {what} is not finite; no rank updated its weights")

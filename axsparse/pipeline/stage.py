@@ -117,11 +117,16 @@ class Stage:
     def _summed_loss(self, outputs: Tensors, targets: Tensor | None) -> Tensor:
         assert self._loss is not None
         loss = self._loss(*outputs, targets)
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"loss: {kind}; it must be a scalar tensor of floating point")
         if loss.dim() != 0:
             raise ConfigError(
                 f"loss: a tensor of shape {tuple(loss.shape)}; it must be the summed loss of a "
                 "microbatch, a scalar"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError("loss: it does not depend on any trained weight; do not detach it")
         return loss.float()
 
     def _cast(self, inputs: Tensors) -> Tensors:

@@ -36,8 +36,12 @@ class LossScale:
         """No scaling: bf16 and fp32 have the range of fp32."""
         return LossScale(scale=1.0, floor=1.0, growth_interval=None, patience=patience)
 
-    def update(self, *, finite: bool) -> None:
-        """Take in how a step went."""
+    def update(self, *, finite: bool, loss_is_finite: bool = True) -> None:
+        """Take in how a step went.
+
+        A loss that is not finite itself counts as if the scale were at the floor: the
+        forward knows no scale, so that a lower one mends nothing.
+        """
         if finite:
             self.skipped_at_floor = 0
             self.good_steps += 1
@@ -46,7 +50,7 @@ class LossScale:
                 self.scale = min(self.scale * FACTOR, HIGHEST)
             return
         self.good_steps = 0
-        if self.scale <= self.floor:
+        if self.scale <= self.floor or not loss_is_finite:
             self.skipped_at_floor += 1
         self.scale = max(self.scale / FACTOR, self.floor)
 

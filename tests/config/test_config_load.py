@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.load import Loaded, bundled_configs, load_config, to_yaml
+from axsparse.config.load import Loaded, bundled_configs, configure, load_config, to_yaml
 from axsparse.config.schema import Config
 from axsparse.errors import AxsparseError, ConfigError, MissingInputError
 
@@ -392,3 +392,16 @@ def _lines_of_refusal(source: str | None, overrides: list[str]) -> int:
     except AxsparseError as error:
         return len(str(error).splitlines())
     return 0
+
+
+def test_a_configuration_made_in_python_is_as_strict_as_a_file() -> None:
+    config = configure({"optimizer": {"betas": [0.8, 0.9]}, "seed": 7})
+
+    assert (config.optimizer.betas, config.seed) == ((0.8, 0.9), 7)
+    with pytest.raises(ConfigError) as unknown:
+        configure({"optimizer": {"learning_rat": 1.0}})
+    assert str(unknown.value) == (
+        "optimizer.learning_rat (configure): unknown key; did you mean optimizer.learning_rate?"
+    )
+    with pytest.raises(ConfigError, match=r"pruning.sparsity \(configure\): 1.0 is not below 1"):
+        configure({"pruning": {"sparsity": 1.0}})

@@ -113,7 +113,7 @@ def test_a_layer_that_cannot_be_built_without_memory_is_built_and_thrown_away() 
 
 
 def test_a_layer_with_init_has_to_be_built_on_the_meta_device() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ConfigError, match=r"layer a: its build raised RuntimeError: .*meta"):
         survey(model(Layer("a", ReadsItself, init=random_init)))
 
 
@@ -201,3 +201,25 @@ def test_two_uses_within_one_layer_may_start_themselves() -> None:
     found = survey(model(Layer("a", build), ties=[Tie("a.0.weight", "a.1.weight")]))
 
     assert found.ties == {"a.1.weight": "a.0.weight"}
+
+
+def test_a_build_that_fails_is_told_with_the_layers_name() -> None:
+    def broken() -> nn.Module:
+        return nn.Linear("three", 4)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=r"^layer a: its build raised TypeError: .*; mend the"):
+        survey(model(layer("a", broken)))
+
+
+def test_a_build_that_makes_no_module_is_refused() -> None:
+    def nothing() -> nn.Module:
+        return None  # type: ignore[return-value]
+
+    with pytest.raises(ConfigError, match=r"^layer a: its build returned NoneType; return a torch"):
+        survey(model(layer("a", nothing)))
+
+
+def test_running_statistics_are_refused_until_replicas_share_them() -> None:
+    with pytest.raises(ConfigError, match="BatchNorm1d tracks running statistics, which"):
+        survey(model(layer("a"), layer("b", lambda: nn.BatchNorm1d(3))))
+    survey(model(layer("a"), layer("b", lambda: nn.BatchNorm1d(3, track_running_stats=False))))

@@ -384,3 +384,18 @@ def test_rates_are_in_tokens(rate: float, text: str) -> None:
 )
 def test_seconds_read_as_a_clock(s: float, text: str) -> None:
     assert format_seconds(s) == text
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader went away."""
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_lost_screen_ends_no_run() -> None:
+    console = Console(Gone(), bar=False)
+
+    console.line("first")
+    console.line("second")
+    console.close()

@@ -48,3 +48,12 @@ def test_without_scaling_the_scale_is_one_for_ever_but_patience_counts() -> None
     assert not scale.exhausted
     scale.update(finite=False)
     assert scale.exhausted
+
+
+def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
+    scale = dynamic(scale=64.0)
+    for _ in range(2):
+        scale.update(finite=False, loss_is_finite=False)
+
+    assert scale.exhausted
+    assert scale.scale == 16.0
