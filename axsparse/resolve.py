@@ -32,8 +32,7 @@ MOST_HALF_MICROBATCHES = 8
 """Up to here accumulation in half precision errs by less than 0.4 %."""
 DEFAULT_SLACK = 1
 AUTO_INDEX: IndexKind = "uint16"
-"""Half of int32 at no time that shows in a step, and without a compiler as the mask's speed
-needs one: docs/decisions/009-index-encodings.md."""
+"""Half of int32 at no time that shows in a step: docs/decisions/009-index-encodings.md."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -35,7 +36,8 @@ from axsparse.data.dataset import ArrayDataset
 from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
-from axsparse.samo import index_mask
+from axsparse.samo import index_mask, index_uint16
+from axsparse.samo.compiled import Loop, compiled
 from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import IndexKind
 from axsparse.samo.state import BLOCK
@@ -48,47 +50,48 @@ DENSITY = 0.1
 ROTATION = 8
 """Tensors that take turns, so that none is found in the cache: a layer's gradient is fresh
 from the matrix product, but its index was last read a microbatch ago."""
-COMPILED = index_mask.compiled_walk
 VARIANTS: Mapping[str, tuple[IndexKind, bool]] = {
     "int32": ("int32", False),
-    "uint16": ("uint16", False),
+    "uint16, numba": ("uint16", True),
+    "uint16, numpy": ("uint16", False),
     "mask, numba": ("mask", True),
     "mask, numpy": ("mask", False),
 }
-"""Encoding, and whether its bits may be read by machine code."""
-HIDDEN, LAYERS, TOKENS, MICROBATCHES, VOCABULARY = 1024, 2, 256, 2, 512
+"""Encoding, and whether it may be read by machine code."""
+HIDDEN, LAYERS, MICROBATCHES, VOCABULARY = 1024, 2, 2, 512
 
 Times: TypeAlias = dict[str, list[float]]
 
 
-def variants() -> list[str]:
-    """Those that this environment can run."""
-    return [name for name in VARIANTS if name != "mask, numba" or COMPILED() is not None]
+@dataclass
+class Reading:
+    """Stands in for `compiled`: how the variant in turn is read."""
 
+    compiled: Callable[[Loop], Loop | None]
+    variant: str = "int32"
 
-@contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Bits are read as the variant says."""
-    index_mask.compiled_walk = COMPILED if VARIANTS[name][1] else _no_walk
-    try:
-        yield
-    finally:
-        index_mask.compiled_walk = COMPILED
+    def __call__(self, loop: Loop) -> Loop | None:
+        return self.compiled(loop) if VARIANTS[self.variant][1] else None
 
-
-def _no_walk() -> None:
-    return None
+    def variants(self) -> list[str]:
+        """Those that this environment can run."""
+        installed = self.compiled(index_mask.move_bits) is not None
+        return [name for name, (_, needs_numba) in VARIANTS.items() if installed or not needs_numba]
 
 
 # -- by themselves ----------------------------------------------------------------------------
 
 
-def time_operation(dtype: torch.dtype, operation: str, extent: int | None, rounds: int) -> Times:
+def time_operation(
+    reading: Reading, dtype: torch.dtype, operation: str, extent: int | None, rounds: int
+) -> Times:
     """Seconds of one operation over a whole tensor, in pieces of `extent` kept entries."""
     generator = torch.Generator().manual_seed(1)
     masks = [torch.rand(NUMEL, generator=generator) < DENSITY for _ in range(ROTATION)]
     dense = [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(ROTATION)]
-    indices = {name: [make_index(mask, VARIANTS[name][0]) for mask in masks] for name in variants()}
+    indices = {
+        name: [make_index(mask, VARIANTS[name][0]) for mask in masks] for name in reading.variants()
+    }
     values = [values_D[mask] for values_D, mask in zip(dense, masks, strict=True)]
     turns = cycle(range(ROTATION))
     times: Times = {name: [] for name in indices}
@@ -96,13 +99,13 @@ def time_operation(dtype: torch.dtype, operation: str, extent: int | None, round
         for name in shuffled(indices, number):
             turn = next(turns)
             index = indices[name][turn]
-            with reading(name):
-                began = time.perf_counter()
-                if operation == "gather":
-                    gather_all(index, dense[turn], extent)
-                else:
-                    scatter_all(index, dense[turn], values[turn], extent)
-                taken = time.perf_counter() - began
+            reading.variant = name
+            began = time.perf_counter()
+            if operation == "gather":
+                gather_all(index, dense[turn], extent)
+            else:
+                scatter_all(index, dense[turn], values[turn], extent)
+            taken = time.perf_counter() - began
             if number >= 0:
                 times[name].append(taken)
     return times
@@ -129,7 +132,7 @@ def shuffled(names: Mapping[str, Any], seed: int) -> list[str]:
 # -- in a step ----------------------------------------------------------------------------------
 
 
-def time_steps(precision: str, rounds: int) -> Times:
+def time_steps(reading: Reading, precision: str, tokens: int, rounds: int) -> Times:
     """Seconds of a training step, the same trainer with one encoding after another."""
     config = Config.model_validate(
         {
@@ -137,26 +140,36 @@ def time_steps(precision: str, rounds: int) -> Times:
                 "num_layers": LAYERS,
                 "hidden_size": HIDDEN,
                 "num_heads": 16,
-                "sequence_length": TOKENS,
+                "sequence_length": tokens,
                 "vocab_size": VOCABULARY,
             },
             "batch": {"global_batch_size": MICROBATCHES, "microbatch_size": 1},
             "precision": precision,
             "pruning": {"sparsity": 1 - DENSITY, "method": "random"},
-            "train": {"steps": rounds * len(variants()) + 1, "eval_every": 0, "peak_flops": 1e9},
+            "train": {
+                "steps": rounds * len(reading.variants()) + 1,
+                "eval_every": 0,
+                "peak_flops": 1e9,
+            },
         }
     )
-    data = ArrayDataset(*(torch.randint(VOCABULARY, (64, TOKENS)) for _ in range(2)))
+    data = ArrayDataset(
+        torch.randint(VOCABULARY, (64, tokens)), torch.randint(VOCABULARY, (64, tokens))
+    )
     world: LocalWorld[Times] = LocalWorld(1)
-    [times] = world.run(lambda rank: _train(LocalTransport(world, rank), config, data, rounds))
+    [times] = world.run(
+        lambda rank: _train(LocalTransport(world, rank), reading, config, data, rounds)
+    )
     return times
 
 
-def _train(transport: LocalTransport, config: Config, data: ArrayDataset, rounds: int) -> Times:
-    model = gpt(config.model, TOKENS)
+def _train(
+    transport: LocalTransport, reading: Reading, config: Config, data: ArrayDataset, rounds: int
+) -> Times:
+    model = gpt(config.model, config.model.sequence_length)
     datasets = Datasets(data, None)
     trainer = build(Job(transport), model, lambda: datasets, config, quiet=True)
-    encoded = {name: _encode(trainer, VARIANTS[name][0]) for name in variants()}
+    encoded = {name: _encode(trainer, VARIANTS[name][0]) for name in reading.variants()}
     turns = [name for number in range(rounds) for name in shuffled(encoded, number)]
     times: Times = {name: [] for name in encoded}
     began = 0.0
@@ -166,15 +179,12 @@ def _train(transport: LocalTransport, config: Config, data: ArrayDataset, rounds
         if step > 1:  # the first step warms up
             times[turns[step - 2]].append(time.perf_counter() - began)
         if step <= len(turns):
-            index_mask.compiled_walk = COMPILED if VARIANTS[turns[step - 1]][1] else _no_walk
-            for tensor, index in encoded[turns[step - 1]]:
+            reading.variant = turns[step - 1]
+            for tensor, index in encoded[reading.variant]:
                 tensor.own_index = index
         began = time.perf_counter()
 
-    try:
-        trainer.train(on_step=change)
-    finally:
-        index_mask.compiled_walk = COMPILED
+    trainer.train(on_step=change)
     return times
 
 
@@ -218,7 +228,7 @@ def show(title: str, rows: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
             f"{low:8.3f} {middle:8.3f} {high:8.3f}"
             for low, middle, high in (row["ms"], row["ratio"], row["extra_ms"])
         )
-        print(f"  {name:12} {cells}", flush=True)
+        print(f"  {name:14} {cells}", flush=True)
 
 
 def machine() -> dict[str, object]:
@@ -253,7 +263,8 @@ def main() -> None:
 
     host = machine()
     print(json.dumps(host))
-    print(f"{'':12}   {'ms':^26}   {'ratio to int32':^26}   {'extra ms':^26}")
+    print(f"{'':14}   {'ms':^26}   {'ratio to int32':^26}   {'extra ms':^26}")
+    reading = Reading(compiled)
     cases: dict[str, Callable[[], Times]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for operation in ("gather", "scatter"):
@@ -263,17 +274,23 @@ def main() -> None:
                     f"{NUMEL} entries, {DENSITY} kept, "
                     + ("whole tensor" if extent is None else f"{extent} kept entries at a time")
                 )
-                cases[title] = partial(time_operation, dtype, operation, extent, arguments.rounds)
-    for precision in ("bf16", "fp32"):
+                cases[title] = partial(
+                    time_operation, reading, dtype, operation, extent, arguments.rounds
+                )
+    for precision, tokens in [("bf16", 256), ("bf16", 1024), ("fp32", 256)]:
         title = (
             f"training step, {precision}, GPT of {LAYERS} layers of {HIDDEN}, "
-            f"{MICROBATCHES} microbatches of {TOKENS} tokens"
+            f"{MICROBATCHES} microbatches of {tokens} tokens"
         )
-        cases[title] = partial(time_steps, precision, arguments.steps)
+        cases[title] = partial(time_steps, reading, precision, tokens, arguments.steps)
     results = {}
-    for title, measure in cases.items():
-        results[title] = summary(measure())
-        show(title, results[title])
+    with (
+        mock.patch.object(index_mask, "compiled", reading),
+        mock.patch.object(index_uint16, "compiled", reading),
+    ):
+        for title, measure in cases.items():
+            results[title] = summary(measure())
+            show(title, results[title])
     if arguments.save:
         host["load at the end"] = [round(value, 2) for value in os.getloadavg()]
         counts = {"rounds": arguments.rounds, "steps": arguments.steps}

@@ -36,6 +36,7 @@ FLOORS = {
     "config.load": 1,
     "config.validate": 1,
     "models.layer": 1,
+    "samo.compiled": 1,
     "samo.index": 1,
     "samo.index_mask": 1,
     "samo.index_uint16": 1,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.samo.compiled import Loop, compiled, same_size_integers
 from axsparse.samo.memory import MASK_BLOCK, MASK_WORD
 from axsparse.samo.pieces import (
     PIECE,
@@ -19,9 +15,7 @@ from axsparse.samo.pieces import (
     block_offsets,
     collect,
     covering,
-    cut,
     gather,
-    read_dtype,
     scatter,
 )
 
@@ -29,63 +23,51 @@ from axsparse.samo.pieces import (
 class MaskIndex:
     """A bit for each dense entry, the lowest of a byte first, and kept entries before each block.
 
-    Bits are read by a compiled loop where numba is installed (the extra `fast`), else
-    by numpy, which takes some five times as long and finds the same positions.
+    Without a compiler (`samo/compiled.py`) numpy reads the bits, which takes some four times
+    as long.
     """
 
     def __init__(self, mask_D: Tensor) -> None:
-        numel = mask_D.numel()
+        self._numel = mask_D.numel()
         self._offsets = block_offsets(mask_D, MASK_BLOCK)
-        bits = np.zeros(-(-numel // MASK_WORD) * MASK_WORD // 8, dtype=np.uint8)
-        bits[: -(-numel // 8)] = np.packbits(mask_D.numpy(), bitorder="little")
+        self.kept = int(self._offsets[-1])
+        bits = np.zeros(-(-self._numel // MASK_WORD) * MASK_WORD // 8, dtype=np.uint8)
+        bits[: -(-self._numel // 8)] = np.packbits(mask_D.numpy(), bitorder="little")
         self._bits = torch.from_numpy(bits)
-
-    @property
-    def kept(self) -> int:
-        return int(self._offsets[-1])
 
     @property
     def nbytes(self) -> int:
         return self._bits.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
-        return gather(dense_D, pieces, start, stop)
+        loop = compiled(move_bits)
+        if loop is None:
+            return gather(dense_D, self._pieces(start, stop), start, stop)
+        gathered_K = dense_D.new_empty(stop - start)
+        self._move(loop, dense_D, gathered_K, start, into_dense=False)
+        return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        pieces = self._pieces(start, start + values_K.numel(), np.int64)
-        scatter(dense_D, pieces, values_K, start)
+        loop = compiled(move_bits)
+        if loop is None:
+            pieces = self._pieces(start, start + values_K.numel())
+            scatter(dense_D, pieces, values_K, start)
+        else:
+            self._move(loop, dense_D, values_K, start, into_dense=True)
 
     def positions(self) -> Tensor:
-        return collect(self._pieces(0, self.kept, np.int64), self.kept)
+        return collect(self._pieces(0, self.kept), self.kept)
 
-    def _pieces(self, start: int, stop: int, dtype: type[np.signedinteger[Any]]) -> Pieces:
-        if start == stop:
-            return ()
-        compiled = compiled_walk()
-        if compiled is None:
-            return self._unpacked(start, stop)
-        return self._walked(compiled, start, stop, dtype)
+    def _move(
+        self, loop: Loop, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool
+    ) -> None:
+        dense, values = same_size_integers(dense_D, values_K, self._numel, self.kept - start)
+        offsets, words = self._offsets.numpy(), self._bits.numpy().view("<u8")
+        block = covering(offsets, start, start + values.size).start
+        before = start - int(offsets[block])
+        loop(words, block * (MASK_BLOCK // MASK_WORD), before, dense, values, into_dense)
 
-    def _walked(
-        self,
-        compiled: Callable[..., None],
-        start: int,
-        stop: int,
-        dtype: type[np.signedinteger[Any]],
-    ) -> Pieces:
-        """Pieces of kept entries, read word by word."""
-        words, offsets = self._bits.numpy().view("<u8"), self._offsets.numpy()
-        buffer = np.empty(min(PIECE, stop - start), dtype=dtype)
-        for begin, end in cut(start, stop):
-            block = covering(offsets, begin, end).start
-            word = block * (MASK_BLOCK // MASK_WORD)
-            positions = buffer[: end - begin]
-            compiled(words, word, int(offsets[block]), begin, end, positions)
-            yield begin, torch.from_numpy(positions)
-
-    def _unpacked(self, start: int, stop: int) -> Pieces:
-        """Pieces of dense entries, of which numpy finds those that are kept, as int64."""
+    def _pieces(self, start: int, stop: int) -> Pieces:
         bits, offsets = self._bits.numpy(), self._offsets.numpy()
         blocks = covering(offsets, start, stop)
         for block in blocks[:: PIECE // MASK_BLOCK]:
@@ -110,29 +92,25 @@ SHIFT_OF = np.array(
 """Which shift gives which top six bits."""
 
 
-def walk(words: Array, word: int, count: int, start: int, stop: int, positions: Array) -> None:
-    """Write the positions of the set bits [start, stop); `count` come before `words[word]`.
+def move_bits(
+    words: Array, word: int, before: int, dense: Array, values: Array, into_dense: bool
+) -> None:
+    """Copy all of `values` to or from the kept entries, from `before` bits after `word` on.
 
     `w & -w` is the lowest set bit, and a product with it a shift by its place.
     """
-    while count < stop:
+    number = -before
+    while number < values.size:
         bits = words[word]
-        base = word * 64
+        base = word * MASK_WORD
         word += 1
-        while bits != 0 and count < stop:
-            if count >= start:
+        while bits != 0 and number < values.size:
+            if number >= 0:
                 lowest = bits & (~bits + ONE)
-                positions[count - start] = base + SHIFT_OF[(lowest * DE_BRUIJN) >> TOP_SIX]
+                position = base + SHIFT_OF[(lowest * DE_BRUIJN) >> TOP_SIX]
+                if into_dense:
+                    dense[position] = values[number]
+                else:
+                    values[number] = dense[position]
             bits &= bits - ONE
-            count += 1
-
-
-@cache
-def compiled_walk() -> Callable[..., None] | None:
-    """`walk` in machine code; None without numba, or with one that does not fit this numpy."""
-    try:
-        numba = importlib.import_module("numba")
-    except ImportError:
-        return None
-    compiled: Callable[..., None] = numba.njit(nogil=True)(walk)
-    return compiled
+            number += 1

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.samo.compiled import Loop, compiled, same_size_integers
 from axsparse.samo.memory import UINT16_BLOCK
 from axsparse.samo.pieces import (
     PIECE,
+    Array,
     Pieces,
     block_offsets,
     collect,
@@ -23,13 +25,15 @@ from axsparse.samo.pieces import (
 
 
 class Uint16Index:
-    """The low 16 bits of each kept position, and where each block's begin.
+    """The low 16 bits of each kept position, and how many come before each block.
 
     A position is block · 65,536 + low bits, in tensors of any size.
     """
 
     def __init__(self, mask_D: Tensor) -> None:
+        self._numel = mask_D.numel()
         self._offsets = block_offsets(mask_D, UINT16_BLOCK)
+        self.kept = int(self._offsets[-1])
         low = np.empty(self.kept, dtype=np.uint16)
         offsets = self._offsets.tolist()
         for block, piece in enumerate(mask_D.split(UINT16_BLOCK)):
@@ -37,27 +41,38 @@ class Uint16Index:
         self._low = torch.from_numpy(low)
 
     @property
-    def kept(self) -> int:
-        return int(self._offsets[-1])
-
-    @property
     def nbytes(self) -> int:
         return self._low.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
-        return gather(dense_D, pieces, start, stop)
+        loop = compiled(move_low)
+        if loop is None:
+            pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
+            return gather(dense_D, pieces, start, stop)
+        gathered_K = dense_D.new_empty(stop - start)
+        self._move(loop, dense_D, gathered_K, start, into_dense=False)
+        return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        pieces = self._pieces(start, start + values_K.numel(), np.int64)
-        scatter(dense_D, pieces, values_K, start)
+        loop = compiled(move_low)
+        if loop is None:
+            pieces = self._pieces(start, start + values_K.numel(), np.int64)
+            scatter(dense_D, pieces, values_K, start)
+        else:
+            self._move(loop, dense_D, values_K, start, into_dense=True)
 
     def positions(self) -> Tensor:
         return collect(self._pieces(0, self.kept, np.int64), self.kept)
 
+    def _move(
+        self, loop: Loop, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool
+    ) -> None:
+        dense, values = same_size_integers(dense_D, values_K, self._numel, self.kept - start)
+        offsets = self._offsets.numpy()
+        block = covering(offsets, start, start + values.size).start
+        loop(self._low.numpy(), offsets, block, start, dense, values, into_dense)
+
     def _pieces(self, start: int, stop: int, dtype: type[np.signedinteger[Any]]) -> Pieces:
-        if start == stop:
-            return
         low, offsets = self._low.numpy(), self._offsets.numpy()
         blocks = covering(offsets, start, stop)
         block, ends = blocks.start, offsets[blocks.start + 1 : blocks.stop + 1].tolist()
@@ -73,3 +88,27 @@ class Uint16Index:
                     block += 1
                 at = until
             yield begin, torch.from_numpy(positions)
+
+
+def move_low(
+    low: Array,
+    offsets: Array,
+    block: int,
+    start: int,
+    dense: Array,
+    values: Array,
+    into_dense: bool,
+) -> None:
+    """Copy all of `values` to or from the kept entries from `start` on, which is in `block`."""
+    at, stop = start, start + values.size
+    while at < stop:
+        base = block * UINT16_BLOCK
+        block += 1
+        until = min(offsets[block], stop)
+        for number in range(at, until):
+            position = base + np.int64(low[number])
+            if into_dense:
+                dense[position] = values[number - start]
+            else:
+                values[number - start] = dense[position]
+        at = until

@@ -46,7 +46,7 @@ def block_offsets(mask_D: Tensor, block: int) -> Tensor:
 
 
 def covering(offsets: Array, start: int, stop: int) -> range:
-    """The blocks in which the kept entries [start, stop) stand; there must be one at least."""
+    """The blocks in which the kept entries [start, stop) stand."""
     first = np.searchsorted(offsets, offsets.dtype.type(start), side="right") - 1
     last = np.searchsorted(offsets, offsets.dtype.type(stop), side="left")
     return range(int(first), int(last))

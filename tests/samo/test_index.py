@@ -5,30 +5,33 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import tracemalloc
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
-from axsparse.samo import index_mask, memory
+from axsparse.samo import index_mask, index_uint16, memory
+from axsparse.samo.compiled import compiled
 from axsparse.samo.index import FullIndex, Index, Int32Index, make_index
-from axsparse.samo.index_mask import MaskIndex, compiled_walk, walk
-from axsparse.samo.index_uint16 import Uint16Index
+from axsparse.samo.index_mask import MaskIndex, move_bits
+from axsparse.samo.index_uint16 import Uint16Index, move_low
 from axsparse.samo.memory import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
 from axsparse.samo.pieces import PIECE, read_dtype
 from axsparse.samo.state import LayerState, TensorState
 
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-DENSER = KINDS[1:]
 DENSER_CLASSES: dict[str, type[Uint16Index | MaskIndex]] = {
     "uint16": Uint16Index,
     "mask": MaskIndex,
 }
+MODULES = {"uint16": index_uint16, "mask": index_mask}
+LOOPS = {"uint16": move_low, "mask": move_bits}
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
@@ -40,15 +43,24 @@ EDGES = [
 ]
 
 
-@pytest.fixture(params=["numpy", "numba"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the bits of a mask are read; other encodings do not ask."""
-    found = compiled_walk()
-    if request.param == "numpy":
-        monkeypatch.setattr(index_mask, "compiled_walk", lambda: None)
-    elif found is None:
+@pytest.fixture(
+    params=[
+        ("uint16", "numpy"),
+        ("uint16", "machine code"),
+        ("mask", "numpy"),
+        ("mask", "machine code"),
+    ],
+    ids=" by ".join,
+)
+def denser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> IndexKind:
+    """An encoding that is decoded as it is used, with and without a compiler."""
+    kind: IndexKind
+    kind, by = request.param
+    if by == "numpy":
+        monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: None)
+    elif compiled(LOOPS[kind]) is None:
         pytest.skip("numba is not installed")
-    return str(request.param)
+    return kind
 
 
 def numbers(count: int) -> Tensor:
@@ -123,40 +135,34 @@ def assert_same(index: Index, reference: Int32Index, numel: int, start: int, sto
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
 @pytest.mark.parametrize("numel", EDGES)
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.9])
-def test_sizes_around_the_edges_of_blocks(kind: IndexKind, numel: int, density: float) -> None:
+def test_sizes_around_the_edges_of_blocks(denser: IndexKind, numel: int, density: float) -> None:
     mask = random_mask(numel, density)
-    reference, index = Int32Index(mask), make_index(mask, kind)
+    reference, index = Int32Index(mask), make_index(mask, denser)
     kept = reference.kept
 
     assert index.kept == kept
-    assert index.nbytes == index_bytes(numel, kept, kind)
+    assert index.nbytes == index_bytes(numel, kept, denser)
     assert torch.equal(index.positions(), reference.positions())
     for start, stop in [(0, kept), (0, 0), (kept, kept), (kept // 3, kept // 2), (kept // 2, kept)]:
         assert_same(index, reference, numel, start, stop)
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
 @pytest.mark.parametrize("at", [0, *EDGES[:9], 4 * UINT16_BLOCK - 1])
-def test_a_single_kept_entry_among_empty_blocks(kind: IndexKind, at: int) -> None:
+def test_a_single_kept_entry_among_empty_blocks(denser: IndexKind, at: int) -> None:
     mask = torch.zeros(4 * UINT16_BLOCK, dtype=torch.bool)
     mask[at] = True
-    index = make_index(mask, kind)
+    index = make_index(mask, denser)
 
     assert index.positions().tolist() == [at]
     assert_same(index, Int32Index(mask), mask.numel(), 0, 1)
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
-def test_a_single_pruned_entry_among_full_blocks(kind: IndexKind) -> None:
+def test_a_single_pruned_entry_among_full_blocks(denser: IndexKind) -> None:
     mask = torch.ones(3 * UINT16_BLOCK, dtype=torch.bool)
     mask[UINT16_BLOCK] = False
-    index = make_index(mask, kind)
+    index = make_index(mask, denser)
 
     assert torch.equal(index.positions(), Int32Index(mask).positions())
     for start in (UINT16_BLOCK - 1, UINT16_BLOCK, MASK_BLOCK - 1, MASK_BLOCK):
@@ -164,11 +170,9 @@ def test_a_single_pruned_entry_among_full_blocks(kind: IndexKind) -> None:
         assert_same(index, Int32Index(mask), mask.numel(), start, start + PIECE)
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
-def test_a_mask_that_keeps_nothing(kind: IndexKind) -> None:
+def test_a_mask_that_keeps_nothing(denser: IndexKind) -> None:
     mask = torch.zeros(UINT16_BLOCK + 1, dtype=torch.bool)
-    index = make_index(mask, kind)
+    index = make_index(mask, denser)
     dense = numbers(mask.numel())
 
     index.scatter(dense, torch.empty(0), 0)
@@ -178,26 +182,28 @@ def test_a_mask_that_keeps_nothing(kind: IndexKind) -> None:
     assert torch.equal(dense, numbers(mask.numel()))
 
 
-@pytest.mark.usefixtures("reader")
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
-    st.sampled_from(DENSER),
     st.integers(1, 3 * UINT16_BLOCK),
     st.sampled_from([0.002, 0.1, 0.7]),
     st.floats(0, 1),
     st.floats(0, 1),
 )
 def test_any_stretch_of_any_tensor_of_several_blocks(
-    kind: IndexKind, numel: int, density: float, one: float, other: float
+    denser: IndexKind, numel: int, density: float, one: float, other: float
 ) -> None:
     mask = random_mask(numel, density)
     reference = Int32Index(mask)
     start, stop = sorted((int(one * reference.kept), int(other * reference.kept)))
 
-    assert_same(make_index(mask, kind), reference, numel, start, stop)
+    assert_same(make_index(mask, denser), reference, numel, start, stop)
 
 
-@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype) -> None:
@@ -212,27 +218,41 @@ def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype
     assert torch.equal(copy.nan_to_num(7), (dense.nan_to_num(7) * mask))
 
 
-def test_bits_are_walked_alike_with_and_without_a_compiler() -> None:
-    mask = random_mask(4096, 0.3)
-    positions = Int32Index(mask).positions().numpy()
-    words = np.packbits(mask.numpy(), bitorder="little").view("<u8")
-    before = int(mask[:2048].sum())
-    found = np.empty(500, dtype=np.int32)
+@pytest.mark.parametrize("kind", ["uint16", "mask"])
+def test_the_loops_of_machine_code_say_the_same_in_python(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = random_mask(UINT16_BLOCK + 3000, 0.03)
+    reference = Int32Index(mask)
+    index = DENSER_CLASSES[kind](mask)
+    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: loop)
 
     with np.errstate(over="ignore"):  # compiled, products wrap around without a word
-        walk(words, 32, before, before + 7, before + 507, found)
-
-    assert found.tolist() == positions[before + 7 : before + 507].tolist()
+        assert_same(index, reference, mask.numel(), 70, reference.kept - 3)
 
 
-def test_without_numba_bits_are_read_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Uint16Index(torch.arange(10) < 4)
+    monkeypatch.setattr(index_uint16, "compiled", lambda loop: loop)
+
+    with pytest.raises(AssertionError, match=r"\(9,\) for 10 entries"):
+        index.gather(torch.zeros(9), 0, 4)
+    with pytest.raises(AssertionError, match="4 values for 3 kept entries"):
+        index.scatter(torch.zeros(10), torch.zeros(4), 1)
+    with pytest.raises(AssertionError, match=r"torch.float32 and torch\.bfloat16"):
+        index.scatter(torch.zeros(10), torch.zeros(4, dtype=torch.bfloat16), 0)
+
+
+def test_without_numba_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
 
-    assert compiled_walk.__wrapped__() is None
+    assert compiled.__wrapped__(move_low) is None
 
 
-def test_with_numba_bits_are_read_by_machine_code() -> None:
-    assert (compiled_walk() is not None) == (importlib.util.find_spec("numba") is not None)
+def test_with_numba_there_is_machine_code() -> None:
+    installed = importlib.util.find_spec("numba") is not None
+
+    assert (compiled(move_low) is not None) == installed
 
 
 # -- limits ---------------------------------------------------------------------------------
@@ -245,37 +265,43 @@ def test_more_entries_than_int32_can_number_are_refused_by_int32() -> None:
         make_index(mask, "int32")
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
 @pytest.mark.parametrize("limit", [100, 20_000])
 def test_more_entries_than_int32_can_number_are_no_matter_to_the_others(
-    kind: IndexKind, limit: int, monkeypatch: pytest.MonkeyPatch
+    denser: IndexKind, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = random_mask(70_000, 0.1)  # 7,000 are kept: beyond one of the limits
     reference = Int32Index(mask)
     monkeypatch.setattr(memory, "INT32_LIMIT", limit)
-    index = DENSER_CLASSES[kind](mask)
+    index = DENSER_CLASSES[denser](mask)
 
-    assert index.nbytes == index_bytes(70_000, reference.kept, kind)
-    blocks = {"uint16": 2, "mask": 35}[kind]
-    own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[kind]
+    assert index.nbytes == index_bytes(70_000, reference.kept, denser)
+    blocks = {"uint16": 2, "mask": 35}[denser]
+    own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[denser]
     assert index.nbytes - own == (8 if limit == 100 else 4) * (blocks + 1)
     assert read_dtype(70_000) == np.int64
     assert torch.equal(index.positions(), reference.positions())
     assert_same(index, reference, 70_000, 5, reference.kept)
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("kind", DENSER)
-@pytest.mark.parametrize("density", [0.01, 0.5])
-def test_positions_are_decoded_a_piece_at_a_time(kind: IndexKind, density: float) -> None:
-    mask = random_mask(6 * PIECE + 5, density)
-    index = DENSER_CLASSES[kind](mask)
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_decoding_takes_memory_for_one_piece_however_large_the_tensor(
+    denser: IndexKind, operation: str
+) -> None:
+    mask = random_mask(8 * PIECE + 5, 0.5)
+    index = make_index(mask, denser)
+    dense = torch.zeros(mask.numel())
+    values = index.gather(dense, 0, index.kept)
 
-    sizes = [len(positions) for _, positions in index._pieces(0, index.kept, np.int64)]
+    tracemalloc.start()
+    if operation == "gather":
+        index.gather(dense, 0, index.kept)
+    else:
+        index.scatter(dense, values, 0)
+    _, peak = tracemalloc.get_traced_memory()  # of numpy, which does all of the decoding
+    tracemalloc.stop()
 
-    assert sum(sizes) == index.kept
-    assert max(sizes) <= PIECE
+    piece = 8 * PIECE
+    assert peak < 1.5 * piece < 8 * index.kept / 2
 
 
 @examples
@@ -304,7 +330,6 @@ def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
     assert torch.equal(layer.master("w"), values[mask])
 
 
-@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: IndexKind) -> None:
     mask = random_mask(60, 0.4).view(6, 10)

@@ -24,7 +24,14 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.footprint import stage_bytes
-from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, index_bytes, tensor_bytes
+from axsparse.samo.memory import (
+    IndexKind,
+    StateBytes,
+    TensorSize,
+    fits_int32,
+    index_bytes,
+    tensor_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -253,6 +260,11 @@ def test_a_parameter_of_which_a_tenth_is_kept_costs_few_bytes(
 def test_an_index_in_bytes(kind: IndexKind, expected: int) -> None:
     assert index_bytes(70_000, 7_000, kind) == expected
     assert index_bytes(70_000, 70_000, kind) == 0
+
+
+def test_int32_holds_numbers_up_to_its_limit() -> None:
+    assert fits_int32(int(torch.iinfo(torch.int32).max))
+    assert not fits_int32(int(torch.iinfo(torch.int32).max) + 1)
 
 
 @pytest.mark.parametrize("kept_of_ten", [1, 9])
