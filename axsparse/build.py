@@ -13,6 +13,7 @@ from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import sum_by_owner
+from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync, StageTie, Use
 from axsparse.grid import Grid
 from axsparse.job import Job, together
@@ -28,6 +29,7 @@ from axsparse.resolve import Resolved, loss_scale, resolve
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.gradient import GradientCollector
+from axsparse.samo.shards import Replicas
 from axsparse.startup import (
     METRICS_FILE,
     Data,
@@ -64,12 +66,19 @@ def build(
     torch.set_num_threads(run.config.train.threads)
     data = open_data(run, loaded, transport, open_datasets)
     job.run_dir = None if quiet else prepare_run_dir(run.config, loaded, transport)
-    layers = together(transport, lambda: _construct(run, model))
+    column = run.place.grid.column(run.place.stage)
+    replicas = Replicas(
+        transport.collective(f"agreements of stage {run.place.stage}", column),
+        transport.backoff,
+        shard=run.config.samo.shard_optimizer,
+    )
+    layers = together(transport, lambda: _construct(run, model, replicas))
     recorder = _recorder(run, model.name, layers, data, transport, job.run_dir)
-    return Trainer(run.config, _join(run, model, layers, data, transport, recorder))
+    parts = _join(run, model, layers, replicas, data, transport, recorder)
+    return Trainer(run.config, parts)
 
 
-def _construct(run: Resolved, model: Model) -> list[BuiltLayer]:
+def _construct(run: Resolved, model: Model, replicas: Replicas) -> list[BuiltLayer]:
     options = StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
@@ -78,6 +87,7 @@ def _construct(run: Resolved, model: Model) -> list[BuiltLayer]:
         seed=run.config.seed,
         criterion=run.criterion if run.config.pruning.at_step == 0 else None,
         index=run.index,
+        replicas=replicas,
     )
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     return construct(own, run.survey.ties, options)
@@ -87,6 +97,7 @@ def _join(
     run: Resolved,
     model: Model,
     layers: list[BuiltLayer],
+    replicas: Replicas,
     data: Data,
     transport: Transport,
     recorder: Recorder,
@@ -95,10 +106,11 @@ def _join(
     place, config, phases = run.place, run.config, Phases()
     states = [layer.state for layer in layers]
     column = place.grid.column(place.stage)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     sync = GradientSync(
         states,
         _stage_ties(run, layers, transport),
-        replicas=transport.collective(f"gradients of stage {place.stage}", column),
+        replicas=gradients,
         wire_dtype=run.dtype,
         backoff=transport.backoff,
         phases=phases,
@@ -133,7 +145,8 @@ def _join(
         link=link,
         collector=GradientCollector(states, sync.ready, lambda: phases("compress")),
         sync=sync,
-        column=transport.collective(f"agreements of stage {place.stage}", column),
+        replicas=replicas,
+        weights=WeightGather(gradients, transport.backoff, phases),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
         criterion=run.criterion,
@@ -219,6 +232,7 @@ def dense_bytes(run: Resolved, stage: int) -> int:
         gradient_dtype=run.gradient_dtype,
         split_master=run.config.samo.split_master,
         moments=len(run.optimizer.moments),
+        replicas=run.place.grid.g_data if run.config.samo.shard_optimizer else 1,
     ).total
 
 

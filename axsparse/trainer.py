@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from axsparse.comm import Collective, Link, Transport
+import torch
+
+from axsparse.comm import Link, Op, Transport
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import Agreement, Verdict, sum_by_owner
+from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync
 from axsparse.errors import TrainingError
 from axsparse.grid import Place
@@ -28,6 +31,7 @@ from axsparse.samo.memory import StateBytes
 from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.prune import masks_digest, prune_in_place
+from axsparse.samo.shards import Replicas
 from axsparse.samo.update import update
 
 
@@ -45,8 +49,9 @@ class Parts:
     link: Link
     collector: GradientCollector
     sync: GradientSync
-    column: Collective
-    """Joins the replicas of this stage for small agreements."""
+    weights: WeightGather
+    replicas: Replicas
+    """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer
     loss_scale: LossScale
     criterion: Criterion | None
@@ -98,14 +103,12 @@ class Trainer:
     def _agree(self, loss: float) -> Verdict:
         parts = self.parts
         with parts.phases("optimizer"):
-            # Replicas hold the same sums: one of them speaks.
-            states = [layer.state for layer in parts.layers if parts.place.replica == 0]
-            partials = norm_partials(states, self._counted)
+            partials = norm_partials([layer.state for layer in parts.layers], self._counted)
         with parts.phases("collective"):
             return self._agreement.reach(loss, partials, parts.loss_scale.scale)
 
     def _update(self, verdict: Verdict) -> None:
-        settings = self.config.optimizer
+        parts, settings = self.parts, self.config.optimizer
         self._updates += 1
         hyper = Hyper(
             step=self._updates,
@@ -114,10 +117,17 @@ class Trainer:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        with self.parts.phases("optimizer"):
+        with parts.phases("optimizer"):
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
-            states = [layer.state for layer in self.parts.layers]
-            update(states, self.parts.optimizer, hyper, factor / self.parts.loss_scale.scale)
+            update(
+                [layer.state for layer in parts.layers],
+                parts.optimizer,
+                hyper,
+                factor / parts.loss_scale.scale,
+                replicas=parts.replicas,
+                updated=parts.weights.updated,
+            )
+        parts.weights.finish()
 
     @property
     def learning_rate(self) -> float:
@@ -242,15 +252,18 @@ class Trainer:
         if each is not None:
             return float(each * self.config.batch.global_batch_size)
         with parts.phases("collective"):
-            rows = sum_by_owner(parts.column, parts.transport.backoff, [batch.num_targets])
-        return max(1.0, sum(row[0] for row in rows))
+            count = torch.tensor([batch.num_targets], dtype=torch.float64)
+            parts.replicas.exchange(Op.ALL_REDUCE, count)
+        return max(1.0, count.item())
 
     def _agree_on_masks(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the agreement's vector."""
         parts, transport = self.parts, self.parts.transport
-        digests = sum_by_owner(parts.column, transport.backoff, [masks_digest(parts.layers)])
-        for replica, digest in enumerate(digests):
-            if digest != digests[0]:
+        digests = torch.zeros(parts.replicas.size, dtype=torch.float64)
+        digests[parts.replicas.rank] = masks_digest(parts.layers)
+        parts.replicas.exchange(Op.ALL_REDUCE, digests)
+        for replica, digest in enumerate(digests.tolist()):
+            if digest != digests[0].item():
                 raise TrainingError(
                     f"masks: replica {replica} keeps other entries than replica 0 on stage "
                     f"{parts.place.stage}; masks must depend on seed, names and weights only"

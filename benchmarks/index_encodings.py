@@ -40,7 +40,7 @@ from axsparse.samo import index_mask, index_uint16
 from axsparse.samo.compiled import Loop, compiled
 from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import IndexKind
-from axsparse.samo.state import BLOCK
+from axsparse.samo.shards import BLOCK
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport

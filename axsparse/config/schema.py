@@ -120,6 +120,9 @@ class SamoConfig(Section):
     split_master: bool = False
     """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
     same bits in 2 bytes fewer a kept entry."""
+    shard_optimizer: bool = False
+    """Each replica holds and updates its share of master weights and moments only (ZeRO stage
+    1 over compressed state). The same losses, and as many bytes on the wire."""
 
 
 class OptimizerConfig(Section):

@@ -12,7 +12,7 @@ from torch import Tensor
 from axsparse.comm import Backoff, Collective, Op, wait
 from axsparse.grid import Place
 from axsparse.samo.norm import global_norm
-from axsparse.samo.state import BLOCK
+from axsparse.samo.shards import BLOCK
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,13 @@ class Agreement:
     def reach(
         self, loss: float, partials: Mapping[str, Tensor], loss_scale: float = 1.0
     ) -> Verdict:
-        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, of
-        gradients that are `loss_scale` times too large."""
+        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, this
+        replica's share, of gradients that are `loss_scale` times too large."""
         vector = torch.zeros(self._length, dtype=torch.float64)
         if self._place.is_last:
             vector[self._place.replica] = loss
-        if self._place.replica == 0:  # gradients are summed: all replicas have the same
-            for name, partial in partials.items():
-                vector[self._slots[name]] = partial
+        for name, partial in partials.items():
+            vector[self._slots[name]] = partial
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
         norm = global_norm(vector[self._losses :], loss_scale)
         total = sum(vector[: self._losses].tolist())

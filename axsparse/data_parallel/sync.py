@@ -3,7 +3,8 @@
 One bucket a layer: its flat gradient buffer is what travels, without a copy where the
 accumulator has the wire's type. A bucket starts as soon as the last microbatch has
 completed it and all buckets before it have started; the order is fixed (last layer
-first, layers with ties at the end), so that all replicas start them alike.
+first, layers with ties at the end), so that all replicas start them alike. Where the
+optimizer state is sharded, a replica receives the sums of its own share only.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class GradientSync:
             self._advance_buckets()
 
     def finish(self) -> None:
-        """Wait until every gradient holds its sum over uses and replicas."""
+        """Wait until every gradient that is held here has its sum over uses and replicas."""
         with self._phases("collective"):
             self._backoff.reset()
             while not self._is_done():
@@ -146,7 +147,9 @@ class GradientSync:
         for bucket in self._buckets[: self._started]:
             if bucket.work is not None and bucket.work.poll():
                 if bucket.wire is not None:
-                    bucket.layer.reduced_gradient.copy_(bucket.wire)
+                    own = bucket.layer.held
+                    gradient = bucket.layer.reduced_gradient
+                    gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
                 bucket.work = bucket.wire = None
 
     def _ties_summed(self, layer: LayerState) -> bool:
@@ -162,4 +165,7 @@ class GradientSync:
             return
         if gradient.dtype != self._wire_dtype:
             gradient = bucket.wire = gradient.to(self._wire_dtype)
-        bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)
+        if bucket.layer.is_sharded:
+            bucket.work = self._replicas.start(Op.REDUCE_SCATTER, gradient, bucket.layer.bounds)
+        else:
+            bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)

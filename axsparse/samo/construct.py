@@ -18,6 +18,7 @@ from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import IndexKind, master_kind
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state import LayerState, TensorState
 from axsparse.seeds import keyed_generator, keyed_seed, preserved_rng
 
@@ -43,9 +44,10 @@ class StateOptions:
     criterion: Criterion | None
     """What is pruned while building; None builds dense state."""
     index: IndexKind = "int32"
+    """How kept positions are stored, of what is pruned now and later."""
     split_master: bool = False
     """Masters as bf16 weight and 16-bit remainder."""
-    """How kept positions are stored, of what is pruned now and later."""
+    replicas: Replicas = ALONE
 
 
 def construct(
@@ -106,6 +108,7 @@ def _construct_layer(
         master=master_kind(half=options.dtype != torch.float32, split=options.split_master),
         index_kind=options.index,
         frozen=frozen,
+        replicas=options.replicas,
     )
     for tensor in state.owned:
         _fill(state, tensor, _flat(values, tensor.name.removeprefix(f"{layer.name}.")))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from axsparse.models.survey import LayerInfo
+from axsparse.models.survey import LayerInfo, ParameterInfo
 from axsparse.pruning.criteria import Criterion
-from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, layer_bytes
 
 
 def stage_bytes(
@@ -21,32 +21,40 @@ def stage_bytes(
     moments: int,
     index: IndexKind = "int32",
     split_master: bool = False,
+    replicas: int = 1,
+    replica: int = 0,
 ) -> StateBytes:
-    """Bytes of the state of these layers on one rank; `criterion` None is dense."""
+    """Bytes of the state of these layers on one rank; `criterion` None is dense.
+
+    `replicas` above 1: those that shard the optimizer state.
+    """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
-    parts = []
-    for layer in layers:
-        for parameter in layer.parameters:
-            numel = parameter.numel
-            pruned = (
-                criterion is not None
-                and parameter.trained
-                and criterion.prunes(layer.kind, parameter.shape)
-            )
-            size = TensorSize(
-                numel,
-                criterion.kept(numel) if criterion is not None and pruned else numel,
-                trained=parameter.trained,
-                is_alias=ties.get(parameter.name) in here,
-            )
-            parts.append(
-                tensor_bytes(
-                    size,
-                    half=dtype != torch.float32,
-                    gradient_bytes=gradient_dtype.itemsize,
-                    moments=moments,
-                    index=index,
-                    split_master=split_master,
-                )
-            )
-    return StateBytes.sum(parts)
+    return StateBytes.sum(
+        layer_bytes(
+            [
+                _size(layer, parameter, criterion, is_alias=ties.get(parameter.name) in here)
+                for parameter in layer.parameters
+            ],
+            half=dtype != torch.float32,
+            gradient_bytes=gradient_dtype.itemsize,
+            moments=moments,
+            index=index,
+            split_master=split_master,
+            replicas=replicas,
+            replica=replica,
+        )
+        for layer in layers
+    )
+
+
+def _size(
+    layer: LayerInfo, parameter: ParameterInfo, criterion: Criterion | None, *, is_alias: bool
+) -> TensorSize:
+    numel = parameter.numel
+    prunes = (
+        criterion is not None
+        and parameter.trained
+        and criterion.prunes(layer.kind, parameter.shape)
+    )
+    kept = criterion.kept(numel) if criterion is not None and prunes else numel
+    return TensorSize(numel, kept, trained=parameter.trained, is_alias=is_alias)

@@ -50,4 +50,5 @@ LAMB = Optimizer(
     update_moments=adamw.update_moments,  # the same recurrences
     statistics=statistics,
     apply=apply,
+    num_statistics=2,
 )

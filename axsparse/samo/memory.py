@@ -23,6 +23,11 @@ bytes dense, costs for each parameter, f = k/n of which are kept:
     mask     2.127 + 14·f      3.53
     mask     2.127 + 12·f      3.33    and split masters (bf16)
 
+Where d replicas shard the optimizer state, master and optimizer count the kept entries of a
+replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
+
+    mask     2.127 + 2·f + 10·f/d    2.45 at d = 8, with split masters
+
 The second use of a tied weight costs its own full state on another stage, and only its
 own gradient where both uses are on one stage.
 """
@@ -30,9 +35,11 @@ own gradient where both uses are on one stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Literal, TypeAlias
+
+from axsparse.samo.shards import share_bounds
 
 IndexKind: TypeAlias = Literal["int32", "uint16", "mask"]
 """How kept positions are stored."""
@@ -137,4 +144,42 @@ def tensor_bytes(
         gradient=gradient_bytes * size.kept,
         master=MASTER_BYTES[master_kind(half=half, split=split_master)] * size.kept,
         optimizer=MOMENT_BYTES * moments * size.kept,
+    )
+
+
+def layer_bytes(
+    sizes: Sequence[TensorSize],
+    *,
+    half: bool,
+    gradient_bytes: int,
+    moments: int,
+    index: IndexKind = "int32",
+    split_master: bool = False,
+    replicas: int = 1,
+    replica: int = 0,
+) -> StateBytes:
+    """The formula above for the tensors of one layer, in their order in the module.
+
+    With `replicas` above 1 the optimizer state is sharded, and this is what one of them holds.
+    """
+    whole = StateBytes.sum(
+        tensor_bytes(
+            size,
+            half=half,
+            gradient_bytes=gradient_bytes,
+            moments=moments,
+            index=index,
+            split_master=split_master,
+        )
+        for size in sizes
+    )
+    if replicas == 1:
+        return whole
+    kept = [size.kept for size in sizes if size.trained and not size.is_alias]
+    bounds = share_bounds(kept, replicas)
+    share = bounds[replica + 1] - bounds[replica]
+    return replace(
+        whole,
+        master=MASTER_BYTES[master_kind(half=half, split=split_master)] * share,
+        optimizer=MOMENT_BYTES * moments * share,
     )

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state import LayerState
 
 
 def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[str, Tensor]:
-    """Per tensor name, one fp64 sum of squares a block of kept gradient entries.
+    """Per tensor name, one fp64 sum of squares a block of kept gradient entries; zero for the
+    blocks of other replicas' shares.
 
     Non-finite exactly if a gradient entry of the block is: squares of fp32 values
     cannot overflow fp64. `names` limits the result to tensors counted here, since
@@ -24,13 +26,10 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
         for tensor in layer.owned:
             if tensor.name in wanted:
                 gradient_K = layer.gradient_of(tensor)
-                partials[tensor.name] = torch.tensor(
-                    [
-                        gradient_K[start:stop].double().square_().sum().item()
-                        for start, stop in tensor.blocks()
-                    ],
-                    dtype=torch.float64,
-                )
+                partial = torch.zeros(-(-tensor.kept // BLOCK), dtype=torch.float64)
+                for start, stop in layer.blocks(tensor, layer.share):
+                    partial[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+                partials[tensor.name] = partial
     return partials
 
 

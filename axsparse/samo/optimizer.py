@@ -44,7 +44,9 @@ class Optimizer:
     update_moments: Callable[[Block, Hyper], None]
     """`(block, hyper)`: fold the gradient into the moments, in place."""
     statistics: Callable[[Block, Hyper], Tensor] | None
-    """`(block, hyper)`: fp64 sums of a block that are added up over the whole tensor (over its
-    shards, too) before `apply`; None if the rule is elementwise."""
+    """`(block, hyper)`: fp64 sums of a block, `(num_statistics,)`, that are added up over the
+    whole tensor (over its shards, too) before `apply`; None if the rule is elementwise."""
     apply: Callable[[Block, Tensor | None, Hyper], None]
     """`(block, statistics, hyper)`: move the master weights, in place."""
+    num_statistics: int = 0
+    """How many sums `statistics` gives."""

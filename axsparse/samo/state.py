@@ -3,7 +3,8 @@
 One flat buffer a layer and kind (gradient, master, each moment), in which each tensor
 has the kept entries [offset, offset + kept). Buffers belong to a layer and never to a
 stage, because a view keeps its whole storage alive: a layer can be pruned, sharded or
-freed by itself.
+freed by itself. Where replicas shard the optimizer state, master and moments have the
+entries of this replica's share only (`samo/shards.py`); weight, index and gradient stay whole.
 
     "weight"       fp32 training: the weight is its own master, gathered for an update
     "fp32"         half training: an fp32 buffer of kept entries, of which the weight is rounded
@@ -12,19 +13,18 @@ freed by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from axsparse.comm import Op
 from axsparse.samo import precision
 from axsparse.samo.index import Index, make_index
 from axsparse.samo.memory import IndexKind, MasterKind, StateBytes
+from axsparse.samo.shards import ALONE, BLOCK, Replicas, share_bounds
 
-BLOCK = 65_536
-"""Kept entries that are updated, and whose squares are summed, at a time. Part of the
-numerics: the norm is a sum of one partial a block."""
 _MASTERS = {"fp32": torch.float32, "remainder": torch.int16}
 
 
@@ -80,6 +80,7 @@ class LayerState:
         master: MasterKind,
         index_kind: IndexKind = "int32",
         frozen: Sequence[nn.Parameter] = (),
+        replicas: Replicas = ALONE,
     ) -> None:
         """Buffers are allocated here; `write_master` fills them.
 
@@ -91,36 +92,72 @@ class LayerState:
         self.index_kind = index_kind
         self._splits_master = master == "remainder"
         self.frozen = tuple(frozen)
+        self._replicas = replicas
         # Aliases last, so that what is reduced over replicas is one contiguous piece.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
         self.owned = [tensor for tensor in self.tensors if tensor.alias_of is None]
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
-        owned, total = self._lay_out()
-        self.gradient = torch.zeros(total, dtype=gradient_dtype)
-        self.master_K = None if master == "weight" else torch.zeros(owned, dtype=_MASTERS[master])
-        self.moments_K = {moment: torch.zeros(owned, dtype=torch.float32) for moment in moments}
+        self.bounds: list[int] = []
+        """Where the replicas' shares of the owned entries begin and end."""
+        self.gradient = torch.zeros(self._lay_out(), dtype=gradient_dtype)
+        held = len(self.held)
+        self.master_K = None if master == "weight" else torch.zeros(held, dtype=_MASTERS[master])
+        self.moments_K = {moment: torch.zeros(held, dtype=torch.float32) for moment in moments}
 
-    def _lay_out(self) -> tuple[int, int]:
-        """Set the offsets; returns the kept entries of owned tensors and of all."""
-        total = owned = 0
+    def _lay_out(self) -> int:
+        """Set offsets and bounds; returns the kept entries of all tensors, aliases included."""
+        total = 0
         for tensor in self.tensors:
             tensor.offset = total
             total += tensor.kept
-            if tensor.alias_of is None:
-                owned = total
-        return owned, total
+        self.bounds = share_bounds([tensor.kept for tensor in self.owned], self._replicas.size)
+        return total
 
     def tensor(self, name: str) -> TensorState:
         """The tensor of a global parameter name; KeyError if it is not of this layer."""
         return self._by_name[name]
+
+    # -- shares -----------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether master and moments are this replica's share only."""
+        return self._replicas.shard and self._replicas.size > 1
+
+    @property
+    def share(self) -> range:
+        """The entries of the flat buffers that this replica answers for: whole blocks."""
+        rank = self._replicas.rank
+        return range(self.bounds[rank], self.bounds[rank + 1])
+
+    @property
+    def held(self) -> range:
+        """The entries whose master and moments are here, and are updated here."""
+        return self.share if self.is_sharded else range(self.bounds[-1])
+
+    def blocks(self, tensor: TensorState, part: range) -> Iterator[tuple[int, int]]:
+        """The bounds of a tensor's blocks that lie in a part of the flat buffers."""
+        for start, stop in tensor.blocks():
+            if part.start <= tensor.offset + start and tensor.offset + stop <= part.stop:
+                yield start, stop
+
+    def _gathered(self, tensor: TensorState, read: Callable[[int, int], Tensor]) -> Tensor:
+        """All of a tensor's values of which `read(start, stop)` has the held ones, in fp32."""
+        own = _common(self.held, tensor)
+        if not self.is_sharded:
+            return read(own.start, own.stop)
+        whole = torch.zeros(tensor.kept)
+        whole[own.start : own.stop] = read(own.start, own.stop)
+        bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
+        self._replicas.exchange(Op.ALL_GATHER, whole, bounds)
+        return whole
 
     # -- gradient ---------------------------------------------------------------------
 
     @property
     def reduced_gradient(self) -> Tensor:
         """The part of the gradient that replicas sum: all owned tensors."""
-        last = self.owned[-1] if self.owned else None
-        return self.gradient[: last.offset + last.kept if last else 0]
+        return self.gradient[: self.bounds[-1]]
 
     def gradient_of(self, tensor: TensorState) -> Tensor:
         """The kept gradient of one tensor, a view."""
@@ -138,19 +175,22 @@ class LayerState:
     # -- master weights and moments ---------------------------------------------------
 
     def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
-        """The fp32 master weights of kept entries [start, stop); may be a view."""
+        """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
         if self.master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        own = self.master_K[tensor.offset + start : tensor.offset + stop]
+        own = self.master_K[self._held_slice(tensor, start, stop)]
         if self._splits_master:
             return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
         return own
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
-        """Store master weights from `start` on, and expand them into the dense weight."""
+        """Store the held ones of the master weights from `start` on, and expand them all
+        into the dense weight."""
         weight_K = precision.round_to(values_K, tensor.parameter.dtype)
-        if self.master_K is not None:
-            own = self.master_K[tensor.offset + start : tensor.offset + start + values_K.numel()]
+        held = _common(self.held, tensor, start, start + values_K.numel())
+        if self.master_K is not None and held:
+            own = self.master_K[self._held_slice(tensor, held.start, held.stop)]
+            values_K = values_K[held.start - start : held.stop - start]
             if self._splits_master:
                 own.copy_(precision.remainder(values_K))
             elif own.data_ptr() != values_K.data_ptr():
@@ -158,14 +198,61 @@ class LayerState:
         tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     def master(self, name: str) -> Tensor:
-        """All fp32 master weights of one tensor, kept entries only: what pruning scores."""
+        """All fp32 master weights of one tensor, kept entries only: what pruning scores.
+
+        All replicas ask for it together where the state is sharded.
+        """
         tensor = self.tensor(name)
-        return self.read_master(tensor, 0, tensor.kept)
+        if self.master_K is None:
+            return self.read_master(tensor, 0, tensor.kept)
+        return self._gathered(tensor, lambda start, stop: self.read_master(tensor, start, stop))
+
+    def moment(self, name: str, moment: str) -> Tensor:
+        """All values of one moment of a tensor, kept entries only; as `master`."""
+        tensor, values_K = self.tensor(name), self.moments_K[moment]
+        return self._gathered(
+            tensor, lambda start, stop: values_K[self._held_slice(tensor, start, stop)]
+        )
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of the moments of kept entries [start, stop)."""
-        begin, end = tensor.offset + start, tensor.offset + stop
-        return {name: values[begin:end] for name, values in self.moments_K.items()}
+        """Views of the moments of kept entries [start, stop), all held."""
+        held = self._held_slice(tensor, start, stop)
+        return {name: values[held] for name, values in self.moments_K.items()}
+
+    def _held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
+        """Where a tensor's kept entries [start, stop) stand in the buffers of held entries."""
+        begin, end = tensor.offset + start - self.held.start, tensor.offset + stop - self.held.start
+        assert begin == end or 0 <= begin < end <= len(self.held), "another replica holds these"
+        return slice(begin, end)
+
+    # -- weights of sharded state ------------------------------------------------------
+
+    @property
+    def exchanged_weights(self) -> Tensor:
+        """A buffer for the kept weights of all owned tensors, in the weights' type.
+
+        It is the gradient's: an update has used that up, and the next step's first gradient
+        replaces it.
+        """
+        dtype = self.owned[0].parameter.dtype if self.owned else self.gradient.dtype
+        return self.gradient.view(dtype)[: self.bounds[-1]]
+
+    def collect_weights(self) -> None:
+        """Put the kept weights of this replica's share where they are exchanged."""
+        exchanged = self.exchanged_weights
+        for tensor in self.owned:
+            for start, stop in self.blocks(tensor, self.share):
+                weight_K = tensor.index.gather(tensor.weight_D, start, stop)
+                exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
+
+    def expand_weights(self) -> None:
+        """Write the kept weights of the other replicas' shares into the dense weights."""
+        exchanged = self.exchanged_weights
+        for tensor in self.owned:
+            own = _common(self.share, tensor)
+            for start, stop in ((0, own.start), (own.stop, tensor.kept)):
+                weight_K = exchanged[tensor.offset + start : tensor.offset + stop]
+                tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     # -- masks ------------------------------------------------------------------------
 
@@ -174,8 +261,9 @@ class LayerState:
 
         Entries kept before and after carry their master weight and moments over,
         exactly; entries that are new start at weight zero and moments zero. Buffers
-        are replaced one at a time, so the extra memory is one new buffer. A layer with
-        an alias of this tensor follows by `refit`.
+        are replaced one at a time, so the extra memory is one new buffer, and the whole of
+        the old one where it is sharded. A layer with an alias of this tensor follows by
+        `refit`. All replicas call this together.
         """
         changed = self.tensor(name)
         assert changed.alias_of is None, "an alias follows the tensor that owns its weight"
@@ -188,27 +276,33 @@ class LayerState:
         source = torch.searchsorted(old_positions, new_positions)
         found = source < old_positions.numel()
         found[found.clone()] = old_positions[source[found]] == new_positions[found]
-        old_offsets = {tensor.name: (tensor.offset, tensor.kept) for tensor in self.tensors}
+        old_places = {tensor.name: (tensor.offset, tensor.kept) for tensor in self.tensors}
+        old_bounds, old_held = self.bounds, self.held
 
         changed.own_index = new_index
-        owned, total = self._lay_out()
+        total = self._lay_out()
 
-        def rebuild(old: Tensor, size: int, tensors: Sequence[TensorState]) -> Tensor:
-            new = torch.zeros(size, dtype=old.dtype)
-            for tensor in tensors:
-                offset, kept = old_offsets[tensor.name]
+        def rebuild(held: Tensor) -> Tensor:
+            old = held
+            if self.is_sharded:
+                old = held.new_zeros(old_bounds[-1])
+                old[old_held.start : old_held.stop] = held
+                self._replicas.exchange(Op.ALL_GATHER, old, old_bounds)
+            new = held.new_zeros(self.bounds[-1])
+            for tensor in self.owned:
+                offset, kept = old_places[tensor.name]
                 before = old[offset : offset + kept]
                 after = new[tensor.offset : tensor.offset + tensor.kept]
                 if tensor is changed:
                     after[found] = before[source[found]]
                 else:
                     after.copy_(before)
-            return new
+            return new[self.held.start : self.held.stop].clone() if self.is_sharded else new
 
         if self.master_K is not None:
-            self.master_K = rebuild(self.master_K, owned, self.owned)
+            self.master_K = rebuild(self.master_K)
         for moment in list(self.moments_K):
-            self.moments_K[moment] = rebuild(self.moments_K[moment], owned, self.owned)
+            self.moments_K[moment] = rebuild(self.moments_K[moment])
         self.gradient = torch.zeros(total, dtype=self.gradient.dtype)
         survives_D = torch.zeros(numel, dtype=torch.bool)
         survives_D[new_positions[found]] = True
@@ -216,8 +310,7 @@ class LayerState:
 
     def refit(self) -> None:
         """Lay the gradient out anew after the owner of an alias in this layer was re-masked."""
-        _, total = self._lay_out()
-        self.gradient = torch.zeros(total, dtype=self.gradient.dtype)
+        self.gradient = torch.zeros(self._lay_out(), dtype=self.gradient.dtype)
 
     # -- bytes ------------------------------------------------------------------------
 
@@ -231,3 +324,10 @@ class LayerState:
             master=0 if self.master_K is None else self.master_K.nbytes,
             optimizer=sum(values.nbytes for values in self.moments_K.values()),
         )
+
+
+def _common(part: range, tensor: TensorState, start: int = 0, stop: int | None = None) -> range:
+    """Which of a tensor's kept entries [start, stop) lie in a part of the flat buffers."""
+    stop = tensor.kept if stop is None else stop
+    first = min(max(part.start - tensor.offset, start), stop)
+    return range(first, max(first, min(part.stop - tensor.offset, stop)))

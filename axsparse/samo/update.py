@@ -1,66 +1,95 @@
 """The optimizer step over compressed state, block by block.
 
 Upcast, scale, update, downcast and write-back touch one block of kept entries at a
-time, so that the step needs no memory beyond a few blocks.
+time, so that the step needs no memory beyond a few blocks. Where the state is sharded
+over replicas, each updates what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from axsparse.comm import Op
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
+from axsparse.samo.shards import ALONE, BLOCK, Replicas
 from axsparse.samo.state import LayerState, TensorState
 
 
 def update(
-    layers: Iterable[LayerState], optimizer: Optimizer, hyper: Hyper, gradient_factor: float
+    layers: Sequence[LayerState],
+    optimizer: Optimizer,
+    hyper: Hyper,
+    gradient_factor: float,
+    *,
+    replicas: Replicas = ALONE,
+    updated: Callable[[LayerState], None] | None = None,
 ) -> None:
     """One update of all owned tensors, and their dense weights with them.
 
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
-    `hyper.weight_decay` applies to the tensors that decay.
+    `hyper.weight_decay` applies to the tensors that decay. `updated(layer)` is called as
+    soon as all that this replica holds of a layer is done.
     """
-    undecayed = replace(hyper, weight_decay=0.0)
+    step = _Step(optimizer, hyper, replace(hyper, weight_decay=0.0), gradient_factor)
+    statistics = step.statistics(layers, replicas)
     for layer in layers:
         for tensor in layer.owned:
-            _update_tensor(
-                layer, tensor, optimizer, hyper if tensor.decays else undecayed, gradient_factor
-            )
+            # Elementwise rules do all at once, while the block is in the cache.
+            step.apply(layer, tensor, statistics.get(tensor.name))
+        if updated is not None:
+            updated(layer)
 
 
-def _update_tensor(
-    layer: LayerState,
-    tensor: TensorState,
-    optimizer: Optimizer,
-    hyper: Hyper,
-    gradient_factor: float,
-) -> None:
-    gradient_K = layer.gradient_of(tensor)
+@dataclass(frozen=True)
+class _Step:
+    optimizer: Optimizer
+    hyper: Hyper
+    undecayed: Hyper
+    gradient_factor: float
 
-    def read(start: int, stop: int) -> Block:
+    def hyper_of(self, tensor: TensorState) -> Hyper:
+        return self.hyper if tensor.decays else self.undecayed
+
+    def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
+        gradient_K = layer.gradient_of(tensor)[start:stop]
         return Block(
-            grad=gradient_K[start:stop].float().mul(gradient_factor),
+            grad=gradient_K.float().mul(self.gradient_factor),
             master=layer.read_master(tensor, start, stop),
             moments=layer.moments_of(tensor, start, stop),
         )
 
-    def apply(start: int, block: Block) -> None:
-        optimizer.apply(block, statistics, hyper)
-        layer.write_master(tensor, start, block.master)
+    def statistics(self, layers: Sequence[LayerState], replicas: Replicas) -> dict[str, Tensor]:
+        """Update the moments first where a rule needs sums over whole tensors, and sum.
 
-    statistics: Tensor | None = None
-    for start, stop in tensor.blocks():
-        block = read(start, stop)
-        optimizer.update_moments(block, hyper)
+        Every block's part has one owner and is added in block order, so the sums are the
+        same bits however the state is sharded.
+        """
+        optimizer = self.optimizer
         if optimizer.statistics is None:
-            # Elementwise rules go on at once, while the block is in the cache.
-            apply(start, block)
-        else:
-            part = optimizer.statistics(block, hyper)
-            statistics = part if statistics is None else statistics + part
-    if optimizer.statistics is not None:
-        for start, stop in tensor.blocks():
-            apply(start, read(start, stop))
+            return {}
+        tensors = [(layer, tensor) for layer in layers for tensor in layer.owned]
+        numbers = [-(-tensor.kept // BLOCK) for _, tensor in tensors]
+        parts = torch.zeros(sum(numbers), optimizer.num_statistics, dtype=torch.float64)
+        each = dict(zip((t.name for _, t in tensors), parts.split(numbers), strict=True))
+        for layer, tensor in tensors:
+            for start, stop in layer.blocks(tensor, layer.held):
+                block = self.read(layer, tensor, start, stop)
+                optimizer.update_moments(block, self.hyper_of(tensor))
+                part = optimizer.statistics(block, self.hyper_of(tensor))
+                each[tensor.name][start // BLOCK] = part
+        if replicas.shard:
+            replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
+        return {name: blocks.sum(0) for name, blocks in each.items()}
+
+    def apply(self, layer: LayerState, tensor: TensorState, statistics: Tensor | None) -> None:
+        hyper = self.hyper_of(tensor)
+        for start, stop in layer.blocks(tensor, layer.held):
+            block = self.read(layer, tensor, start, stop)
+            if statistics is None:
+                self.optimizer.update_moments(block, hyper)
+            self.optimizer.apply(block, statistics, hyper)
+            layer.write_master(tensor, start, block.master)

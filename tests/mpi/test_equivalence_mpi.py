@@ -36,11 +36,19 @@ def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bo
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
-def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid) -> None:
-    config = tiny_config()
-    reference = Oracle(mlp(), config, vector_data(), grid.g_data).run(8)
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid, shard: bool) -> None:
+    # Wide enough that shares of sharded state split a tensor.
+    config = tiny_config(
+        pruning={"sparsity": 0.4},
+        optimizer={"learning_rate": 1e-3},
+        samo={"shard_optimizer": shard},
+        train={"steps": 3},
+    )
+    model, data = mlp(width=510), vector_data(width=510)
+    reference = Oracle(model, config, data, grid.g_data).run(3)
 
     with on_mpi() as transport:
-        _, trace = train_here(transport, grid, mlp(), config, vector_data())
+        _, trace = train_here(transport, grid, model, config, data)
 
     assert_bitwise(trace, reference)

@@ -7,11 +7,13 @@ import torch
 from support.dense_lamb import DenseLamb
 from torch import Tensor, nn
 
-from axsparse.samo import state
+from axsparse.samo import shards, state
+from axsparse.samo import update as samo_update
 from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.lamb import LAMB
 from axsparse.samo.optimizer import Hyper
-from axsparse.samo.state import BLOCK, LayerState, TensorState
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state import LayerState, TensorState
 from axsparse.samo.update import update
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-6, 0.1
@@ -105,7 +107,8 @@ def test_the_ratio_does_not_depend_on_the_size_of_blocks(monkeypatch: pytest.Mon
     usual, other = (layer_of(masks(), half=False) for _ in range(2))
     train(usual, 3)
 
-    monkeypatch.setattr(state, "BLOCK", 4096)
+    for module in (shards, state, samo_update):
+        monkeypatch.setattr(module, "BLOCK", 4096)
     train(other, 3)
 
     for name in NUMEL:

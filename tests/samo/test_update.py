@@ -10,7 +10,8 @@ from axsparse.samo.adamw import ADAMW
 from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
 from axsparse.samo.precision import round_to
-from axsparse.samo.state import BLOCK, LayerState, TensorState
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state import LayerState, TensorState
 from axsparse.samo.update import update
 
 EDGES = [1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1]
@@ -154,7 +155,7 @@ def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
         seen.append((block.master.numel(), float(sums[0] - sums[1])))
         block.master.sub_(block.moments["velocity"]).sub_(block.grad)
 
-    rule = Optimizer(("velocity",), update_moments, statistics, apply)
+    rule = Optimizer(("velocity",), update_moments, statistics, apply, num_statistics=2)
     kept = 2 * BLOCK + 7
     mask = mask_of(kept)
     layer, tensor = one_tensor_layer(mask, mask.numel(), half=False, moments=rule.moments)

@@ -32,6 +32,8 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Dense, zero where pruned."""
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    """Kept entries only; of runs, not of the oracle."""
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:

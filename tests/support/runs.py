@@ -111,7 +111,7 @@ def train_here(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[Trainer, Trace]:
-    """Train on this rank's transport; the trace has this rank's own weights and moments."""
+    """Train on this rank's transport; the trace has the weights and moments of its stage."""
     job = Job(transport)
     datasets = Datasets(data, validation)
     trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=True)
@@ -127,10 +127,11 @@ def train_here(
     for layer in trainer.parts.layers:
         for tensor in layer.state.owned:
             trace.weights[tensor.name] = tensor.parameter.detach().clone()
+            trace.masters[tensor.name] = layer.state.master(tensor.name).clone()
             trace.moments[tensor.name] = {}
-            for name, kept in layer.state.moments_of(tensor, 0, tensor.kept).items():
+            for name in layer.state.moments_K:
                 dense = torch.zeros(tensor.parameter.numel())
-                dense[tensor.index.positions()] = kept
+                dense[tensor.index.positions()] = layer.state.moment(tensor.name, name)
                 trace.moments[tensor.name][name] = dense.view_as(tensor.parameter)
     return trainer, trace
 

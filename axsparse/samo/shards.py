@@ -1,0 +1,71 @@
+"""Which replica answers for which kept entries of a layer, and how replicas exchange them.
+
+A layer's kept entries are counted, updated and dealt out in blocks. Every replica sums
+the squares of its own share for the norm; where the optimizer state is sharded (ZeRO
+stage 1, Rajbhandari et al. 2020), it also holds master weights and moments of that
+share only. Shares end where blocks end, so that no sum depends on how many there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from axsparse.comm import Backoff, Collective, Op, wait
+
+BLOCK = 65_536
+"""Kept entries of one tensor that are updated, and whose squares are summed, at a time. Part
+of the numerics: the norm is a sum of one partial a block."""
+
+
+def share_bounds(kept: Sequence[int], replicas: int) -> list[int]:
+    """Where the shares of a layer's kept entries begin and end: replica r has [b[r], b[r + 1]).
+
+    `kept` is that of each tensor, in the order of the layer's flat buffers. The bounds are
+    the ends of blocks nearest to equal shares, so a share may be empty in a small layer.
+    """
+    ends = [0]
+    for begin, end in pairwise(accumulate(kept, initial=0)):
+        ends += [*range(begin + BLOCK, end, BLOCK), end]
+    bounds = [0]
+    for replica in range(1, replicas):
+        wanted = ends[-1] * replica / replicas
+        after = bisect_left(ends, wanted)
+        before = max(after - 1, 0)
+        nearer = after if ends[after] - wanted < wanted - ends[before] else before
+        bounds.append(ends[nearer])
+    return [*bounds, ends[-1]]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same layers as this one, with weights and gradients alike."""
+
+    group: Collective | None = None
+    """Joins them, in rank order; None if this rank is alone."""
+    backoff: Backoff | None = None
+    shard: bool = False
+    """Whether master weights and moments are held by the replica that answers for them only."""
+
+    @property
+    def rank(self) -> int:
+        """This replica's number."""
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Replicas, this one included."""
+        return 1 if self.group is None else self.group.size
+
+    def exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
+        """Carry out a collective operation in place and wait for it; all replicas call this."""
+        if self.group is not None and self.group.size > 1 and buffer.numel():
+            assert self.backoff is not None
+            wait(self.group.start(op, buffer, bounds), self.backoff)
+
+
+ALONE = Replicas()

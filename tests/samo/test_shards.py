@@ -1,0 +1,55 @@
+"""How a layer's kept entries are dealt out over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.samo.shards import BLOCK, share_bounds
+
+sizes = st.integers(0, 5 * BLOCK) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1])
+
+
+def block_ends(kept: Sequence[int]) -> set[int]:
+    ends = {0}
+    for begin, end in pairwise(accumulate(kept, initial=0)):
+        ends |= {*range(begin, end, BLOCK), end}
+    return ends
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(sizes, max_size=6), st.integers(1, 9))
+def test_shares_cover_a_layer_and_end_where_blocks_end(kept: list[int], replicas: int) -> None:
+    bounds = share_bounds(kept, replicas)
+
+    assert len(bounds) == replicas + 1
+    assert bounds == sorted(bounds)
+    assert (bounds[0], bounds[-1]) == (0, sum(kept))
+    assert set(bounds) <= block_ends(kept)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(sizes, max_size=6), st.integers(1, 9))
+def test_no_bound_is_more_than_half_a_block_from_an_equal_share(
+    kept: list[int], replicas: int
+) -> None:
+    for replica, bound in enumerate(share_bounds(kept, replicas)):
+        assert abs(bound - sum(kept) * replica / replicas) <= BLOCK / 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "replicas", "expected"),
+    [
+        ([], 3, [0, 0, 0, 0]),
+        ([10], 3, [0, 0, 10, 10]),
+        ([10, 10, 10], 3, [0, 10, 20, 30]),
+        ([4 * BLOCK], 2, [0, 2 * BLOCK, 4 * BLOCK]),
+        ([2 * BLOCK + 5, 3], 2, [0, BLOCK, 2 * BLOCK + 8]),
+    ],
+)
+def test_bounds_of_small_layers(kept: list[int], replicas: int, expected: list[int]) -> None:
+    assert share_bounds(kept, replicas) == expected
