@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_i
 from torch import nn
 
 from axsparse.config.schema import ModelConfig
+from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
@@ -24,14 +26,20 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.footprint import stage_bytes
+from axsparse.samo.index import make_index
 from axsparse.samo.memory import (
     IndexKind,
     StateBytes,
     TensorSize,
     fits_int32,
     index_bytes,
+    layer_bytes,
+    master_kind,
     tensor_bytes,
 )
+from axsparse.samo.shards import Replicas
+from axsparse.samo.state import LayerState, TensorState
+from axsparse.transport import LocalTransport
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,47 @@ def test_a_parameter_of_which_a_tenth_is_kept_costs_few_bytes(
     assert a_parameter == pytest.approx(expected, abs=1e-4)
     assert a_parameter <= limit
     assert a_parameter <= 2 + 24 * 0.1  # the paper, equation (2)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("index", get_args(IndexKind))
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
+    shard: bool, split: bool, gradient_dtype: torch.dtype, index: IndexKind, density: float
+) -> None:
+    numel, replicas = 600_000, 3
+    kept = round(density * numel)
+    world: LocalWorld[StateBytes] = LocalWorld(replicas)
+
+    def allocated(rank: int) -> StateBytes:
+        transport = LocalTransport(world, rank)
+        group = transport.collective("replicas", range(replicas))
+        weight = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+        kept_positions = make_index(torch.arange(numel) < kept, index)
+        return LayerState(
+            "layer",
+            [TensorState("w", weight, kept_positions, decays=True)],
+            moments=ADAMW.moments,
+            gradient_dtype=gradient_dtype,
+            master=master_kind(half=True, split=split),
+            replicas=Replicas(group, transport.backoff, shard=shard),
+        ).live_bytes()
+
+    assert world.run(allocated) == [
+        layer_bytes(
+            [TensorSize(numel, kept)],
+            half=True,
+            gradient_bytes=gradient_dtype.itemsize,
+            moments=2,
+            index=index,
+            split_master=split,
+            replicas=replicas if shard else 1,
+            replica=rank if shard else 0,
+        )
+        for rank in range(replicas)
+    ]
 
 
 @pytest.mark.parametrize(
