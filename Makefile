@@ -49,7 +49,7 @@ $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(PIP) --editable '.[mpich,fast,test]'
+	$(PIP) --editable '.[mpich,fast,images,text,test]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp

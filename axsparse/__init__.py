@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from axsparse.build import build as build
+    from axsparse.builder import build as build
     from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
+    from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
     from axsparse.grid import Grid as Grid
     from axsparse.job import Job as Job
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
     from axsparse.models.layer import Tie as Tie
+    from axsparse.models.layer import count_top1 as count_top1
+    from axsparse.models.sequential import from_sequential as from_sequential
+    from axsparse.models.weights import open_weights as open_weights
+    from axsparse.models.weights import start_from as start_from
+    from axsparse.saving import save_hf_gpt2 as save_hf_gpt2
     from axsparse.startup import Datasets as Datasets
     from axsparse.trainer import Trainer as Trainer
 
@@ -34,12 +40,18 @@ _HOMES = {
     "Job": "axsparse.job",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
+    "PartedDataset": "axsparse.data.dataset",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
     "Trainer": "axsparse.trainer",
-    "build": "axsparse.build",
+    "build": "axsparse.builder",
     "configure": "axsparse.config.load",
+    "count_top1": "axsparse.models.layer",
+    "from_sequential": "axsparse.models.sequential",
+    "open_weights": "axsparse.models.weights",
     "run": "axsparse.job",
+    "save_hf_gpt2": "axsparse.saving",
+    "start_from": "axsparse.models.weights",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

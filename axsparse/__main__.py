@@ -13,6 +13,7 @@ usage: axsparse COMMAND ...
 
 commands:
   train    train what a configuration file describes (axsparse train --help)
+  data     turn text files into tokens (axsparse data prepare --help)
 """
 
 
@@ -23,6 +24,10 @@ def main() -> NoReturn:
         from axsparse import train
 
         train.main(sys.argv[2:])
+    if command == "data":
+        from axsparse import data_command
+
+        data_command.main(sys.argv[2:])
     if command in ("-h", "--help"):
         sys.stdout.write(USAGE if speaks() else "")
         sys.exit(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from axsparse.config.schema import Config, OptimizerConfig
 from axsparse.config.validate import check_batch, check_config, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
-from axsparse.models.layer import Model
-from axsparse.models.survey import LayerInfo, Survey, survey
+from axsparse.models.survey import LayerInfo, Survey
+from axsparse.observe.console import format_bytes
 from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.planner.memory import activation_bytes
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
+from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.lamb import LAMB
 from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import IndexKind
@@ -58,13 +60,27 @@ class Resolved:
         """The layers of a stage."""
         return [self.survey.layers[number] for number in self.stages[stage]]
 
+    def state_bytes(self, layers: Sequence[LayerInfo], criterion: Criterion | None) -> int:
+        """Bytes of model state of one rank that holds these layers; None prunes nothing."""
+        return stage_bytes(
+            layers,
+            self.survey.ties,
+            criterion,
+            dtype=self.dtype,
+            gradient_dtype=self.gradient_dtype,
+            moments=len(self.optimizer.moments),
+            index=self.index,
+            split_master=self.config.samo.split_master,
+            replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
+        ).total
+
     def stage_of(self, name: str) -> int:
         """The stage that holds a parameter."""
         layer = self.survey.layer_of(name)
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
-def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | None) -> Resolved:
+def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid | None) -> Resolved:
     """Check the rules and decide every `auto`; ConfigError for the first rule that is broken.
 
     `grid` comes before the layout of the configuration.
@@ -72,24 +88,17 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
     config = loaded.config
     check_config(loaded)
     _check_transport(loaded, transport)
-    surveyed = survey(model)
     num_layers = len(surveyed.layers)
     if grid is None:
         grid = resolve_grid(loaded, transport.size, num_layers)
     else:
         _check_grid(grid, transport.size, num_layers)
     check_batch(loaded, grid)
-    split = config.layout.split
-    stages = (
-        partition([layer.flops for layer in surveyed.layers], grid.g_inter)
-        if split == "auto"
-        else split_by_hand(split)
-    )
     gradient = _gradient(config, grid)
     index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
     pruning = config.pruning
     prunes = config.samo.enabled and pruning.sparsity > 0
-    return Resolved(
+    run = Resolved(
         config=_with(
             config,
             {
@@ -98,7 +107,6 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
                 ),
                 "layout.g_inter": grid.g_inter,
                 "layout.g_data": grid.g_data,
-                "layout.split": tuple(len(stage) for stage in stages),
                 "pipeline.slack": _unless_auto(config.pipeline.slack, DEFAULT_SLACK),
                 "samo.index": index,
                 "samo.gradient": gradient,
@@ -108,7 +116,7 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
             },
         ),
         survey=surveyed,
-        stages=stages,
+        stages=(),
         place=grid.place(transport.rank),
         criterion=Criterion(pruning.method, pruning.sparsity, pruning.include, config.seed)
         if prunes
@@ -117,6 +125,50 @@ def resolve(loaded: Loaded, model: Model, transport: Transport, grid: Grid | Non
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
         index=index,
+    )
+    split = config.layout.split
+    stages = _balanced(loaded, run) if split == "auto" else split_by_hand(split)
+    sizes = tuple(len(stage) for stage in stages)
+    return replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
+
+
+def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
+    """The stages whose dearest does the least work, of those that fit `layout.memory_per_rank`."""
+    config, layers, stages = run.config, run.survey.layers, run.place.grid.g_inter
+    limit = config.layout.memory_per_rank
+    work = [layer.work for layer in layers]
+    if limit == "auto":
+        found = partition(work, stages)
+        assert found is not None, "there is no limit"
+        return found
+    kept = run.criterion if config.pruning.at_step == 0 else None
+    # By layer: a weight that two layers of a stage share counts twice here.
+    state = [run.state_bytes([layer], kept) for layer in layers]
+    batch = config.batch
+    microbatches = batch.global_batch_size // (run.place.grid.g_data * batch.microbatch_size)
+    slack = config.pipeline.slack
+    assert slack != "auto"
+
+    def needs(stage: int, held: range) -> int:
+        most = stages - stage + slack if config.pipeline.schedule != "gpipe" else microbatches
+        return sum(state[layer] for layer in held) + activation_bytes(
+            [layers[layer] for layer in held],
+            microbatch_size=batch.microbatch_size,
+            in_flight=min(microbatches, most),
+            checkpoint_activations=config.pipeline.checkpoint_activations,
+        )
+
+    found = partition(work, stages, lambda stage, held: needs(stage, held) <= limit)
+    if found is not None:
+        return found
+    even = partition(state, stages)
+    assert even is not None, "there is no limit"
+    most, fullest = max((needs(stage, held), stage) for stage, held in enumerate(even))
+    raise ConfigError(
+        f"{loaded.where('layout.memory_per_rank')}: no split of {len(layers)} layers into "
+        f"{stages} stages fits {format_bytes(limit)}; with the state spread evenly, stage "
+        f"{fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune more, "
+        "or recompute activations (pipeline.checkpoint_activations)"
     )
 
 

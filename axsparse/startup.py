@@ -22,11 +22,12 @@ from axsparse.config.load import Loaded, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
-from axsparse.data.dataset import Dataset
+from axsparse.data.dataset import Dataset, PartedDataset
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.errors import ConfigError, DataError, OutputError
 from axsparse.job import together
 from axsparse.models.survey import Survey
+from axsparse.observe.console import Unit
 from axsparse.resolve import Resolved
 
 METRICS_FILE = "metrics.jsonl"
@@ -52,7 +53,13 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     }
     layers = {f"layer {layer.name}": repr(layer.parameters) for layer in survey.layers}
-    return {**versions(), **settings, **layers, "ties": repr(survey.ties)}
+    return {
+        **versions(),
+        **settings,
+        **layers,
+        "ties": repr(survey.ties),
+        "start values": survey.start or "drawn from the seed",
+    }
 
 
 def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
@@ -75,8 +82,8 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
 class Datasets:
     """What is read; opened on the ranks that read only."""
 
-    training: Dataset
-    validation: Dataset | None = None
+    training: Dataset | PartedDataset
+    validation: Dataset | PartedDataset | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class Data:
     name: str
     training: Batches
     validation: Batches | None
+    unit: Unit
+    """What a target is."""
 
 
 def open_data(
@@ -110,7 +119,7 @@ def open_data(
         ),
     )
 
-    def batches(dataset: Dataset | None, num_samples: int) -> Batches:
+    def batches(dataset: Dataset | PartedDataset | None, num_samples: int) -> Batches:
         return Batches(
             dataset,
             num_samples=num_samples,
@@ -119,6 +128,8 @@ def open_data(
             replica=run.place.replica,
             g_data=run.place.grid.g_data,
             seed=run.config.seed,
+            reads_inputs=run.place.is_first,
+            reads_targets=run.place.is_last,
         )
 
     training = batches(None if datasets is None else datasets.training, facts["samples"])
@@ -126,7 +137,8 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, facts["validation_samples"])
-    return Data(facts["name"], training, validation)
+    unit: Unit = "tokens" if facts["vocab_size"] else "samples"
+    return Data(facts["name"], training, validation, unit)
 
 
 def _describe(datasets: Datasets) -> dict[str, Any]:

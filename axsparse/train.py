@@ -89,12 +89,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
     # Late, so that --help costs neither torch nor MPI.
-    from axsparse.build import build
+    from axsparse.builder import build
     from axsparse.config.load import load_config
-    from axsparse.data.stdlib import stdlib_dataset
     from axsparse.job import Job, run, together
-    from axsparse.models.gpt import gpt
-    from axsparse.startup import Datasets
+    from axsparse.models.named import named_model
+    from axsparse.sources import open_datasets
 
     overrides = list(arguments.overrides)
     if arguments.steps is not None:
@@ -104,14 +103,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     def train(job: Job) -> None:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
-        config = loaded.config
-        wanted = config.data.sequence_length
-        length = config.model.sequence_length if wanted == "auto" else wanted
-
-        def open_datasets() -> Datasets:
-            return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))
-
-        build(job, gpt(config.model, length), open_datasets, loaded).train()
+        model = together(job.transport, lambda: named_model(loaded))
+        build(job, model, lambda: open_datasets(loaded), loaded).train()
 
     run(train)
 

@@ -13,10 +13,12 @@ from axsparse.comm import Link, Op, Transport
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.prefetch import Prefetcher
-from axsparse.data_parallel.agreement import Agreement, Verdict, sum_by_owner
+from axsparse.data_parallel.agreement import Agreement, Verdict
+from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync
 from axsparse.errors import TrainingError
+from axsparse.evaluation import Evaluation, evaluate
 from axsparse.grid import Place
 from axsparse.models.survey import Survey
 from axsparse.observe.phases import Phases
@@ -50,6 +52,7 @@ class Parts:
     collector: GradientCollector
     sync: GradientSync
     weights: WeightGather
+    buffers: StageBuffers
     replicas: Replicas
     """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer
@@ -57,6 +60,8 @@ class Parts:
     criterion: Criterion | None
     training: Batches
     validation: Batches | None
+    metrics: Sequence[str]
+    """Names of the model's metrics, which the last stage counts."""
     phases: Phases
     recorder: Recorder
 
@@ -69,8 +74,7 @@ class Trainer:
         self.config = config
         self.parts = parts
         self.steps_done = 0
-        self.last_evaluation: float | None = None
-        """Mean validation loss, when last evaluated."""
+        self.last_evaluation: Evaluation | None = None
         self._updates = 0
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
@@ -88,6 +92,7 @@ class Trainer:
         batch = self._next_batch()
         parts.collector.begin()
         parts.sync.begin()
+        parts.buffers.begin()
         losses = parts.engine.train(
             batch, self._targets(batch), parts.loss_scale.scale, parts.collector.last_microbatch
         )
@@ -96,6 +101,8 @@ class Trainer:
         verdict = self._agree(sum(losses))
         if verdict.finite:
             self._update(verdict)
+        else:
+            parts.buffers.undo()
         self._rescale(verdict)
         self.steps_done += 1
         return verdict
@@ -154,6 +161,8 @@ class Trainer:
         """
         settings = self.config.train
         try:
+            if settings.eval_first and self.steps_done == 0:
+                self._recorded_evaluation()
             while self.steps_done < settings.steps:
                 if self._prunes_now():
                     self.prune()
@@ -167,22 +176,21 @@ class Trainer:
         finally:
             self.close()
 
-    def evaluate(self) -> float | None:
-        """Mean validation loss over `eval_steps` global batches, on all ranks; training state
-        stays as it is. None without validation data."""
-        validation = self.parts.validation
-        if validation is None or self.config.train.eval_steps == 0:
+    def evaluate(self) -> Evaluation | None:
+        """Loss and metrics over `eval_steps` global batches of validation data, on all ranks;
+        before, between and after steps. Training state stays as it is. None without such data."""
+        parts = self.parts
+        if parts.validation is None or self.config.train.eval_steps == 0:
             return None
-        loss = targets = 0.0
-        for number in range(min(self.config.train.eval_steps, validation.num_evaluation_batches)):
-            batch = validation.evaluation(number)
-            losses = self.parts.engine.evaluate(batch)
-            if self.parts.place.is_last:
-                loss += sum(losses)
-                targets += batch.num_targets
-        transport = self.parts.transport
-        rows = sum_by_owner(transport.world, transport.backoff, [loss, targets])
-        self.last_evaluation = sum(row[0] for row in rows) / max(1.0, sum(r[1] for r in rows))
+        with parts.buffers.of_first_replica():
+            self.last_evaluation = evaluate(
+                parts.engine,
+                parts.validation,
+                self.config.train.eval_steps,
+                parts.metrics,
+                transport=parts.transport,
+                place=parts.place,
+            )
         return self.last_evaluation
 
     def prune(self) -> None:
@@ -196,10 +204,15 @@ class Trainer:
         return StateBytes.sum(layer.state.live_bytes() for layer in self.parts.layers)
 
     def close(self) -> None:
-        """End the thread that reads ahead and close the record; safe to call twice."""
+        """End what reads ahead, take the hooks off the weights, which would keep a model alive,
+        and close the record; safe to call twice."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+        for batches in (self.parts.training, self.parts.validation):
+            if batches is not None:
+                batches.close()
+        self.parts.collector.close()
         self.parts.recorder.close()
 
     # -- details ------------------------------------------------------------------------
@@ -233,9 +246,9 @@ class Trainer:
             on_step(self.steps_done, verdict)
 
     def _recorded_evaluation(self) -> None:
-        loss = self.evaluate()
-        if loss is not None:
-            self.parts.recorder.evaluation(self.steps_done, loss)
+        found = self.evaluate()
+        if found is not None:
+            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics)
 
     def _next_batch(self) -> Batch:
         with self.parts.phases("data"):
@@ -298,9 +311,9 @@ class Trainer:
     def _refuse_bad_end(self) -> None:
         """TrainingError on all ranks if what was trained is good for nothing."""
         last = self.last_evaluation
-        if last is not None and not math.isfinite(last):
+        if last is not None and not math.isfinite(last.loss):
             lost = TrainingError(
-                f"step {self.steps_done}: the validation loss is {last}; lower "
+                f"step {self.steps_done}: the validation loss is {last.loss}; lower "
                 "optimizer.learning_rate, or look at the data"
             )
             lost.on_all_ranks = True

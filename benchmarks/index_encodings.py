@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor
 
-from axsparse.build import build
+from axsparse.builder import build
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.job import Job

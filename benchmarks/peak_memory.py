@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SECONDS = 1.0
 
@@ -50,14 +51,10 @@ def field(process: int, file: str, name: str) -> int:
     return 0
 
 
-def main() -> int:
-    """Run the command, sample, report; returns the command's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where the result goes beside the screen")
-    parser.add_argument("command", nargs="+")
-    arguments = parser.parse_args()
+def measure(command: list[str]) -> dict[str, Any]:
+    """Run the command and sample it; how it ended, how long it took, and its peaks."""
     began = time.monotonic()
-    process = subprocess.Popen(arguments.command)  # noqa: S603 - the user's own command
+    process = subprocess.Popen(command)  # noqa: S603 - the user's own command
     peak = at = highest = 0.0
     samples = 0
     while process.poll() is None:
@@ -68,21 +65,32 @@ def main() -> int:
         highest = max([highest, *(field(p, "status", "VmHWM") for p in processes)])
         samples += 1
         time.sleep(SECONDS)
-    result = {
-        "command": arguments.command,
+    return {
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - began, 1),
         "peak_pss_bytes": int(peak),
         "peak_after_seconds": round(at, 1),
         "largest_process_hwm_bytes": int(highest),
         "samples": samples,
+    }
+
+
+def main() -> int:
+    """Run the command, sample, report; returns the command's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where the result goes beside the screen")
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    result = {
+        "command": arguments.command,
+        **measure(arguments.command),
         "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
     }
     text = json.dumps(result, indent=2)
     if arguments.json:
         arguments.json.write_text(text + "\n")
     print(text, file=sys.stderr)
-    return process.returncode
+    return int(result["exit_code"])
 
 
 if __name__ == "__main__":

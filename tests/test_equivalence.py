@@ -250,7 +250,8 @@ def test_evaluation_takes_any_remainder_and_touches_nothing() -> None:
         if g_data == 1:
             for _, trace in ranks:
                 assert_bitwise(trace, reference)
-        evaluated.append({trainer.last_evaluation for trainer, _ in ranks})
+        last = [trainer.last_evaluation for trainer, _ in ranks]
+        evaluated.append({found.loss for found in last if found is not None})
 
     assert evaluated[0] == evaluated[1] == evaluated[2]
     assert all(len(values) == 1 for values in evaluated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.runs import tiny_config, tiny_gpt
@@ -12,7 +14,8 @@ from axsparse.config.schema import Config
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid
 from axsparse.local import LocalWorld
-from axsparse.resolve import Resolved, loss_scale, resolve
+from axsparse.models.survey import survey
+from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
 from axsparse.transport import LocalTransport
 
 
@@ -24,7 +27,8 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
 
 
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> Resolved:
-    return resolve(Loaded(config, "test", {}), tiny_gpt(config), transport(ranks), grid)
+    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
+    return resolve(Loaded(config, "test", {}), surveyed, transport(ranks), grid)
 
 
 def test_auto_takes_two_stages_where_they_divide_the_ranks() -> None:
@@ -82,8 +86,10 @@ def test_mpi_is_refused_where_there_is_none() -> None:
 def test_local_is_refused_under_mpi() -> None:
     config = tiny_config(transport="local")
 
+    surveyed = survey(tiny_gpt(config))
+
     with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
-        resolve(Loaded(config, "test", {}), tiny_gpt(config), transport(2, "mpi (some)"), None)
+        resolve(Loaded(config, "test", {}), surveyed, transport(2, "mpi (some)"), None)
 
 
 def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
@@ -94,3 +100,47 @@ def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
 
     assert (half.scale, half.floor, half.patience) == (512.0, 2.0, 7)
     assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
+
+
+def limited(limit: str, ranks: int = 4, **sections: Any) -> Resolved:
+    sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
+    config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
+    return resolved(config, ranks, Grid(ranks, 1))
+
+
+def test_without_a_limit_the_work_is_balanced_whatever_it_takes() -> None:
+    run = limited("auto")
+
+    assert [len(stage) for stage in run.stages] == [3, 2, 2, 3]
+
+
+def test_a_limit_moves_layers_to_stages_with_room() -> None:
+    # Stage 0 holds most activations, the last stage those of one microbatch.
+    assert [len(stage) for stage in limited("300kB").stages] == [2, 2, 2, 4]
+
+
+def test_a_limit_that_no_split_meets_is_refused_with_what_is_needed() -> None:
+    said = (
+        r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB; with the "
+        r"state spread evenly, stage 0 needs \d+ kB; take more stages \(layout.g_inter\)"
+    )
+    with pytest.raises(ConfigError, match=said):
+        limited("50kB")
+
+
+@pytest.mark.parametrize(
+    ("limit", "sections"),
+    [
+        ("250kB", {"pipeline": {"checkpoint_activations": 1}}),
+        ("250kB", {"batch": {"global_batch_size": 1}}),
+        ("300kB", {"pipeline": {"slack": 0}}),
+    ],
+    ids=str,
+)
+def test_fewer_activations_leave_the_work_balanced(limit: str, sections: dict[str, Any]) -> None:
+    assert [len(stage) for stage in limited(limit, **sections).stages] == [3, 2, 2, 3]
+
+
+def test_fixed_orders_that_hold_every_microbatch_need_more() -> None:
+    with pytest.raises(ConfigError, match="no split of 10 layers"):
+        limited("300kB", pipeline={"schedule": "gpipe"})

@@ -65,7 +65,8 @@ def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
     leaves = sum(
         len(value) if isinstance(value, dict) else 1 for value in config.model_dump().values()
     )
-    assert len(facts) == 5 + leaves + 4 + 1
+    assert facts["start values"] == "drawn from the seed"
+    assert len(facts) == 5 + leaves + 4 + 2
 
 
 def test_equal_ranks_pass() -> None:
@@ -132,7 +133,7 @@ def opened(
     config = config or tiny_config()
 
     def body(transport: Transport) -> Data | AxsparseError:
-        run = resolve(loaded(config), tiny_gpt(config), transport, Grid(g_inter, g_data))
+        run = resolve(loaded(config), survey(tiny_gpt(config)), transport, Grid(g_inter, g_data))
         try:
             return open_data(run, loaded(config), transport, lambda: factory(transport.rank))
         except AxsparseError as error:

@@ -97,8 +97,8 @@ def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False
         items = domain(fixed[0] if fixed else schema["items"], bounds=bounds, many=True)
         text = f"{len(fixed)} {items}" if fixed else items
         return text if bounds else f"a list of {text}"
-    if kind in ("boolean", "string"):
-        return {"boolean": "true or false", "string": "text"}[kind]
+    if kind in ("boolean", "string", "null"):
+        return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
 
     noun = "whole number" if kind == "integer" else "number"
     named = _BOUNDS.items() if bounds else ()

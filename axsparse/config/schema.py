@@ -7,9 +7,18 @@ in `validate.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
@@ -31,29 +40,68 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model is trained."""
 
-    name: Literal["gpt"] = "gpt"
+    name: Literal["gpt", "vgg19", "wide_resnet101_2", "cnn"] = "gpt"
     """Model family; models of one's own come through the Python API."""
+    weights: str | None = None
+    """A file of start values, safetensors or torch's: of this model's own names, or vgg19 and
+    wide_resnet101_2: torchvision's, gpt: those that Hugging Face has for GPT-2. Also a folder
+    of Hugging Face's: `config.json` and safetensors. null starts at random."""
     num_layers: Count = 6
-    """Transformer blocks, embedding and head not counted."""
+    """gpt: transformer blocks, embedding and head not counted."""
     hidden_size: Count = 256
-    """Width of the residual stream; a multiple of `num_heads`."""
+    """gpt: width of the residual stream; a multiple of `num_heads`."""
     num_heads: Count = 8
-    """Attention heads of each block."""
+    """gpt: attention heads of each block."""
     sequence_length: Count = 128
-    """Longest sequence, in tokens, for which there are position embeddings."""
+    """gpt: longest sequence, in tokens, for which there are position embeddings."""
     vocab_size: Count = 256
-    """Rows of the token embedding; at least the vocabulary of the data."""
+    """gpt: rows of the token embedding; at least the vocabulary of the data."""
     tie_embeddings: bool = True
-    """Whether the output head uses the token embedding's weights."""
+    """gpt: whether the output head uses the token embedding's weights."""
     dropout: Rate = 0.0
-    """Fraction of activations dropped after the embedding and each residual branch."""
+    """Fraction of activations dropped; gpt: after the embedding and each residual branch, vgg19:
+    after each hidden linear layer (the paper has 0.5)."""
+    num_classes: Count = 1000
+    """vgg19, wide_resnet101_2, cnn: classes of images."""
+    channels: Count = 3
+    """cnn: numbers of each pixel, 1 for grey and 3 for colour."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_others_have(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        has = MODEL_FIELDS[self.name]
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in has or value != ModelConfig.model_fields[name].default
+        }
+
+
+_IMAGE_MODEL = frozenset({"name", "weights", "num_classes"})
+MODEL_FIELDS: Mapping[str, frozenset[str]] = {
+    "gpt": frozenset(ModelConfig.model_fields) - {"num_classes", "channels"},
+    "vgg19": _IMAGE_MODEL | {"dropout"},
+    "wide_resnet101_2": _IMAGE_MODEL,
+    "cnn": _IMAGE_MODEL | {"channels"},
+}
+"""What each model has of the fields of `ModelConfig`."""
 
 
 class DataConfig(Section):
     """What the model is trained on."""
 
-    source: Literal["stdlib"] = "stdlib"
-    """`stdlib`: the bytes of the source files of Python's own standard library."""
+    source: Literal["stdlib", "tokens", "digits", "images"] = "stdlib"
+    """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: the
+    folder `path`, which `axsparse data prepare` made of text files. `digits`: 1,797
+    handwritten digits of 8×8 pixels, which come with axsparse. `images`: image folders in
+    ImageNet's layout, `path/train/<class>/*` and `path/val/<class>/*`."""
+    path: str | None = None
+    """Where the data lie, for a source that has to be told."""
+    image_size: Count = 224
+    """images: pixels on each side of what the model sees. Training crops at random and mirrors;
+    validation takes the middle."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """images: processes that decode, beside each rank of the first stage; 0 decodes in the rank."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
 
@@ -75,18 +123,24 @@ class LayoutConfig(Section):
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / g_inter."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
-    """Layers of each stage, first to last, embedding and head included; `auto` balances cost."""
+    """Layers of each stage, first to last, embedding and head included; `auto` balances the work
+    of the stages, among the splits that fit `memory_per_rank`."""
+    memory_per_rank: Annotated[ByteSize, Field(gt=0)] | Auto = "auto"
+    """What model state and activations of a rank may take, as 16GB or 14.5GiB; `auto` sets no
+    limit. The memory of Python, torch and MPI (some 300 MB) comes on top."""
 
 
 class PipelineConfig(Section):
     """In which order a stage works."""
 
-    schedule: Literal["message-driven"] = "message-driven"
-    """`message-driven`: what has arrived decides what runs next."""
+    schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
+    """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
+    backward in turn) and `gpipe` (all forwards, then all backwards; holds every microbatch's
+    activations) have a fixed order, for comparison: the same losses, bit by bit."""
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
-    """What runs when a forward and a backward have both arrived."""
+    """message-driven: what runs when a forward and a backward have both arrived."""
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """Microbatches in flight beyond g_inter − stage; `auto` is 1."""
+    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
 
@@ -187,6 +241,8 @@ class TrainConfig(Section):
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_steps: Annotated[int, Field(ge=0)] = 4
     """Global batches of validation data per evaluation; 0 never evaluates."""
+    eval_first: bool = False
+    """Whether to evaluate before the first step as well."""
     log_every: Count = 10
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
     threads: Count = 1

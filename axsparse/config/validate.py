@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import isqrt
 
 from axsparse.config.load import Loaded
+from axsparse.config.schema import MODEL_FIELDS, ModelConfig
 from axsparse.errors import ConfigError, DataError
 from axsparse.grid import Grid
 
@@ -14,6 +15,7 @@ def check_config(loaded: Loaded) -> None:
     """The rules that need nothing but the configuration; ConfigError for the first broken one."""
     config = loaded.config
     model, schedule, steps = config.model, config.schedule, config.train.steps
+    _check_model_fields(loaded)
     if model.hidden_size % model.num_heads:
         raise ConfigError(
             f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
@@ -27,6 +29,17 @@ def check_config(loaded: Loaded) -> None:
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
+    if config.data.source == "images" and config.data.path is None:
+        raise ConfigError(
+            f"{loaded.where('data.path')}: data.source images needs the folder that holds "
+            "train/<class>/ and val/<class>/; set data.path"
+        )
+    if config.data.source == "tokens" and config.data.path is None:
+        raise ConfigError(
+            f"{loaded.where('data.path')}: data.source tokens needs the folder that `axsparse data "
+            "prepare` wrote; set data.path"
+        )
+    _check_source_fits_model(loaded)
     # A short trial of a long run, --steps 5 say, may well end within its warm-up.
     if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
@@ -137,6 +150,40 @@ def check_data(loaded: Loaded, *, source: str, vocab_size: int, num_samples: int
             f"{source}: {_count(num_samples, 'sample')} cannot fill a step of "
             f"{loaded.where('batch.global_batch_size')} {batch}; take more data, "
             "a smaller batch or a smaller data.sequence_length"
+        )
+
+
+def _check_model_fields(loaded: Loaded) -> None:
+    """Only what the named model has is set."""
+    model = loaded.config.model
+    has = MODEL_FIELDS[model.name]
+    for field in ModelConfig.model_fields:
+        if field in model.model_fields_set and field not in has:
+            others = [name for name, fields in MODEL_FIELDS.items() if field in fields]
+            known = ", ".join(name for name in ModelConfig.model_fields if name in has)
+            raise ConfigError(
+                f"{loaded.where(f'model.{field}')}: {getattr(model, field)} is for model.name "
+                f"{' and '.join(others)}, {model.name} has {known}; remove it, or choose another "
+                "model.name"
+            )
+
+
+def _check_source_fits_model(loaded: Loaded) -> None:
+    """Texts for language models, images for the others; grey ones have one channel."""
+    model, source = loaded.config.model, loaded.config.data.source
+    wanted = ("stdlib", "tokens") if model.name == "gpt" else ("digits", "images")
+    if source not in wanted:
+        raise ConfigError(
+            f"{loaded.where('data.source')}: {source} is nothing that model.name {model.name} can "
+            f"read; choose {' or '.join(wanted)}, or another model"
+        )
+    has = {"digits": 1, "images": 3}.get(source)
+    takes = {"gpt": None, "cnn": model.channels}.get(model.name, 3)
+    if has != takes:
+        raise ConfigError(
+            f"{loaded.where('data.source')}: {source} have {has} channels, model.name {model.name} "
+            f"takes {takes}; choose data.source {'images' if takes == 3 else 'digits'}, "
+            f"or model.name cnn with model.channels {has}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -9,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.comm import shard_bounds
-from axsparse.data.dataset import Dataset
-from axsparse.data.order import samples_of_step
+from axsparse.data.dataset import Dataset, PartedDataset
+from axsparse.data.order import epochs_of_step, samples_of_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class Batch:
     step: int
     """Training step, or number of the evaluation batch."""
     microbatches: tuple[Microbatch, ...]
-    """In global order; none where an evaluation batch has fewer samples than replicas."""
+    """In global order; none where an evaluation batch has fewer microbatches than replicas."""
     num_targets: int
     """Targets that count in the loss, over this replica's microbatches."""
 
@@ -48,7 +50,7 @@ class Batches:
     stages that do, without tensors.
     """
 
-    dataset: Dataset | None
+    dataset: Dataset | PartedDataset | None
     _: KW_ONLY
     num_samples: int
     global_batch_size: int
@@ -57,6 +59,10 @@ class Batches:
     replica: int
     g_data: int
     seed: int
+    reads_inputs: bool = True
+    """Of a dataset in parts, whether inputs are read: on the first stage they are."""
+    reads_targets: bool = True
+    """Likewise of targets, for the last stage."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
@@ -69,9 +75,19 @@ class Batches:
         return None if self.dataset is None else self.dataset.targets_per_sample
 
     def training(self, step: int) -> Batch:
-        """Shuffled samples, epoch after epoch: a pure function of (seed, step)."""
-        samples = samples_of_step(self.num_samples, self.global_batch_size, step, self.seed)
-        return self._read(step, samples)
+        """Shuffled samples, epoch after epoch: a pure function of (seed, step).
+
+        A replica has a contiguous part of the batch; its last microbatch may be smaller.
+        """
+        size = self.global_batch_size
+        shares = shard_bounds(size, self.g_data)
+        begin, end = shares[self.replica], shares[self.replica + 1]
+        return self._read(
+            step,
+            samples_of_step(self.num_samples, size, step, self.seed),
+            epochs_of_step(self.num_samples, size, step),
+            [*range(begin, end, self.microbatch_size), end],
+        )
 
     @property
     def num_evaluation_batches(self) -> int:
@@ -79,30 +95,54 @@ class Batches:
         return -(-self.num_samples // self.global_batch_size)
 
     def evaluation(self, number: int) -> Batch:
-        """Samples in their own order; `number` is in [0, num_evaluation_batches)."""
+        """Samples in their own order; `number` is in [0, num_evaluation_batches).
+
+        Replicas share whole microbatches, so that each of these is the same in all layouts.
+        """
         assert 0 <= number < self.num_evaluation_batches, f"no evaluation batch {number}"
         first = number * self.global_batch_size
         end = min(first + self.global_batch_size, self.num_samples)
-        return self._read(number, np.arange(first, end))
+        cuts = [*range(0, end - first, self.microbatch_size), end - first]
+        shares = shard_bounds(len(cuts) - 1, self.g_data)
+        own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
+        samples = np.arange(first, end)
+        return self._read(number, samples, np.zeros_like(samples), own)
 
-    def _read(self, step: int, samples: NDArray[np.int64]) -> Batch:
-        """This replica's contiguous part of a global batch; the last microbatch may be smaller."""
-        bounds = shard_bounds(len(samples), self.g_data)
-        begin, end = bounds[self.replica], bounds[self.replica + 1]
-        microbatches = tuple(
-            self._read_microbatch(
-                samples[offset : min(offset + self.microbatch_size, end)],
-                first_sample=step * self.global_batch_size + offset,
-            )
-            for offset in range(begin, end, self.microbatch_size)
-        )
-        return Batch(step, microbatches, sum(map(self._count_targets, microbatches)))
+    def close(self) -> None:
+        """Release what the dataset holds for reading; reading again takes it again."""
+        if isinstance(self.dataset, PartedDataset):
+            self.dataset.close()
 
-    def _read_microbatch(self, samples: NDArray[np.int64], first_sample: int) -> Microbatch:
-        if self.dataset is None:
-            return Microbatch((), None, first_sample, size=len(samples))
-        inputs, targets = self.dataset.read(samples)
-        return Microbatch(inputs, targets, first_sample, size=len(samples))
+    def _read(
+        self,
+        step: int,
+        samples: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        bounds: Sequence[int],
+    ) -> Batch:
+        """Microbatches of the samples between neighbouring bounds."""
+        spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+        # All begun before the first is waited for, so that several processes may read at once.
+        parts = [self._start(samples[span], epochs[span]) for span in spans]
+        microbatches = []
+        for span, part in zip(spans, parts, strict=True):
+            inputs, targets = part()
+            first_sample = step * self.global_batch_size + span.start
+            size = span.stop - span.start
+            microbatches.append(Microbatch(inputs, targets, first_sample, size))
+        return Batch(step, tuple(microbatches), sum(map(self._count_targets, microbatches)))
+
+    def _start(
+        self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Callable[[], tuple[tuple[Tensor, ...], Tensor | None]]:
+        """Begin to read a microbatch; the call that is returned waits for it."""
+        dataset = self.dataset
+        if dataset is None:
+            return lambda: ((), None)
+        if not isinstance(dataset, PartedDataset):
+            return lambda: dataset.read(samples)
+        inputs = dataset.start(samples, epochs) if self.reads_inputs else lambda: ()
+        return lambda: (inputs(), dataset.targets(samples) if self.reads_targets else None)
 
     def _count_targets(self, microbatch: Microbatch) -> int:
         if self.dataset is None or microbatch.targets is None:

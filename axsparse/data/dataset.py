@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,12 +17,8 @@ from axsparse.errors import DataError
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-class Dataset(Protocol):
-    """Samples by number; bring your own by giving a class these members.
-
-    Batches are read ahead in a thread of their own, so `read` draws no random
-    numbers and changes no state that others see.
-    """
+class Samples(Protocol):
+    """What is known of samples before any is read."""
 
     @property
     def name(self) -> str:
@@ -47,12 +44,46 @@ class Dataset(Protocol):
         """Number of samples, at least 1."""
         ...
 
+    def count_targets(self, targets: Tensor) -> int:
+        """How many targets of a microbatch count in the loss (padding does not)."""
+        ...
+
+
+class Dataset(Samples, Protocol):
+    """Samples by number; bring your own by giving a class these members.
+
+    Batches are read ahead in a thread of their own, so `read` draws no random
+    numbers and changes no state that others see.
+    """
+
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Inputs and targets of the samples with these numbers, in this order, batch first."""
         ...
 
-    def count_targets(self, targets: Tensor) -> int:
-        """How many targets of a microbatch count in the loss (padding does not)."""
+
+@runtime_checkable
+class PartedDataset(Samples, Protocol):
+    """Samples whose inputs are dear: each end of the pipeline reads its own part only.
+
+    Inputs may change from epoch to epoch, as long as they depend on nothing but sample
+    and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
+    """
+
+    def start(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to read the inputs of these samples, each in its epoch, batch first.
+
+        The call that is returned waits for them; it is made once, or never.
+        """
+        ...
+
+    def targets(self, indices: NDArray[np.int64]) -> Tensor:
+        """The targets of these samples, batch first."""
+        ...
+
+    def close(self) -> None:
+        """Release what reading holds; a later `start` takes it again."""
         ...
 
 

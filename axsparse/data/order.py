@@ -25,13 +25,19 @@ def samples_of_step(
     A batch may reach into the next epoch, or hold several epochs.
     """
     first = step * global_batch_size
-    places = np.arange(first, first + global_batch_size, dtype=np.int64)
-    epochs, positions = np.divmod(places, num_samples)
+    positions = np.arange(first, first + global_batch_size, dtype=np.int64) % num_samples
+    epochs = epochs_of_step(num_samples, global_batch_size, step)
     samples = np.empty_like(positions)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
         samples[chosen] = shuffled(positions[chosen], num_samples, seed, int(epoch))
     return samples
+
+
+def epochs_of_step(num_samples: int, global_batch_size: int, step: int) -> NDArray[np.int64]:
+    """The (global_batch_size,) epochs that the samples of a step belong to."""
+    first = step * global_batch_size
+    return np.arange(first, first + global_batch_size, dtype=np.int64) // num_samples
 
 
 def shuffled(

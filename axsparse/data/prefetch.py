@@ -13,14 +13,22 @@ from axsparse.data.batches import Batch
 class Prefetcher:
     """Batches of consecutive steps; up to `depth` wait, while one more is being read.
 
-    Use it as a context manager, or `close` it: the thread lives until then.
+    Use it as a context manager, or `close` it: the thread lives until then. With an `end`
+    it reads the steps below that.
     """
 
-    def __init__(self, read: Callable[[int], Batch], first_step: int, depth: int = 2) -> None:
+    def __init__(
+        self,
+        read: Callable[[int], Batch],
+        first_step: int,
+        depth: int = 2,
+        end: int | None = None,
+    ) -> None:
         # Without a bound the queue would hold the whole data set.
         assert depth >= 1, f"depth {depth} must be at least 1"
         self._read = read
         self._next_step = first_step
+        self._end = end
         self._queue: Queue[Batch | BaseException] = Queue(depth)
         self._closed = threading.Event()
         # A daemon, so that a read that hangs cannot keep a failed job alive.
@@ -36,6 +44,7 @@ class Prefetcher:
         """
         assert step == self._next_step, f"step {step} asked for, {self._next_step} comes next"
         assert not self._closed.is_set(), "closed"
+        assert step != self._end, f"step {step} is the end"
         item = self._queue.get()
         if isinstance(item, BaseException):
             self.close()
@@ -55,7 +64,7 @@ class Prefetcher:
             self._thread.join()
 
     def _run(self, step: int) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set() and step != self._end:
             try:
                 item = self._read(step)
             except BaseException as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import ModelConfig
 from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.losses import linear_cross_entropy
 
 INIT_STD = 0.02
 """Standard deviation of initial matrices (Radford et al. 2019)."""
@@ -73,21 +74,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final LayerNorm and projection: (B, S, H) to logits (B, S, V)."""
+    """Final LayerNorm: (B, S, H) to (B, S, H), beside it the projection's weight (V, H).
+
+    Logits are what `linear_cross_entropy` makes of the two, some at a time.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
-
-
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats, summed over the tokens; fp32 whatever the logits are."""
-    flat = logits.reshape(-1, logits.shape[-1]).float()
-    return F.cross_entropy(flat, targets.reshape(-1), reduction="sum")
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), self.weight
 
 
 def init_parameter(
@@ -105,28 +103,27 @@ def init_parameter(
 def gpt(config: ModelConfig, sequence_length: int) -> Model:
     """The GPT of a configuration as a list of `num_layers + 2` layers.
 
-    `sequence_length` is that of the data; it enters the flops only.
+    `sequence_length` is that of the data, for what the layers cost.
     """
     s, h = sequence_length, config.hidden_size
     init = partial(init_parameter, config.num_layers)
-    block_flops = 24 * s * h * h + 4 * s * s * h  # Narayanan et al. 2021, appendix
     blocks = [
-        Layer(f"block{i}", partial(Block, config), init=init, flops=block_flops)
-        for i in range(config.num_layers)
+        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
     ]
     return Model(
         layers=[
-            Layer("embed", partial(Embedding, config), kind="embedding", init=init, flops=0),
+            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
             *blocks,
             Layer(
                 "head",
                 partial(Head, config),
                 kind="head",
                 init=init,
-                flops=2 * s * h * config.vocab_size,
+                flops=2 * s * h * config.vocab_size,  # of the product, which the loss makes
             ),
         ],
-        loss=summed_cross_entropy,
+        loss=linear_cross_entropy,
+        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
         name="gpt",
     )

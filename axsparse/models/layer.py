@@ -5,16 +5,34 @@ Every rank knows the whole list, and builds only the layers of its own stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 Kind = Literal["block", "embedding", "head"]
 LossFunction = Callable[..., Tensor]
+MetricFunction = Callable[..., Tensor]
 InitFunction = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
+
+
+class StartValues(Protocol):
+    """Where a model starts instead of at random: at the values of a file, say."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the values are; ranks compare it."""
+        ...
+
+    def read(self, name: str) -> Tensor | None:
+        """The values of the parameter or buffer of a global name, read anew at each call.
+
+        Parameters have values, of their shape, all of them; None for a buffer that starts
+        as it would without.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,8 +57,8 @@ class Layer:
     name) and with torch's global generator restored afterwards.
     """
     flops: float | None = None
-    """Multiply-adds × 2 of one sample's forward pass; None counts 2 per parameter.
-    Balances the stages and counts the model flops of a step."""
+    """Multiply-adds × 2 of one sample's forward pass; None counts them on `Model.example`, and
+    without that 2 a parameter. Balances the stages and counts the model flops of a step."""
     random: bool = False
     """Whether the layer draws random numbers beyond torch's dropout modules, which are
     found without it."""
@@ -69,6 +87,26 @@ class Model:
     layers: Sequence[Layer]
     loss: LossFunction
     """`loss(output, target)`: the *summed* loss of one microbatch, a scalar. The trainer
-    divides by the step's global count of targets."""
+    divides by the step's global count of targets. Where the last layer returns a tuple,
+    `loss(*outputs, target)`: a head of many words returns its hidden states and its weight,
+    and `models.losses.linear_cross_entropy` makes the logits of some words at a time."""
     ties: Sequence[Tie] = ()
     name: str = "custom"
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+    """What an evaluation reports beside the loss: `metric(output, target)` counts the targets of
+    one microbatch that are right, and the fraction of all is shown under the metric's name."""
+    example: Callable[[int], tuple[Tensor, ...]] | None = None
+    """`example(samples)`: what the first layer gets, of any values. With it, layers are run on the
+    meta device, where stages find what they cost in flops and in activations; without it, a
+    layer without `flops` counts by its parameters."""
+    start: StartValues | None = None
+    """Values that parameters and buffers start at, before those of any layer's `init`."""
+
+
+def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
+    """Samples whose largest logit is that of their class: (B, classes) and (B,) to a scalar.
+
+    Of equal logits one counts; a sample with a logit that is no number is never right.
+    """
+    numbers = ~logits.isnan().any(dim=-1)
+    return ((logits.argmax(dim=-1) == targets) & numbers).sum()

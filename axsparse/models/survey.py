@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from axsparse.errors import ConfigError
+from axsparse.models.buffers import slots
+from axsparse.models.cost import SAMPLES, Activations, Tracer
 from axsparse.models.layer import Kind, Layer, Model
 from axsparse.seeds import preserved_rng
+
+FLOPS_PER_BYTE = 100
+"""Flops in the time of moving one byte; assumed, between a CPU with matrix units (60) and a
+data-centre GPU (200). Weighs pooling and norms against matrix products."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,22 @@ class ParameterInfo:
 
 
 @dataclass(frozen=True)
+class BufferInfo:
+    """One buffer of the model."""
+
+    name: str
+    """Global name."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persists: bool
+    """Whether it is state; if not, a cache."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class LayerInfo:
     """One layer of the model."""
 
@@ -39,10 +61,23 @@ class LayerInfo:
     parameters: tuple[ParameterInfo, ...]
     flops: float
     """Of one sample's forward pass."""
+    buffers: tuple[BufferInfo, ...] = ()
+    activations: Activations | None = None
+    """Of one sample; None where the model has no example."""
 
     @property
     def numel(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def work(self) -> float:
+        """What a sample's forward takes, in flops: those, and moving what it leaves behind."""
+        moved = self.activations
+        return self.flops + (FLOPS_PER_BYTE * (moved.saved + moved.outputs) if moved else 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,6 +87,8 @@ class Survey:
     layers: Sequence[LayerInfo]
     ties: Mapping[str, str]
     """Global name of each second use of a weight → the first."""
+    start: str = ""
+    """Fingerprint of the values that it starts at; empty if it starts at random."""
 
     @property
     def num_params(self) -> int:
@@ -75,6 +112,11 @@ class Survey:
         """Of one sample's forward pass through the model."""
         return sum(layer.flops for layer in self.layers)
 
+    @property
+    def work(self) -> float:
+        """Of one sample's forward pass, in flops; what stages are balanced by."""
+        return sum(layer.work for layer in self.layers)
+
     def layer_of(self, name: str) -> int:
         """The number of the layer that holds a parameter."""
         for number, layer in enumerate(self.layers):
@@ -83,9 +125,13 @@ class Survey:
         raise KeyError(name)
 
 
-def survey(model: Model) -> Survey:
-    """Look at every layer; ConfigError for duplicate names and ties that do not fit."""
-    layers = [_survey_layer(layer) for layer in model.layers]
+def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
+    """Look at every layer; ConfigError for duplicate names and ties that do not fit.
+
+    `dtype` is that of activations.
+    """
+    tracer = None if model.example is None else Tracer(model.example(SAMPLES), dtype)
+    layers = [_survey_layer(layer, tracer) for layer in model.layers]
     if not layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
     seen: dict[str, ParameterInfo] = {}
@@ -107,19 +153,55 @@ def survey(model: Model) -> Survey:
             seen[parameter.name] = parameter
     if not any(parameter.trained for parameter in seen.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
+    for metric in model.metrics:
+        if metric in ("", "step", "eval_loss", "perplexity"):
+            raise ConfigError(
+                f"metric {metric!r}: evaluations have a figure of this name, or it has none; "
+                "give it another"
+            )
     ties = _ties(model, seen)
-    _check_tied_starts(model, layers, ties)
-    return Survey(layers, ties)
+    if model.start is None:
+        _check_tied_starts(model, layers, ties)
+        return Survey(layers, ties)
+    return Survey(layers, ties, model.start.fingerprint)
 
 
-def _survey_layer(layer: Layer) -> LayerInfo:
+def costs_text(surveyed: Survey) -> str:
+    """What the layers cost, for ranks that have not run them."""
+    return json.dumps(
+        [
+            [layer.flops, layer.activations and astuple(layer.activations)]
+            for layer in surveyed.layers
+        ]
+    )
+
+
+def with_costs(surveyed: Survey, text: str) -> Survey:
+    """A survey with the costs of `costs_text`."""
+    layers = [
+        replace(layer, flops=flops, activations=activations and Activations(*activations))
+        for layer, (flops, activations) in zip(surveyed.layers, json.loads(text), strict=True)
+    ]
+    return replace(surveyed, layers=layers)
+
+
+def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
+    module = _on_meta(layer)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
-        for name, p in _on_meta(layer).named_parameters()
+        for name, p in module.named_parameters()
     )
-    numel = sum(parameter.numel for parameter in parameters)
-    flops = 2.0 * numel if layer.flops is None else float(layer.flops)
-    return LayerInfo(layer.name, layer.kind, parameters, flops)
+    buffers = tuple(
+        BufferInfo(f"{layer.name}.{slot.name}", tuple(b.shape), b.dtype, slot.persists)
+        for slot in slots(module)
+        for b in [slot.tensor]
+    )
+    flops, activations = 2.0 * sum(parameter.numel for parameter in parameters), None
+    if tracer is not None:
+        flops, activations = tracer.run(layer.name, module)
+    if layer.flops is not None:
+        flops = float(layer.flops)
+    return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations)
 
 
 def _on_meta(layer: Layer) -> nn.Module:
@@ -144,10 +226,10 @@ def _on_meta(layer: Layer) -> nn.Module:
             "return a torch.nn.Module"
         )
     for child in module.modules():
-        if isinstance(child, _NormBase) and child.track_running_stats:
+        if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
-                f"layer {layer.name}: {type(child).__name__} tracks running statistics, which "
-                "replicas would keep apart; use track_running_stats=False, or LayerNorm"
+                f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
+                "depend on the layout; use BatchNorm, which sees one microbatch"
             )
     return module
 

@@ -33,7 +33,7 @@ def banner(
         f"{config.precision} · {ranks} = {grid} · {transport}"
     )
     yield "   ".join(
-        f"stage {number}: {_names([survey.layers[layer] for layer in stage])}"
+        f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"
         for number, stage in enumerate(stages)
     )
     yield f"model state/rank: {_state(config, dense_bytes, live_bytes)}"
@@ -65,8 +65,17 @@ def _state(config: Config, dense_bytes: int, live_bytes: int) -> str:
     return f"dense {format_bytes(dense_bytes)} → SAMO {format_bytes(live_bytes)}"
 
 
+def _layers(layers: Sequence[LayerInfo], work: float) -> str:
+    """ "embed, block0–2 (2.4M, 48 % of the work)"; layers are weighed by `LayerInfo.work`."""
+    parameters = format_count(sum(layer.numel for layer in layers))
+    share = (
+        f", {100 * sum(layer.work for layer in layers) / work:.0f} % of the work" if work else ""
+    )
+    return f"{_names(layers)} ({parameters}{share})"
+
+
 def _names(layers: Sequence[LayerInfo]) -> str:
-    """ "embed, block0–2 (2.4M)": runs of numbered layers are drawn together."""
+    """ "embed, block0–2": runs of numbered layers are drawn together."""
     runs: list[tuple[str, int | None, int | None]] = []
     for layer in layers:
         stem = layer.name.rstrip("0123456789")
@@ -80,4 +89,4 @@ def _names(layers: Sequence[LayerInfo]) -> str:
         stem if first is None else f"{stem}{first}" if first == last else f"{stem}{first}–{last}"
         for stem, first, last in runs
     ]
-    return f"{', '.join(texts)} ({format_count(sum(layer.numel for layer in layers))})"
+    return ", ".join(texts)

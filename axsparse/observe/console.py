@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from axsparse.errors import ConfigError
+
+Unit = Literal["tokens", "samples"]
+"""What a rate counts."""
 
 COLUMNS = 80
 """Width of a terminal that does not tell."""
@@ -169,14 +172,25 @@ def step_line(
     loss: float,
     grad_norm: float,
     bubble: float,
-    tokens_per_second: float,
+    rate: float,
     eta: float,
+    unit: Unit,
 ) -> str:
-    """One step on one line; `bubble` is a fraction of the step, `eta` is in seconds."""
+    """One step on one line; `bubble` is a fraction of the step, `rate` is a second's units,
+    `eta` is in seconds."""
     return (
         f"step {step}/{steps}  loss {loss:.3f}  grad norm {grad_norm:.2f}  "
-        f"bubble {100 * bubble:.0f} %  {format_rate(tokens_per_second)}  eta {format_seconds(eta)}"
+        f"bubble {100 * bubble:.0f} %  {format_rate(rate, unit)}  eta {format_seconds(eta)}"
     )
+
+
+def eval_line(step: int, steps: int, loss: float, metrics: Mapping[str, float]) -> str:
+    """One evaluation on one line; every metric but perplexity is a fraction of the targets."""
+    found = "".join(
+        f"  {name} {value:.3f}" if name == "perplexity" else f"  {name} {100 * value:.2f} %"
+        for name, value in metrics.items()
+    )
+    return f"step {step}/{steps}  validation loss {loss:.4f}{found}"
 
 
 def format_bytes(n: float) -> str:
@@ -189,9 +203,9 @@ def format_count(n: float) -> str:
     return _scaled(n, ("", "k", "M", "B", "T"))
 
 
-def format_rate(tokens_per_second: float) -> str:
+def format_rate(rate: float, unit: Unit) -> str:
     """3_100 is "3.1k tokens/s"."""
-    return f"{format_count(tokens_per_second)} tokens/s"
+    return f"{format_count(rate)} {unit}/s"
 
 
 def format_seconds(s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class StepRecord:
     skipped: bool
     """Whether an overflow kept the weights as they were."""
     tokens: int
-    """Tokens of this step, over all replicas."""
+    """Tokens of this step, over all replicas; samples where these are no tokens."""
     step_seconds: float
     data_seconds: float
     compute_seconds: float
@@ -58,8 +59,9 @@ class EvalRecord:
     """Optimizer steps done before it."""
     eval_loss: float
     """Mean loss of the validation targets."""
-    perplexity: float
-    """`perplexity(eval_loss)`."""
+    metrics: Mapping[str, float]
+    """Each is a key of its own in the file: `perplexity` of tokens, which is
+    `perplexity(eval_loss)`, and the fraction of targets that a metric of the model counted."""
 
 
 def perplexity(eval_loss: float) -> float:
@@ -83,8 +85,9 @@ class MetricsFile:
 
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append one line of strict JSON, with null for what is not finite."""
-        values = {name: _finite(value) for name, value in asdict(record).items()}
-        line = json.dumps(values, allow_nan=False)
+        values = asdict(record)
+        values |= values.pop("metrics", {})
+        line = json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False)
         try:
             self._file.write(line + "\n")
             self._file.flush()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from axsparse.comm import Backoff, Collective
-from axsparse.observe.console import Console, step_line
+from axsparse.observe.console import Console, Unit, eval_line, step_line
 from axsparse.observe.gather import Gathered, StepGather
 from axsparse.observe.metrics import EvalRecord, MetricsFile, StepRecord, perplexity
 
@@ -39,6 +39,8 @@ class RunFigures:
     flops_per_step: float
     peak_flops: float
     """Of all ranks together."""
+    unit: Unit
+    """What a target is: a token, or a sample that is none."""
 
 
 def peak_memory_bytes() -> int:
@@ -73,16 +75,15 @@ class Recorder:
         self._known[figures.step] = figures
         self._write(self._gather.push(figures.step, seconds, most))
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Record an evaluation after `step` steps."""
+    def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation after `step` steps: loss, perplexity of tokens, and the fractions
+        that the model's metrics found."""
         self.flush()
-        record = EvalRecord(step, loss, perplexity(loss))
+        if self._run.unit == "tokens":
+            metrics = {"perplexity": perplexity(loss), **metrics}
         if self._file is not None:
-            self._file.write(record)
-        self.say(
-            f"step {step}/{self._run.steps}  validation loss {loss:.4f}  "
-            f"perplexity {record.perplexity:.3f}"
-        )
+            self._file.write(EvalRecord(step, loss, metrics))
+        self.say(eval_line(step, self._run.steps, loss, metrics))
 
     def flush(self) -> None:
         """Write down the step that is still on its way."""
@@ -150,6 +151,7 @@ class Recorder:
             record.bubble_seconds / record.step_seconds,
             record.tokens_per_second,
             each * (run.steps - record.step),
+            run.unit,
         )
         console.progress(record.step, run.steps, line.partition("  ")[2])
         if record.step % run.log_every == 0 or record.step in (1, run.steps):

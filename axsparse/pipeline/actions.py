@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from axsparse.comm import Direction
 
@@ -28,3 +30,19 @@ class Action:
         if match is None:
             raise ValueError(f"action {text!r} is not F or B and a microbatch number, such as F3")
         return Action(_DIRECTIONS[match[1]], int(match[2]))
+
+
+@cache
+def action(direction: Direction, microbatch: int) -> Action:
+    """The one object of an action: schedulers name the same few over and over."""
+    return Action(direction, microbatch)
+
+
+def to_text(actions: Iterable[Action]) -> str:
+    """Actions in their order: "F0 F1 B0"."""
+    return " ".join(map(str, actions))
+
+
+def from_text(text: str) -> list[Action]:
+    """The inverse of `to_text`, for any white space; ValueError for anything else."""
+    return [Action.parse(word) for word in text.split()]

@@ -12,7 +12,8 @@ from axsparse.data.batches import Batch
 from axsparse.grid import Place
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.actions import Action
-from axsparse.pipeline.policy import ForwardOnly, MessageDriven, Policy, Preference
+from axsparse.pipeline.policy import ForwardOnly, Policy
+from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 
 MOST_UNSENT = 8
@@ -30,8 +31,7 @@ class Engine:
         backoff: Backoff,
         phases: Phases,
         *,
-        slack: int,
-        prefer: Preference,
+        schedule: Schedule,
         while_idle: Callable[[], None],
     ) -> None:
         """`while_idle` is called between polls when nothing can run: work that only needs
@@ -41,8 +41,7 @@ class Engine:
         self._link = link
         self._backoff = backoff
         self._phases = phases
-        self._slack = slack
-        self._prefer = prefer
+        self._schedule = schedule
         self._while_idle = while_idle
         self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
         self._inbox: dict[Action, Message] = {}
@@ -61,12 +60,10 @@ class Engine:
         Gradients, not losses, are multiplied by `loss_scale`.
         """
         place = self._place
-        policy = MessageDriven(
+        policy = self._schedule.policy(
             stage=place.stage,
             g_inter=place.grid.g_inter,
             microbatches=len(batch.microbatches),
-            slack=self._slack,
-            prefer=self._prefer,
         )
         losses: list[float] = []
 
@@ -81,10 +78,11 @@ class Engine:
         self._execute(policy, run)
         return losses
 
-    def evaluate(self, batch: Batch) -> list[float]:
-        """Forward only; on the last stage the summed loss of each microbatch, in order."""
+    def evaluate(self, batch: Batch) -> list[list[float]]:
+        """Forward only; on the last stage, for each microbatch in order, the summed loss and
+        what each metric counted."""
         policy = ForwardOnly(stage=self._place.stage, microbatches=len(batch.microbatches))
-        losses: list[float] = []
+        found: list[list[float]] = []
 
         def run(action: Action) -> None:
             microbatch = batch.microbatches[action.microbatch]
@@ -92,12 +90,12 @@ class Engine:
             with self._phases("compute"):
                 outputs = self._stage.evaluate(inputs, microbatch.targets)
             if self._place.is_last:
-                losses.append(float(outputs[0]))
+                found.append([float(output) for output in outputs])
             else:
                 self._send(Direction.FORWARD, action.microbatch, outputs)
 
         self._execute(policy, run)
-        return losses
+        return found
 
     def _execute(self, policy: Policy, run: Callable[[Action], None]) -> None:
         self._backoff.reset()

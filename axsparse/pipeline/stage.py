@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from axsparse.errors import ConfigError
-from axsparse.models.layer import LossFunction
+from axsparse.models.layer import LossFunction, MetricFunction
+from axsparse.pipeline.layer_calls import LayerCalls, Tensors
 from axsparse.samo.construct import BuiltLayer
-from axsparse.seeds import keyed_seed, preserved_rng
-
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -39,27 +35,29 @@ class Stage:
         layers: Sequence[BuiltLayer],
         *,
         loss: LossFunction | None,
+        metrics: Mapping[str, MetricFunction],
         input_dtype: torch.dtype | None,
         seed: int,
         checkpoint_activations: int,
     ) -> None:
-        """`loss` is given on the last stage only, `input_dtype` on the first: what
-        floating-point samples are cast to. Every `checkpoint_activations`-th layer is
+        """`loss` and `metrics` are those of the last stage, `input_dtype` that of the first:
+        what floating-point samples are cast to. Every `checkpoint_activations`-th layer is
         recomputed in the backward; 0: none.
         """
         self._layers = [
-            _RunningLayer(
+            LayerCalls(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random or _has_dropout(layer.module),
+                is_random=layer.spec.random,
                 is_recomputed=checkpoint_activations > 0 and number % checkpoint_activations == 0,
             )
             for number, layer in enumerate(layers)
         ]
         self._loss = loss
+        self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
-        self._live: dict[int, tuple[Tensors, Tensors]] = {}
+        self._live: dict[int, tuple[Tensors, Tensors, list[int]]] = {}
 
     @property
     def live(self) -> int:
@@ -78,7 +76,7 @@ class Stage:
             outputs = layer.train(outputs, (self._seed, layer.name, key.step, key.first_sample))
         if self._loss is not None:
             outputs = (self._summed_loss(outputs, targets) / divisor,)
-        self._live[microbatch] = (inputs, outputs)
+        self._live[microbatch] = (inputs, outputs, [output._version for output in outputs])
         return outputs
 
     def backward(
@@ -89,7 +87,12 @@ class Stage:
         `gradients` are those of the outputs that require one; empty on the last stage,
         whose output is the loss and whose backward starts from `loss_scale`.
         """
-        inputs, outputs = self._live.pop(microbatch)
+        inputs, outputs, versions = self._live.pop(microbatch)
+        if versions != [output._version for output in outputs]:
+            raise ConfigError(
+                f"layer {self._layers[-1].name}: an output was written to after it had been passed "
+                "on; return a tensor that the module does not keep, or a copy of it"
+            )
         roots = [output for output in outputs if output.requires_grad]
         if self._loss is not None:
             gradients = [torch.full_like(root, loss_scale) for root in roots]
@@ -106,13 +109,25 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: Tensor | None) -> Tensors:
-        """Outputs without keeping anything; on the last stage the summed loss."""
+        """Outputs without keeping anything; on the last stage the summed loss and the counts
+        of the metrics, all scalars."""
         outputs = self._cast(inputs)
         for layer in self._layers:
             outputs = layer.evaluate(outputs)
-        if self._loss is not None:
-            outputs = (self._summed_loss(outputs, targets),)
-        return outputs
+        if self._loss is None:
+            return outputs
+        counts = [self._count(name, outputs, targets) for name in self._metrics]
+        return self._summed_loss(outputs, targets), *counts
+
+    def _count(self, name: str, outputs: Tensors, targets: Tensor | None) -> Tensor:
+        count = self._metrics[name](*outputs, targets)
+        if not isinstance(count, Tensor) or count.dim() != 0:
+            kind = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
+            raise ConfigError(
+                f"metric {name}: {kind}; it must be a count of a microbatch's targets, a scalar "
+                "tensor"
+            )
+        return count
 
     def _summed_loss(self, outputs: Tensors, targets: Tensor | None) -> Tensor:
         assert self._loss is not None
@@ -134,67 +149,3 @@ class Stage:
         if dtype is None:
             return inputs
         return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
-
-
-@dataclass
-class _RunningLayer:
-    """One layer with what its calls need to know."""
-
-    name: str
-    module: nn.Module
-    is_random: bool
-    is_recomputed: bool
-    is_proven: bool = False
-    """Whether a first call has shown that a layer not known as random draws nothing."""
-
-    def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        self.module.train()
-        if not self.is_random and not self.is_proven:
-            return self._prove(inputs)
-        if self.is_recomputed and torch.is_grad_enabled():
-            # The call seeds itself, so that the recomputation draws the same numbers.
-            recomputed: Tensors = checkpoint(
-                lambda *tensors: self._call(tensors, key),
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            return recomputed
-        return self._call(inputs, key)
-
-    def evaluate(self, inputs: Tensors) -> Tensors:
-        self.module.eval()
-        return _as_tuple(self.name, self.module(*inputs))
-
-    def _call(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        if not self.is_random:
-            return _as_tuple(self.name, self.module(*inputs))
-        with preserved_rng():
-            torch.manual_seed(keyed_seed(*key, "forward"))
-            return _as_tuple(self.name, self.module(*inputs))
-
-    def _prove(self, inputs: Tensors) -> Tensors:
-        before = torch.get_rng_state()
-        outputs = _as_tuple(self.name, self.module(*inputs))
-        if not torch.equal(before, torch.get_rng_state()):
-            raise ConfigError(
-                f"layer {self.name}: its forward draws random numbers, which would depend on the "
-                "layout; declare it with Layer(..., random=True)"
-            )
-        self.is_proven = True
-        return outputs
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
-
-
-def _as_tuple(name: str, output: object) -> Tensors:
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, (tuple, list)) and all(isinstance(t, Tensor) for t in output):
-        return tuple(output)
-    raise ConfigError(
-        f"layer {name}: its forward returned {type(output).__name__}; "
-        "return a tensor or a tuple of tensors"
-    )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
-from axsparse.models.layer import Layer
+from axsparse.models.buffers import slots
+from axsparse.models.layer import Layer, StartValues
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import IndexKind, master_kind
@@ -48,6 +49,8 @@ class StateOptions:
     split_master: bool = False
     """Masters as bf16 weight and 16-bit remainder."""
     replicas: Replicas = ALONE
+    start: StartValues | None = None
+    """Where the model starts, if not at its layers' own values."""
 
 
 def construct(
@@ -70,9 +73,10 @@ def _construct_layer(
     options: StateOptions,
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
-    module, values = _skeleton(layer, ties, options.seed)
+    module, values = _skeleton(layer, ties, options)
+    _fill_buffers(layer, module, options.start)
     states: list[TensorState] = []
-    frozen: list[nn.Parameter] = []
+    frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
         name = f"{layer.name}.{local_name}"
         owner = tensors.get(ties.get(name, ""))
@@ -112,7 +116,6 @@ def _construct_layer(
     )
     for tensor in state.owned:
         _fill(state, tensor, _flat(values, tensor.name.removeprefix(f"{layer.name}.")))
-    _refuse_leftovers(layer, module)
     return BuiltLayer(layer, module, state)
 
 
@@ -127,28 +130,35 @@ def _flat(values: Callable[[str], Tensor], name: str) -> Tensor:
 
 
 def _skeleton(
-    layer: Layer, ties: Mapping[str, str], seed: int
+    layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
     """The module, and the fp32 start values of its parameters by local name.
 
     Values are asked for twice, for the mask and for the state, because keeping them
     would hold a whole layer in fp32.
     """
-    init = layer.init
+    init, start, seed = layer.init, options.start, options.seed
     if init is None:
         with preserved_rng():
             torch.manual_seed(keyed_seed(seed, layer.name, "init"))
             module = layer.build()
-        parameters = dict(module.named_parameters())
-        return module, lambda name: parameters[name].detach().float().contiguous()
-    with torch.device("meta"):
-        module = layer.build()
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    else:
+        with torch.device("meta"):
+            module = layer.build()
+    parameters = dict(module.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def value(name: str) -> Tensor:
         full = f"{layer.name}.{name}"
-        generator = keyed_generator(seed, ties.get(full, full), "init")
-        return init(name, shapes[name], generator).float().contiguous()
+        owner = ties.get(full, full)
+        if start is not None:
+            given = start.read(owner)
+            assert given is not None and tuple(given.shape) == shapes[name], owner
+        elif init is not None:
+            given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
+        else:
+            given = parameters[name].detach()
+        return given.float().contiguous()
 
     return module, value
 
@@ -162,11 +172,17 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
                 child._parameters[key] = parameter
 
 
-def _refuse_leftovers(layer: Layer, module: nn.Module) -> None:
-    """Buffers built on the meta device hold nothing: such a layer has to initialise itself."""
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
+def _fill_buffers(layer: Layer, module: nn.Module, start: StartValues | None) -> None:
+    """Give buffers their start values; those built on the meta device hold nothing yet."""
+    for slot in slots(module):
+        given = None if start is None else start.read(f"{layer.name}.{slot.name}")
+        if given is not None:
+            assert given.shape == slot.tensor.shape, slot.name
+            slot.put(given.detach().to(slot.tensor.dtype, copy=True))
+        elif slot.tensor.is_meta and slot.is_statistic:
+            slot.put(slot.start())
+        elif slot.tensor.is_meta:
             raise ConfigError(
-                f"layer {layer.name}: buffer {name!r} has no contents, because a layer with `init` "
-                "is built on the meta device; leave `init` out or compute it in forward"
+                f"layer {layer.name}: buffer {slot.name!r} has no contents, because a layer with "
+                "`init` is built on the meta device; leave `init` out or compute it in forward"
             )

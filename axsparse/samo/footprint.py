@@ -43,6 +43,7 @@ def stage_bytes(
             replicas=replicas,
             replica=replica,
         )
+        + StateBytes(weight=layer.buffer_bytes)
         for layer in layers
     )
 

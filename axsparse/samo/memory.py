@@ -29,7 +29,8 @@ replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
     mask     2.127 + 2·f + 10·f/d    2.45 at d = 8, with split masters
 
 The second use of a tied weight costs its own full state on another stage, and only its
-own gradient where both uses are on one stage.
+own gradient where both uses are on one stage. Untrained parameters cost their weight only;
+buffers count as weights, in the type they have.
 """
 
 from __future__ import annotations

@@ -79,14 +79,14 @@ class LayerState:
         gradient_dtype: torch.dtype,
         master: MasterKind,
         index_kind: IndexKind = "int32",
-        frozen: Sequence[nn.Parameter] = (),
+        frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
     ) -> None:
         """Buffers are allocated here; `write_master` fills them.
 
         `master` is where the fp32 master weights are, as above.
         `index_kind` is how tensors that are pruned later store their kept positions.
-        `frozen` are the layer's untrained parameters, which cost their weight only.
+        `frozen` are the layer's untrained parameters and its buffers, which cost what they are.
         """
         self.name = name
         self.index_kind = index_kind
@@ -206,6 +206,13 @@ class LayerState:
         if self.master_K is None:
             return self.read_master(tensor, 0, tensor.kept)
         return self._gathered(tensor, lambda start, stop: self.read_master(tensor, start, stop))
+
+    def dense_master(self, name: str) -> Tensor:
+        """As `master`, in the parameter's shape: zero at pruned positions."""
+        tensor = self.tensor(name)
+        dense_D = torch.zeros(tensor.parameter.numel())
+        tensor.index.scatter(dense_D, self.master(name), 0)
+        return dense_D.view_as(tensor.parameter)
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; as `master`."""

@@ -315,7 +315,7 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
         ("optimizer.eps=0", "0 is not above 0; choose a number above 0"),
         ("optimizer.clip_norm=-1", "-1 is below 0; choose a number of at least 0"),
         ("precision=float7", "'float7' is not one of fp32, bf16, fp16; choose one of them"),
-        ("data.source=web", "'web' is not stdlib; choose stdlib"),
+        ("model.weights=5", "5 is not text or null; choose text or null"),
         ("seed=1.5", "1.5 is not a whole number; choose a whole number of at least 0"),
         ("seed=true", "true is not a whole number; choose a whole number of at least 0"),
         ("seed=", "null is not a whole number; choose a whole number of at least 0"),

@@ -71,6 +71,8 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     match schema["type"]:
+        case "null":
+            return st.none()
         case "boolean":
             return st.booleans()
         case "string":

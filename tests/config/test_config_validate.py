@@ -49,10 +49,95 @@ def _batch_refusal(grid: Grid, *overrides: str) -> str:
         ("layout.split=[4, 4]", "layout.g_inter=2"),
         ("layout.split=[4, 4]",),
         ("optimizer.betas=[0.95, 0.9]",),
+        ("model.name=cnn", "model.channels=1", "data.source=digits"),
+        ("model.name=cnn", "data.source=images", "data.path=x"),
+        ("model.name=vgg19", "data.source=images", "data.path=x"),
     ],
 )
 def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
     check_config(load_config(None, overrides))
+
+
+def test_images_lie_somewhere() -> None:
+    assert _config_refusal("model.name=vgg19", "data.source=images") == (
+        "data.path (default): data.source images needs the folder that holds train/<class>/ and "
+        "val/<class>/; set data.path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "wanted"),
+    [("gpt", "digits", "stdlib or tokens"), ("cnn", "stdlib", "digits or images")],
+)
+def test_a_model_reads_data_of_its_kind(model: str, source: str, wanted: str) -> None:
+    assert _config_refusal(f"model.name={model}", f"data.source={source}") == (
+        f"data.source (--set): {source} is nothing that model.name {model} can read; "
+        f"choose {wanted}, or another model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ("model.name=cnn", "data.source=digits"),
+            "digits have 1 channels, model.name cnn takes 3; choose data.source images, "
+            "or model.name cnn with model.channels 1",
+        ),
+        (
+            ("model.name=cnn", "model.channels=1", "data.source=images", "data.path=x"),
+            "images have 3 channels, model.name cnn takes 1; choose data.source digits, "
+            "or model.name cnn with model.channels 3",
+        ),
+        (
+            ("model.name=vgg19", "data.source=digits"),
+            "digits have 1 channels, model.name vgg19 takes 3; choose data.source images, "
+            "or model.name cnn with model.channels 1",
+        ),
+    ],
+)
+def test_images_have_as_many_channels_as_the_model_takes(
+    overrides: tuple[str, ...], text: str
+) -> None:
+    assert _config_refusal(*overrides) == f"data.source (--set): {text}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ("model.name=vgg19", "model.num_heads=4"),
+            "model.num_heads (--set): 4 is for model.name gpt, vgg19 has name, weights, dropout, "
+            "num_classes; remove it, or choose another model.name",
+        ),
+        (
+            ("model.num_classes=10",),
+            "model.num_classes (--set): 10 is for model.name vgg19 and wide_resnet101_2 and cnn, "
+            "gpt has name, weights, num_layers, hidden_size, num_heads, sequence_length, "
+            "vocab_size, tie_embeddings, dropout; remove it, or choose another model.name",
+        ),
+        (
+            ("model.name=wide_resnet101_2", "model.dropout=0.1"),
+            "model.dropout (--set): 0.1 is for model.name gpt and vgg19, wide_resnet101_2 has "
+            "name, weights, num_classes; remove it, or choose another model.name",
+        ),
+    ],
+)
+def test_fields_that_the_named_model_does_not_have_are_refused(
+    overrides: tuple[str, ...], text: str
+) -> None:
+    assert _config_refusal(*overrides) == text
+
+
+def test_a_model_is_written_without_the_fields_of_others() -> None:
+    config = load_config(None, ["model.name=cnn", "model.channels=1"]).config
+
+    assert config.model_dump()["model"] == {
+        "name": "cnn",
+        "weights": None,
+        "num_classes": 1000,
+        "channels": 1,
+    }
 
 
 def test_heads_must_divide_the_width() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Batches
@@ -242,7 +244,7 @@ def test_targets_are_counted_by_sample_where_they_are_constant() -> None:
 
 
 def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
-    batch = batches(Padded(), microbatch_size=4, g_data=3, replica=2, global_batch_size=9)
+    batch = batches(Padded(), microbatch_size=2, g_data=3, replica=2, global_batch_size=9)
 
     assert batch.evaluation(0).num_targets == 6 + 7 + 8
 
@@ -271,14 +273,15 @@ def test_evaluation_sees_every_sample_once_in_its_own_order(
     seen: list[int] = []
     for number in range(replicas[0].num_evaluation_batches):
         parts = [replica.evaluation(number) for replica in replicas]
-        sizes = [len(flat(part)) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-        assert [part.num_targets for part in parts] == [2 * size for size in sizes]
+        shares = [len(part.microbatches) for part in parts]
+        assert max(shares) - min(shares) <= 1
+        assert [part.num_targets for part in parts] == [2 * len(flat(part)) for part in parts]
         for part in parts:
             assert part.step == number
             assert [m.first_sample for m in part.microbatches] == [s[0] for s in samples(part)]
-            assert all(m.size == microbatch_size for m in part.microbatches[:-1])
             seen += flat(part)
+        sizes = [m.size for part in parts for m in part.microbatches]
+        assert all(size == microbatch_size for size in sizes[:-1])
 
     assert seen == list(range(num_samples))
 
@@ -287,6 +290,125 @@ def test_an_evaluation_batch_smaller_than_the_replicas_leaves_some_without_work(
     parts = [batches(numbered(13), replica=replica, g_data=3).evaluation(1) for replica in range(3)]
 
     assert sorted(len(part.microbatches) for part in parts) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("g_data", [2, 3, 4])
+def test_evaluation_has_the_same_microbatches_for_any_number_of_replicas(g_data: int) -> None:
+    # The second batch holds 11 samples: 4, 4 and 3, in whichever replica.
+    one = batches(numbered(35), global_batch_size=24, microbatch_size=4).evaluation(1)
+    many = [
+        batches(
+            numbered(35), global_batch_size=24, microbatch_size=4, replica=replica, g_data=g_data
+        ).evaluation(1)
+        for replica in range(g_data)
+    ]
+
+    assert [m for part in many for m in samples(part)] == samples(one)
+    assert [m.first_sample for part in many for m in part.microbatches] == [24, 28, 32]
+
+
+class Dear:
+    """Samples in parts that note what is asked of them; an input is its sample and its epoch."""
+
+    name = "dear"
+    fingerprint = ""
+    vocab_size = None
+    targets_per_sample = 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def start(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        self.calls.append("start")
+
+        def wait() -> tuple[Tensor, ...]:
+            self.calls.append("wait")
+            return (torch.from_numpy(np.stack([indices, epochs], axis=1)),)
+
+        return wait
+
+    def targets(self, indices: NDArray[np.int64]) -> Tensor:
+        self.calls.append("targets")
+        return torch.from_numpy(indices)
+
+    def count_targets(self, targets: Tensor) -> int:
+        return targets.numel()
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def dear_batches(dataset: Dear, *, inputs: bool, targets: bool) -> Batches:
+    return Batches(
+        dataset,
+        num_samples=10,
+        global_batch_size=8,
+        microbatch_size=2,
+        replica=0,
+        g_data=2,
+        seed=7,
+        reads_inputs=inputs,
+        reads_targets=targets,
+    )
+
+
+def test_each_end_reads_its_own_part_of_a_dataset_in_parts() -> None:
+    first, last, both = Dear(), Dear(), Dear()
+
+    front = dear_batches(first, inputs=True, targets=False).training(1)
+    back = dear_batches(last, inputs=False, targets=True).training(1)
+    only = dear_batches(both, inputs=True, targets=True).training(1)
+
+    assert set(first.calls) == {"start", "wait"}
+    assert set(last.calls) == {"targets"}
+    assert [m.targets for m in front.microbatches] == [None, None]
+    assert [m.inputs for m in back.microbatches] == [(), ()]
+    assert (front.num_targets, back.num_targets, only.num_targets) == (0, 4, 4)
+    for one, ahead, behind in zip(
+        only.microbatches, front.microbatches, back.microbatches, strict=True
+    ):
+        assert torch.equal(one.inputs[0], ahead.inputs[0])
+        assert one.targets is not None and behind.targets is not None
+        assert torch.equal(one.targets, behind.targets)
+
+
+def test_all_inputs_of_a_step_are_under_way_before_the_first_is_waited_for() -> None:
+    dataset = Dear()
+
+    dear_batches(dataset, inputs=True, targets=False).training(0)
+
+    assert dataset.calls == ["start", "start", "wait", "wait"]
+
+
+def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> None:
+    reader = dear_batches(Dear(), inputs=True, targets=False)
+    seen = [
+        tuple(row)
+        for step in range(5)  # 40 samples, of which this replica has half
+        for microbatch in reader.training(step).microbatches
+        for row in microbatch.inputs[0].tolist()
+    ]
+    evaluated = reader.evaluation(0)
+
+    # Steps 0 to 4 begin with places 0, 8, 16, 24 and 32 of epochs of ten.
+    assert [epoch for _, epoch in seen] == [0] * 4 + [0] * 2 + [1] * 2 + [1] * 4 + [2] * 4 + [3] * 4
+    assert len(set(seen)) == 20
+    assert [m.inputs[0][:, 1].tolist() for m in evaluated.microbatches] == [[0, 0], [0, 0]]
+
+
+def test_closing_reaches_the_dataset_that_holds_something() -> None:
+    dataset = Dear()
+
+    dear_batches(dataset, inputs=True, targets=True).close()
+    batches(numbered(50)).close()
+    batches(None, num_samples=50).close()
+
+    assert dataset.calls == ["close"]
 
 
 def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() -> None:

@@ -61,6 +61,27 @@ def test_it_reads_ahead_but_no_further_than_its_depth_and_one_more() -> None:
     assert max(leads) == 3
 
 
+def test_with_an_end_it_reads_no_further() -> None:
+    steps: list[int] = []
+
+    def read_and_note(step: int) -> Batch:
+        steps.append(step)
+        return read(step)
+
+    with Prefetcher(read_and_note, first_step=2, depth=5, end=5) as prefetcher:
+        got = [prefetcher.get(step).step for step in (2, 3, 4)]
+        # Asked for more it must not wait for a thread that has ended.
+        with pytest.raises(AssertionError, match="step 5 is the end"):
+            prefetcher.get(5)
+
+    assert got == steps == [2, 3, 4]
+
+
+def test_with_an_end_at_the_start_it_reads_nothing() -> None:
+    with Prefetcher(read, first_step=0, end=0):
+        pass
+
+
 def test_a_depth_of_zero_is_a_mistake() -> None:
     # A queue of size 0 has no bound.
     with pytest.raises(AssertionError, match="depth 0"):

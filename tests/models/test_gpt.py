@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.schema import ModelConfig
-from axsparse.models.gpt import gpt, init_parameter, summed_cross_entropy
+from axsparse.models.gpt import gpt, init_parameter
 from axsparse.models.layer import Model, Tie
 from axsparse.models.survey import survey
 from axsparse.seeds import keyed_generator
@@ -44,11 +44,12 @@ def modules(model: Model) -> list[nn.Module]:
     return built
 
 
-def run(model: Model, tokens: Tensor) -> Tensor:
+def logits(model: Model, tokens: Tensor) -> Tensor:
+    *body, head = modules(model)
     x = tokens
-    for module in modules(model):
+    for module in body:
         x = module(x)
-    return x
+    return F.linear(*head(x))
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -88,12 +89,12 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     matrices = 2 * s * (3 * h * h + h * h + 4 * h * h + 4 * h * h)
     attention = 2 * (2 * s * s * h)
 
-    flops = [layer.flops for layer in gpt(config(), s).layers]
+    flops = [layer.flops for layer in survey(gpt(config(), s)).layers]
 
     assert flops == [0, *[matrices + attention] * 3, 2 * s * h * v]
 
 
-def test_tokens_go_in_and_logits_come_out() -> None:
+def test_tokens_go_in_and_what_makes_logits_comes_out() -> None:
     tokens = torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(0))
 
     embedding, block, *_, head = modules(gpt(config(), 10))
@@ -101,7 +102,23 @@ def test_tokens_go_in_and_logits_come_out() -> None:
     embedded = embedding(tokens)
     assert embedded.shape == (2, 7, 32)
     assert block(embedded).shape == (2, 7, 32)
-    assert head(block(embedded)).shape == (2, 7, 50)
+    hidden, weight = head(block(embedded))
+    assert hidden.shape == (2, 7, 32)
+    assert weight is head.weight
+    assert weight.shape == (50, 32)
+
+
+def test_the_loss_at_the_start_is_that_of_chance() -> None:
+    model = gpt(config(), 10)
+    tokens = torch.randint(50, (4, 10), generator=torch.Generator().manual_seed(0))
+    *body, head = modules(model)
+    x = tokens
+    for module in body:
+        x = module(x)
+
+    loss = model.loss(*head(x), tokens.roll(-1, dims=1)) / tokens.numel()
+
+    assert loss.item() == pytest.approx(math.log(50), rel=0.02)
 
 
 def test_positions_are_told_apart() -> None:
@@ -116,7 +133,7 @@ def test_no_token_sees_those_after_it() -> None:
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 50
 
-    before, after = run(model, tokens), run(model, changed)
+    before, after = logits(model, tokens), logits(model, changed)
 
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5], after[:, 5])
@@ -178,15 +195,3 @@ def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: 
 )
 def test_norms_start_as_identity_and_biases_at_zero(name: str, value: float) -> None:
     assert init_parameter(8, name, (5,), keyed_generator(1)).tolist() == [value] * 5
-
-
-def test_the_loss_is_summed_over_tokens_in_fp32() -> None:
-    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
-
-    loss = summed_cross_entropy(logits, targets)
-
-    each = -logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1))
-    assert loss.dtype == torch.float32
-    assert loss.dim() == 0
-    assert loss.item() == pytest.approx(each.sum().item(), rel=1e-6)

@@ -45,6 +45,26 @@ def test_parameters_have_global_names_shapes_and_say_whether_they_are_trained() 
     ]
 
 
+def test_buffers_have_global_names_shapes_types_and_say_whether_they_are_state() -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+            self.register_buffer("cache", torch.zeros(2, 3, dtype=torch.bool), persistent=False)
+            self.register_buffer("nothing", None)
+
+    (found,) = survey(model(Layer("a", Buffered))).layers
+
+    assert [(b.name, b.shape, b.dtype, b.persists, b.nbytes) for b in found.buffers] == [
+        ("a.cache", (2, 3), torch.bool, False, 6),
+        ("a.norm.running_mean", (6,), torch.float32, True, 24),
+        ("a.norm.running_var", (6,), torch.float32, True, 24),
+        ("a.norm.num_batches_tracked", (), torch.int64, True, 8),
+    ]
+    assert found.buffer_bytes == 62
+    assert found.numel == 12
+
+
 def test_a_tied_weight_counts_once() -> None:
     found = survey(
         model(
@@ -219,7 +239,10 @@ def test_a_build_that_makes_no_module_is_refused() -> None:
         survey(model(layer("a", nothing)))
 
 
-def test_running_statistics_are_refused_until_replicas_share_them() -> None:
-    with pytest.raises(ConfigError, match="BatchNorm1d tracks running statistics, which"):
-        survey(model(layer("a"), layer("b", lambda: nn.BatchNorm1d(3))))
-    survey(model(layer("a"), layer("b", lambda: nn.BatchNorm1d(3, track_running_stats=False))))
+def test_normalisation_over_all_replicas_is_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^layer b: SyncBatchNorm needs torch.distributed, and its results would depend on "
+        r"the layout; use BatchNorm, which sees one microbatch$",
+    ):
+        survey(model(layer("a"), layer("b", lambda: nn.SyncBatchNorm(3))))

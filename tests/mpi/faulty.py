@@ -19,7 +19,7 @@ import torch
 from support.runs import mlp, summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
-from axsparse.build import build
+from axsparse.builder import build
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.grid import Grid
 from axsparse.job import Job, run

@@ -101,6 +101,39 @@ def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
         assert numbers in ([0, 1], [])
 
 
+class Absent:
+    """A communicator on which the first look finds nothing, as MPI's may after an absence."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._looks = 0
+
+    def Improbe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message | None:
+        self._looks += 1
+        return None if self._looks == 1 else self._comm.Improbe(source, tag, status)
+
+    def Free(self) -> None:
+        self._comm.Free()
+
+
+@needs_a_neighbour
+def test_arrivals_are_complete_although_the_first_look_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_mpi() as transport:
+        place = Grid(SIZE, 1).place(transport.rank)
+        link = transport.link(place)
+        assert isinstance(link, MpiLink)
+        if place.rank == 0:
+            link.send(Message(Direction.FORWARD, 0, ()))
+        if place.rank == 1:
+            comm = link._comms[Direction.FORWARD]
+            while not comm.Iprobe(0, HEADER_TAG):
+                transport.backoff.pause()
+            monkeypatch.setitem(link._comms, Direction.FORWARD, Absent(comm))
+            assert [message.microbatch for message in link.arrivals()] == [0]
+
+
 @needs_a_neighbour
 def test_closing_waits_for_what_was_sent() -> None:
     with on_mpi() as transport:

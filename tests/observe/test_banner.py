@@ -53,7 +53,8 @@ def test_the_banner_says_what_is_trained_where_it_stands_and_what_it_costs() -> 
     assert lines(config(train={"steps": 100})) == [
         f"axsparse {axsparse.__version__} · gpt 275k parameters · 90 % of the block weights pruned "
         "by magnitude · bf16 · 4 ranks = 2 stages × 2 replicas · mpi (MPICH 4.2)",
-        "stage 0: embed, block0–1 (125k)   stage 1: block2–4, head (166k)",
+        "stage 0: embed, block0–1 (125k, 40 % of the work)   "
+        "stage 1: block2–4, head (166k, 60 % of the work)",
         "model state/rank: dense 4.0 MB → SAMO 900 kB",
         "batch 24 = 2 replicas × 6 microbatches × 2 · stdlib: 12.3k samples",
         "100 steps · metrics → runs/x/metrics.jsonl",
@@ -108,4 +109,4 @@ def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
 
     text = lines(config(), surveyed=survey(model), stages=(range(9),))[1]
 
-    assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9)"
+    assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9, 100 % of the work)"

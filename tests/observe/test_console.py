@@ -17,6 +17,7 @@ from axsparse.errors import ConfigError
 from axsparse.observe import console
 from axsparse.observe.console import (
     Console,
+    eval_line,
     format_bytes,
     format_count,
     format_rate,
@@ -332,11 +333,20 @@ def test_a_step_reads_as_one_line() -> None:
         loss=3.9117,
         grad_norm=0.8351,
         bubble=0.1799,
-        tokens_per_second=3_120,
+        rate=3_120,
         eta=12.4,
+        unit="samples",
     )
 
-    assert line == ("step 10/30  loss 3.912  grad norm 0.84  bubble 18 %  3.1k tokens/s  eta 00:12")
+    assert line == (
+        "step 10/30  loss 3.912  grad norm 0.84  bubble 18 %  3.1k samples/s  eta 00:12"
+    )
+
+
+def test_an_evaluation_reads_as_one_line() -> None:
+    line = eval_line(10, 30, 1.23456, {"perplexity": 3.43689, "top1": 0.98765})
+
+    assert line == "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +378,7 @@ def test_counts_have_the_suffixes_of_the_field(n: float, text: str) -> None:
 
 @pytest.mark.parametrize(("rate", "text"), [(3_100, "3.1k tokens/s"), (12.3, "12 tokens/s")])
 def test_rates_are_in_tokens(rate: float, text: str) -> None:
-    assert format_rate(rate) == text
+    assert format_rate(rate, "tokens") == text
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,11 @@ def test_every_phase_of_a_step_has_its_field() -> None:
 
 def test_an_evaluation_is_a_line_of_its_own(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write(EvalRecord(step=5, eval_loss=0.0, perplexity=perplexity(0.0)))
+        metrics.write(EvalRecord(5, 0.0, {"perplexity": perplexity(0.0), "top1": math.nan}))
 
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 5, "eval_loss": 0.0, "perplexity": 1.0}]
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 5, "eval_loss": 0.0, "perplexity": 1.0, "top1": None}
+    ]
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:

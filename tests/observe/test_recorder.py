@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, peak_memory_bytes
 from axsparse.transport import LocalTransport
 
-RUN = RunFigures(steps=12, log_every=5, tokens_per_step=1000, flops_per_step=6e9, peak_flops=1.2e10)
+RUN = RunFigures(
+    steps=12,
+    log_every=5,
+    tokens_per_step=1000,
+    flops_per_step=6e9,
+    peak_flops=1.2e10,
+    unit="tokens",
+)
 MOST = {
     "model_state_bytes": 11,
     "gradient_bytes_sent": 22,
@@ -48,14 +56,14 @@ def seconds(step: float = 2.0) -> dict[str, float]:
 class Screen:
     """A recorder of one rank, its screen and its file."""
 
-    def __init__(self, folder: Path, *, bar: bool = False) -> None:
+    def __init__(self, folder: Path, *, bar: bool = False, run: RunFigures = RUN) -> None:
         transport = LocalTransport(LocalWorld(1), 0)
         self.stream = io.StringIO()
         self.path = folder / "metrics.jsonl"
         self.recorder = Recorder(
             transport.world,
             transport.backoff,
-            RUN,
+            run,
             MetricsFile(self.path),
             Console(self.stream, bar=bar),
         )
@@ -113,12 +121,24 @@ def test_an_evaluation_comes_after_the_steps_before_it(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     screen.recorder.step(figures(5), seconds(), MOST)
 
-    screen.recorder.evaluation(5, 0.0)
+    screen.recorder.evaluation(5, 0.0, {})
     screen.recorder.close()
 
     assert [record["step"] for record in screen.records] == [5, 5]
     assert screen.records[1] == {"step": 5, "eval_loss": 0.0, "perplexity": 1.0}
     assert screen.lines[-1] == "step 5/12  validation loss 0.0000  perplexity 1.000"
+
+
+def test_samples_that_are_no_tokens_have_metrics_and_no_perplexity(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, run=replace(RUN, unit="samples"))
+    screen.recorder.step(figures(5), seconds(), MOST)
+
+    screen.recorder.evaluation(5, 0.25, {"top1": 0.875})
+    screen.recorder.close()
+
+    assert screen.records[1] == {"step": 5, "eval_loss": 0.25, "top1": 0.875}
+    assert "500 samples/s" in screen.lines[0]
+    assert screen.lines[-1] == "step 5/12  validation loss 0.2500  top1 87.50 %"
 
 
 def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> None:
@@ -166,7 +186,7 @@ def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path)
         recorder = Recorder(transport.world, transport.backoff, RUN, file, None)
         most = {name: value + 100 * rank for name, value in MOST.items()}
         recorder.step(figures(1), seconds(2.0 + 2 * rank), most)
-        recorder.evaluation(1, 1.0)
+        recorder.evaluation(1, 1.0, {})
         recorder.say("nobody hears this")
         recorder.close()
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.comm import Direction
-from axsparse.pipeline.actions import Action
+from axsparse.pipeline.actions import Action, action, from_text, to_text
 
 
 def test_an_action_reads_as_its_kind_and_microbatch() -> None:
@@ -28,3 +28,18 @@ def test_text_and_action_are_inverse(direction: Direction, microbatch: int) -> N
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not F or B and a microbatch number, such as F3"):
         Action.parse(text)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.builds(Action, st.sampled_from(Direction), st.integers(0, 99))))
+def test_text_and_a_list_of_actions_are_inverse(actions: list[Action]) -> None:
+    assert from_text(to_text(actions)) == actions
+
+
+def test_a_list_reads_as_its_actions_with_a_space_between() -> None:
+    assert to_text(from_text(" F0\tF1\n B0 ")) == "F0 F1 B0"
+
+
+def test_an_action_that_is_named_again_is_the_same_object() -> None:
+    assert action(Direction.BACKWARD, 3) == Action(Direction.BACKWARD, 3)
+    assert action(Direction.BACKWARD, 3) is action(Direction.BACKWARD, 3)

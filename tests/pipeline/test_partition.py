@@ -39,6 +39,28 @@ def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
     assert chosen == best
 
 
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(COSTS, st.lists(st.integers(0, 40), min_size=9, max_size=9), st.data())
+def test_among_the_cuts_that_fit_none_is_better(
+    costs: list[int], room: list[int], data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
+
+    def fits(stage: int, layers: range) -> bool:
+        return sum(sizes[layer] for layer in layers) <= room[stage]
+
+    chosen = partition(costs, stages, fits)
+
+    fitting = [
+        cut
+        for cut in every_cut(len(costs), stages)
+        if all(fits(stage, layers) for stage, layers in enumerate(cut))
+    ]
+    best = min(fitting, key=lambda cut: expense(costs, cut), default=None)
+    assert chosen == best
+
+
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(0, 1e18), min_size=1, max_size=30), st.data())
 def test_every_layer_is_placed_once_and_no_stage_is_empty(
@@ -48,6 +70,7 @@ def test_every_layer_is_placed_once_and_no_stage_is_empty(
 
     chosen = partition(costs, stages)
 
+    assert chosen is not None
     assert len(chosen) == stages
     assert all(chosen)
     assert [layer for stage in chosen for layer in stage] == list(range(len(costs)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -218,14 +219,63 @@ def test_uses_of_other_shapes_are_no_tie() -> None:
 
 
 def test_a_buffer_that_the_meta_device_left_empty_is_refused() -> None:
-    layer = Layer("norm", lambda: nn.BatchNorm1d(4), init=random_init)
+    class Table(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.ones(4))
+
+    layer = Layer("norm", Table, init=random_init)
 
     with pytest.raises(
         ConfigError,
-        match=r"^layer norm: buffer 'running_mean' has no contents, because a layer with `init` is "
+        match=r"^layer norm: buffer 'table' has no contents, because a layer with `init` is "
         r"built on the meta device; leave `init` out or compute it in forward$",
     ):
         construct([layer], {}, options())
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_running_statistics_start_as_in_torch_and_in_fp32(half: bool) -> None:
+    layer = Layer("norm", lambda: nn.BatchNorm1d(4), init=random_init)
+
+    (built,) = construct([layer], {}, options(half=half))
+
+    found = dict(built.module.named_buffers())
+    for name, buffer in nn.BatchNorm1d(4).named_buffers():
+        assert torch.equal(found[name], buffer)
+        assert found[name].dtype == buffer.dtype
+    assert set(map(id, found.values())) <= set(map(id, built.state.frozen))
+
+
+class Sevens:
+    """Start values in another type; the running variance starts by itself."""
+
+    fingerprint = "sevens"
+
+    def read(self, name: str) -> Tensor | None:
+        if name == "b.running_var":
+            return None
+        shape = {"a.weight": (1, 4), "b.num_batches_tracked": ()}.get(name, (4,))
+        return torch.full(shape, 7.0, dtype=torch.half)
+
+
+def test_values_that_a_model_starts_at_come_before_those_of_its_layers() -> None:
+    layers = [
+        Layer("a", lambda: nn.Linear(4, 1, bias=False).requires_grad_(False), init=random_init),
+        Layer("b", lambda: nn.BatchNorm1d(4)),
+    ]
+
+    a, b = construct(layers, {}, replace(options(None), start=Sevens()))
+
+    assert a.module.get_parameter("weight").tolist() == [[7.0] * 4]
+    assert {name: tensor.tolist() for name, tensor in b.module.state_dict().items()} == {
+        "weight": [7.0] * 4,
+        "bias": [7.0] * 4,
+        "running_mean": [7.0] * 4,
+        "running_var": [1.0] * 4,
+        "num_batches_tracked": 7,
+    }
+    assert b.module.get_buffer("running_mean").dtype == torch.float32
 
 
 def test_a_layer_that_initialises_itself_keeps_its_buffers() -> None:

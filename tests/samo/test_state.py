@@ -110,6 +110,21 @@ def test_the_tensors_of_a_layer_stand_side_by_side_in_one_buffer_a_kind() -> Non
 
 
 @pytest.mark.parametrize("half", [True, False])
+def test_dense_masters_have_the_parameters_shape_and_zeros_where_it_is_pruned(half: bool) -> None:
+    mask = random_mask(1, 15, 0.4)
+    layer = filled_layer({"first": mask}, half=half)
+
+    dense = layer.dense_master("first")
+
+    assert dense.shape == (3, 5)
+    assert dense.dtype == torch.float32
+    assert torch.equal(dense.view(-1)[mask], layer.master("first"))
+    assert not dense.view(-1)[~mask].any()
+    dense.zero_()
+    assert layer.master("first").all()
+
+
+@pytest.mark.parametrize("half", [True, False])
 def test_an_alias_stands_last_and_only_its_gradient_is_its_own(half: bool) -> None:
     owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), half=half)
     alias = tensor_state("b", (4, 5), FullIndex(20), half=half, owner=owner)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.oracle import Trace
 from torch import Tensor, nn
 
-from axsparse.build import build
+from axsparse.builder import build
 from axsparse.comm import Transport
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,22 +13,24 @@ import torch
 from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
-from axsparse.data_parallel.agreement import sum_by_owner
+from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
+from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync, StageTie, Use
 from axsparse.grid import Grid
 from axsparse.job import Job, together
 from axsparse.models.layer import Model
+from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.banner import banner
 from axsparse.observe.console import format_count, make_console
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
-from axsparse.resolve import Resolved, loss_scale, resolve
+from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
-from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
 from axsparse.startup import (
@@ -60,7 +63,8 @@ def build(
     """
     transport = job.transport
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
-    run = together(transport, lambda: resolve(loaded, model, transport, grid))
+    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
+    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid))
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
@@ -78,6 +82,16 @@ def build(
     return Trainer(run.config, parts)
 
 
+def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
+    """The survey on every rank; one of them runs the layers for what they cost, since that takes
+    a second of every process."""
+    runs = transport.rank == 0
+    seen = model if runs else replace(model, example=None)
+    surveyed = together(transport, lambda: survey(seen, dtype))
+    costs = costs_text(surveyed) if runs else ""
+    return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
+
+
 def _construct(run: Resolved, model: Model, replicas: Replicas) -> list[BuiltLayer]:
     options = StateOptions(
         dtype=run.dtype,
@@ -88,6 +102,7 @@ def _construct(run: Resolved, model: Model, replicas: Replicas) -> list[BuiltLay
         criterion=run.criterion if run.config.pruning.at_step == 0 else None,
         index=run.index,
         replicas=replicas,
+        start=model.start,
     )
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     return construct(own, run.survey.ties, options)
@@ -118,21 +133,21 @@ def _join(
     stage = Stage(
         layers,
         loss=model.loss if place.is_last else None,
+        metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
         checkpoint_activations=config.pipeline.checkpoint_activations,
     )
     link = transport.link(place)
-    slack = config.pipeline.slack
-    assert slack != "auto"
+    pipeline = config.pipeline
+    assert pipeline.slack != "auto"
     engine = Engine(
         place,
         stage,
         link,
         transport.backoff,
         phases,
-        slack=slack,
-        prefer=config.pipeline.prefer,
+        schedule=Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer),
         while_idle=sync.advance,
     )
     return Parts(
@@ -147,11 +162,13 @@ def _join(
         sync=sync,
         replicas=replicas,
         weights=WeightGather(gradients, transport.backoff, phases),
+        buffers=StageBuffers([layer.module for layer in layers], replicas),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
         criterion=run.criterion,
         training=data.training,
         validation=data.validation,
+        metrics=tuple(model.metrics),
         phases=phases,
         recorder=recorder,
     )
@@ -200,6 +217,7 @@ def _recorder(
         tokens_per_step=sequences * (data.training.targets_per_sample or 1),
         flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
+        unit=data.unit,
     )
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
@@ -212,7 +230,9 @@ def _recorder(
         run.place.grid,
         name=model_name,
         transport=transport.name,
-        dense_bytes=max(dense_bytes(run, stage) for stage in range(len(run.stages))),
+        dense_bytes=max(
+            run.state_bytes(run.layers_of(stage), None) for stage in range(len(run.stages))
+        ),
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
@@ -220,20 +240,6 @@ def _recorder(
     for line in lines:
         console.line(line)
     return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
-
-
-def dense_bytes(run: Resolved, stage: int) -> int:
-    """Bytes of model state on one rank of a stage if nothing were pruned."""
-    return stage_bytes(
-        run.layers_of(stage),
-        run.survey.ties,
-        None,
-        dtype=run.dtype,
-        gradient_dtype=run.gradient_dtype,
-        split_master=run.config.samo.split_master,
-        moments=len(run.optimizer.moments),
-        replicas=run.place.grid.g_data if run.config.samo.shard_optimizer else 1,
-    ).total
 
 
 def _matrix_peak(dtype: torch.dtype) -> float:

@@ -1,0 +1,100 @@
+"""Cross entropies: of logits, and of a large vocabulary whose logits never exist whole.
+
+Shapes: T tokens, H hidden size, V vocabulary, C words of one chunk of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_LOGITS = 2**21
+"""Logits that exist at a time: 8 MB in fp32, which caches hold. Part of the numerics."""
+CHUNK_WORDS = 1_024
+"""Words of a chunk, at least: narrower matrix products waste the machine."""
+IGNORED = -100
+"""The target of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, summed over the tokens; fp32 whatever the logits are."""
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`summed_cross_entropy(hidden @ weight.T, targets)` from (…, H), (V, H) and (…).
+
+    More logits than a chunk holds are made a chunk of words at a time, and made again in
+    the backward. A row of the weight's gradient is one product over all tokens, never a
+    sum of rounded parts. IndexError for a target that is no word.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if flat.shape[0] * weight.shape[0] <= CHUNK_LOGITS:
+        return summed_cross_entropy(F.linear(flat, weight), targets)
+    in_chunks: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
+    return in_chunks(flat, weight, targets.reshape(-1))
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """With z = hidden · weightᵀ (T, V) and y the targets:
+
+    loss   = Σ_t log Σ_v exp z[t, v] − z[t, y[t]]
+    ∂ / ∂z = softmax(z) − onehot(y), rounded to the type of z
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        counts = targets != IGNORED
+        if not ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all():
+            raise IndexError(f"a target is no word of a vocabulary of {weight.shape[0]}")
+        log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        at_target = torch.zeros_like(log_total)
+        for start, stop in _chunks(weight, targets):
+            logits = F.linear(hidden, weight[start:stop]).float()
+            log_total = torch.logaddexp(log_total, logits.logsumexp(dim=1))
+            here, column = _among(targets, start, stop)
+            at_target += here * logits.gather(1, column).squeeze(1)
+        ctx.save_for_backward(hidden, weight, targets, log_total)
+        return torch.where(counts, log_total - at_target, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, targets, log_total = ctx.saved_tensors
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        # Words are summed over in fp32, since their chunks are many.
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        weight_gradient = torch.empty_like(weight) if wants_weight else None
+        factor = ((targets != IGNORED) * gradient).unsqueeze(1)
+        for start, stop in _chunks(weight, targets):
+            logits = F.linear(hidden, weight[start:stop]).float()
+            dense = logits.sub_(log_total.unsqueeze(1)).exp_()
+            here, column = _among(targets, start, stop)
+            dense.scatter_add_(1, column, -here.unsqueeze(1).float())
+            chunk = dense.mul_(factor).to(weight.dtype)
+            if weight_gradient is not None:
+                torch.mm(chunk.t(), hidden, out=weight_gradient[start:stop])
+            if hidden_gradient is not None:
+                hidden_gradient += chunk @ weight[start:stop]
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        return hidden_gradient, weight_gradient, None
+
+
+def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
+    """The bounds of the chunks of words."""
+    words = max(CHUNK_WORDS, CHUNK_LOGITS // targets.numel())
+    for start in range(0, weight.shape[0], words):
+        yield start, min(start + words, weight.shape[0])
+
+
+def _among(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Which tokens have a target among the words of a chunk (T,), and its column (T, 1)."""
+    here = (targets >= start) & (targets < stop)
+    return here, (targets - start).clamp(0, stop - start - 1).unsqueeze(1)

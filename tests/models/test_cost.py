@@ -1,0 +1,132 @@
+"""What layers cost, counted on the meta device against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.models.cost import SAMPLES, Activations, Tracer
+from axsparse.models.layer import Layer, Model
+from axsparse.models.survey import FLOPS_PER_BYTE, costs_text, survey, with_costs
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def run(module: nn.Module, *shape: int, dtype: torch.dtype = FP32) -> tuple[float, Activations]:
+    return Tracer((torch.zeros(SAMPLES, *shape),), dtype).run("a", module)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> None:
+    flops, activations = run(nn.Linear(5, 7), 3, 5, dtype=dtype)
+
+    size = dtype.itemsize
+    assert flops == 2 * 3 * 5 * 7
+    assert activations == Activations(3 * 5 * size, 0, 3 * 7 * size)
+
+
+def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
+    flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
+
+    assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
+    assert activations == Activations(4 * 3 * 8 * 8, 0, 4 * 4 * 4 * 4)
+
+
+def test_what_a_backward_needs_inside_a_layer_counts_once() -> None:
+    class Cube(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            squared = x * x  # keeps x
+            return squared * x  # keeps both
+
+    _, activations = run(Cube(), 6)
+
+    assert activations == Activations(24, 24, 24)
+
+
+def test_every_layer_gets_what_the_one_before_gave() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, torch.zeros(x.shape[0], 5, dtype=torch.long, device=x.device)
+
+    class Pick(nn.Module):
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return x.gather(1, number)
+
+    tracer = Tracer((torch.zeros(SAMPLES, 6),), FP32)
+    _, first = tracer.run("a", Pair())
+    _, second = tracer.run("b", Pick())
+
+    assert first.outputs == second.inputs == 4 * 6 + 8 * 5
+    assert second.outputs == 4 * 5
+
+
+def test_weights_that_go_on_as_outputs_are_no_activations() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(100, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, self.weight
+
+    _, activations = run(Head(), 6)
+
+    assert activations.outputs == 24
+
+
+def test_batch_normalisation_and_dropout_can_be_counted() -> None:
+    state = torch.random.get_rng_state()
+
+    run(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)), 6)
+
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_layer_that_does_not_run_there_is_named() -> None:
+    class Peeks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+    said = r"layer a: \w+ on the meta device, where its cost is found: .*leave Model.example out"
+    with pytest.raises(ConfigError, match=said):
+        run(Peeks(), 6)
+
+
+def model(*, example: bool, flops: float | None = None) -> Model:
+    layers = [
+        Layer("a", lambda: nn.Linear(6, 6), flops=flops),
+        Layer("b", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh())),
+    ]
+    return Model(
+        layers,
+        loss=lambda output, target: output.sum(),
+        example=(lambda samples: (torch.zeros(samples, 6),)) if example else None,
+    )
+
+
+def test_a_survey_with_an_example_weighs_flops_and_bytes() -> None:
+    first, second = survey(model(example=True), BF16).layers
+
+    assert (first.flops, second.flops) == (72, 96)
+    assert first.work == 72 + FLOPS_PER_BYTE * 12
+    assert second.work == 96 + FLOPS_PER_BYTE * (16 + 16)
+
+
+def test_without_an_example_parameters_count() -> None:
+    first, second = survey(model(example=False)).layers
+
+    assert (first.work, second.work) == (2 * 42, 2 * 56)
+    assert first.activations is None
+
+
+def test_flops_that_a_layer_states_come_first() -> None:
+    assert survey(model(example=True, flops=5.0)).layers[0].flops == 5.0
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
+    found = survey(model(example=example), BF16)
+
+    assert with_costs(survey(model(example=False)), costs_text(found)) == found

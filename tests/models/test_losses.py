@@ -1,0 +1,245 @@
+"""The cross entropy of a large vocabulary: as of whole logits, which it never has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracle import Oracle
+from support.runs import (
+    VOCABULARY,
+    assert_bitwise,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axsparse.models import losses
+from axsparse.models.losses import IGNORED, linear_cross_entropy, summed_cross_entropy
+
+TOKENS, HIDDEN, WORDS = 24, 16, 100
+FP32_TOLERANCE = 1e-5
+"""Sums over words in another order (7e-7 seen)."""
+ROUNDINGS = 1.3
+"""Error of chunks over that of whole logits, both against fp32: the gradient of the hidden
+states is rounded to bf16 a chunk, too (1.08 seen)."""
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 28 words: three whole ones and a rest."""
+    monkeypatch.setattr(losses, "CHUNK_WORDS", 28)
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", TOKENS)
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=generator)
+    weight = torch.randn(WORDS, HIDDEN, generator=generator)
+    targets = torch.randint(WORDS, (2, TOKENS // 2), generator=generator)
+    # Words at the bounds of chunks, and one token that does not count.
+    targets.view(-1)[:5] = torch.tensor([0, 27, 28, WORDS - 1, IGNORED])
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return summed_cross_entropy(F.linear(hidden, weight), targets)
+
+
+def gradients(loss: Tensor, *inputs: Tensor, factor: float = 1.0) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs, torch.tensor(factor))
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the entries of each tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_the_loss_is_summed_over_tokens_in_fp32() -> None:
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+    loss = summed_cross_entropy(logits, targets)
+
+    each = -logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1))
+    assert loss.dtype == torch.float32
+    assert loss.dim() == 0
+    assert loss.item() == pytest.approx(each.sum().item(), rel=1e-6)
+
+
+def test_few_logits_are_made_at_once() -> None:
+    hidden, weight, targets = case()
+
+    loss, expected = linear_cross_entropy(hidden, weight, targets), whole(hidden, weight, targets)
+
+    assert torch.equal(loss, expected)
+    ours, theirs = gradients(loss, hidden, weight), gradients(expected, hidden, weight)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("factor", [1.0, 0.125])
+def test_chunks_give_loss_and_gradients_of_whole_logits(factor: float) -> None:
+    hidden, weight, targets = case()
+
+    loss, expected = linear_cross_entropy(hidden, weight, targets), whole(hidden, weight, targets)
+
+    torch.testing.assert_close(loss, expected, rtol=FP32_TOLERANCE, atol=0)
+    ours = gradients(loss, hidden, weight, factor=factor)
+    theirs = gradients(expected, hidden, weight, factor=factor)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunks_of_half_precision_err_no_more_than_whole_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    hidden, weight, targets = case(dtype)
+    exact = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    truth = gradients(whole(*exact, targets), *exact)
+
+    def errors(loss: Tensor) -> list[float]:
+        found = gradients(loss, hidden, weight)
+        assert [gradient.dtype for gradient in found] == [dtype, dtype]
+        return [
+            float((gradient.float() - true).norm() / true.norm())
+            for gradient, true in zip(found, truth, strict=True)
+        ]
+
+    at_once = errors(linear_cross_entropy(hidden, weight, targets))
+    monkeypatch.setattr(losses, "CHUNK_WORDS", 10)
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", TOKENS)
+    in_chunks = errors(linear_cross_entropy(hidden, weight, targets))
+
+    assert in_chunks[0] <= ROUNDINGS * at_once[0]
+    assert in_chunks[1] == pytest.approx(at_once[1], rel=1e-3), "products over all tokens"
+
+
+@pytest.mark.usefixtures("chunked")
+def test_the_loss_scale_acts_before_gradients_are_rounded() -> None:
+    hidden = torch.tensor([[8.0, 0.0]], dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(WORDS, 2, dtype=torch.float16)
+    weight[:, 0] = -1.0
+    weight[0, 0] = 1.0
+    weight.requires_grad_()
+
+    (gradient,) = gradients(
+        linear_cross_entropy(hidden, weight, torch.tensor([0])), weight, factor=65536.0
+    )
+
+    assert gradient[1, 0].item() == pytest.approx(8 * 65536 * math.exp(-16), rel=1e-2)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_no_more_logits_than_those_of_a_chunk_exist() -> None:
+    hidden, weight, targets = case()
+    with Sizes() as plain:
+        gradients(whole(hidden, weight, targets), hidden, weight)
+    assert plain.largest == TOKENS * WORDS, "this test sees what it looks for"
+
+    with Sizes() as seen:
+        gradients(linear_cross_entropy(hidden, weight, targets), hidden, weight)
+
+    assert seen.largest == WORDS * HIDDEN, "the weight's gradient"
+
+
+@pytest.mark.usefixtures("chunked")
+def test_tokens_that_do_not_count_have_no_gradient() -> None:
+    hidden, weight, targets = case()
+
+    (gradient,) = gradients(linear_cross_entropy(hidden, weight, targets), hidden)
+
+    silent = (gradient.view(TOKENS, HIDDEN) == 0).all(dim=1)
+    assert silent.tolist() == (targets == IGNORED).view(-1).tolist()
+
+
+@pytest.mark.usefixtures("chunked")
+def test_an_evaluation_has_the_loss_of_training() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, weight, targets)
+
+    assert torch.equal(evaluated, linear_cross_entropy(hidden, weight, targets))
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_costs_no_gradient(frozen: int) -> None:
+    hidden, weight, targets = case()
+    expected = gradients(linear_cross_entropy(hidden, weight, targets), hidden, weight)
+    inputs = hidden, weight
+    inputs[frozen].requires_grad_(False)
+
+    (gradient,) = gradients(linear_cross_entropy(*inputs, targets), inputs[1 - frozen])
+
+    assert torch.equal(gradient, expected[1 - frozen])
+
+
+@pytest.mark.usefixtures("chunked")
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, targets = case()
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+
+    loss = linear_cross_entropy(hidden, weight, targets)
+
+    torch.testing.assert_close(loss, whole(hidden, weight, targets))
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight))
+
+
+@pytest.mark.usefixtures("chunked")
+def test_overflow_in_the_hidden_states_is_seen_in_the_loss() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        hidden[0, 0, 0] = torch.inf
+
+    assert not linear_cross_entropy(hidden, weight, targets).isfinite()
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("target", [WORDS, -1])
+def test_a_target_that_is_no_word_is_refused(target: int) -> None:
+    hidden, weight, targets = case()
+    targets[1, 3] = target
+
+    with pytest.raises(IndexError, match="a target is no word of a vocabulary of 100"):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+@pytest.mark.parametrize(
+    ("g_inter", "g_data", "include", "tied"),
+    [(1, 1, "all", True), (4, 1, "all", True), (2, 2, "blocks", True), (2, 1, "all", False)],
+)
+def test_in_chunks_every_layout_is_bitwise_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, g_inter: int, g_data: int, include: str, tied: bool
+) -> None:
+    monkeypatch.setattr(losses, "CHUNK_WORDS", VOCABULARY // 4)
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 64)
+    config = tiny_config(
+        model={"tie_embeddings": tied},
+        pruning={"include": include},
+        pipeline={"checkpoint_activations": 1},
+        train={"steps": 3},
+    )
+    data = token_data()
+    oracle = Oracle(tiny_gpt(config), config, data, g_data).run(3)
+
+    for _, trace in train_in_process(g_inter, g_data, tiny_gpt(config), config, data):
+        assert_bitwise(trace, oracle)

@@ -1,0 +1,182 @@
+"""An `nn.Sequential`, or any list of modules, as a model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from support.images import assert_same_in_1_to_4_stages, image_config, image_data
+from support.runs import summed_loss, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.errors import ConfigError
+from axsparse.models.layer import Model
+from axsparse.models.sequential import from_sequential
+from axsparse.models.survey import survey
+
+WIDTH = 16
+
+
+def sequential() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Linear(WIDTH, WIDTH),
+            norm=nn.BatchNorm1d(WIDTH),
+            relu=nn.ReLU(inplace=True),
+            second=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.ReLU(inplace=True)),
+            last=nn.Linear(WIDTH, 5),
+        )
+    )
+
+
+def test_it_trains_bitwise_alike_on_one_to_four_stages() -> None:
+    model = from_sequential(sequential(), summed_loss)
+
+    [(_, trace)] = assert_same_in_1_to_4_stages(model, image_config(), vector_data())
+
+    assert len(set(trace.losses)) == 3
+
+
+def test_layers_have_the_modules_names_and_kinds() -> None:
+    found = survey(from_sequential(sequential(), summed_loss))
+
+    assert [layer.name for layer in found.layers] == ["first", "norm", "relu", "second", "last"]
+    assert [layer.kind for layer in found.layers] == [*["block"] * 4, "head"]
+    assert [p.name for p in found.layers[3].parameters] == ["second.0.weight", "second.0.bias"]
+
+
+def test_lists_are_numbered_embeddings_are_found_and_kinds_can_be_said() -> None:
+    modules = [nn.Embedding(9, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.ReLU()]
+
+    found = survey(from_sequential(modules, summed_loss, kinds={"1": "embedding"}))
+
+    assert [(layer.name, layer.kind) for layer in found.layers] == [
+        ("0", "embedding"),
+        ("1", "embedding"),
+        ("2", "block"),
+        ("3", "head"),
+        ("4", "block"),
+    ]
+
+
+def test_one_module_without_parameters_may_stand_in_several_places() -> None:
+    relu = nn.ReLU()
+    modules = nn.Sequential(nn.Linear(WIDTH, WIDTH), relu, nn.Linear(WIDTH, 5), relu)
+
+    model = from_sequential(modules, summed_loss)
+
+    assert [layer.name for layer in model.layers] == ["0", "1", "2", "3"]
+
+
+def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:
+    modules = sequential()
+    before = {name: tensor.clone() for name, tensor in modules.state_dict().items()}
+    still = image_config(
+        pruning={"sparsity": 0.0},
+        optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
+        train={"steps": 1},
+    )
+
+    ranks = train_in_process(2, 1, from_sequential(modules, summed_loss), still, vector_data())
+
+    weights = {name: weight for _, trace in ranks for name, weight in trace.weights.items()}
+    assert set(weights) == {name for name, _ in modules.named_parameters()}
+    for name, tensor in modules.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        if name in weights:
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-29)
+    assert all(parameter.grad is None for parameter in modules.parameters())
+
+
+def test_ranks_that_made_other_values_are_told_apart() -> None:
+    torch.manual_seed(1)
+    one = survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start
+    two = survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start
+    torch.manual_seed(1)
+
+    assert survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start == one != two
+
+
+def on_meta() -> Model:
+    with torch.device("meta"):
+        return from_sequential(
+            [
+                nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+                nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.LayerNorm(36)),
+                nn.Sequential(nn.Linear(36, 8), nn.Tanh()),
+                nn.Linear(8, 7),
+            ],
+            summed_loss,
+        )
+
+
+def test_modules_on_the_meta_device_start_as_torch_would_whatever_the_layout() -> None:
+    torch.manual_seed(1)
+    ranks = assert_same_in_1_to_4_stages(on_meta(), image_config(), image_data(8))
+    torch.manual_seed(2)
+    [(_, again)] = train_in_process(1, 1, on_meta(), image_config(), image_data(8))
+
+    assert again.losses == ranks[0][1].losses
+    assert survey(on_meta()).start == ""
+
+
+def test_start_values_on_the_meta_device_are_torchs() -> None:
+    with torch.device("meta"):
+        model = from_sequential([nn.MultiheadAttention(8, 2), nn.Linear(8, 400)], lambda *x: x[0])
+
+    torch.manual_seed(3)
+    attention, linear = (layer.build() for layer in model.layers)
+
+    assert attention.get_parameter("out_proj.bias").tolist() == [0.0] * 8
+    assert attention.get_parameter("in_proj_weight").abs().max() <= (6 / (8 + 24)) ** 0.5
+    bound = linear.get_parameter("weight").abs().max().item()
+    assert bound == pytest.approx(8**-0.5, rel=0.01)
+
+
+def test_surveying_and_building_structures_costs_no_memory() -> None:
+    with torch.device("meta"):
+        model = from_sequential([nn.Linear(200_000, 200_000)], summed_loss)
+
+    assert survey(model).num_params == 200_000 * 200_001
+
+
+class OwnTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_lists_that_are_no_model_are_refused() -> None:
+    linear = nn.Linear(3, 3)
+    with torch.device("meta"):
+        empty, own = nn.Linear(3, 3), OwnTensor()
+
+    def refusal(*modules: object, **settings: object) -> str:
+        with pytest.raises(ConfigError) as told:
+            from_sequential(modules, summed_loss, **settings)  # type: ignore[arg-type]
+        return str(told.value)
+
+    assert refusal(linear, nn.ReLU(), linear) == (
+        "sequential: 0 and 2 share weight, and could stand on two stages; give each its own, or "
+        "write the model as Layers with a Tie"
+    )
+    assert refusal(linear, torch.relu) == (
+        "sequential: 1 is builtin_function_or_method; give torch.nn.Modules, a function as the "
+        "forward of one"
+    )
+    assert refusal(linear, kinds={"head": "head"}) == (
+        "sequential: kinds names 'head', and the modules are 0; choose one of them"
+    )
+    assert refusal(empty, linear) == (
+        "sequential: 1 has values and other modules are on the meta device; make all of them "
+        "under torch.device('meta'), or none"
+    )
+    assert refusal(empty, own) == (
+        "sequential: 1 is on the meta device and OwnTensor has no reset_parameters; write one, or "
+        "make the modules with their values"
+    )

@@ -1,0 +1,172 @@
+"""GPipe and 1F1B as lists of actions, the policy that plays a list, and the dry run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.comm import Direction
+from axsparse.pipeline.actions import Action, from_text, to_text
+from axsparse.pipeline.policy import InOrder, MessageDriven
+from axsparse.pipeline.schedules import Schedule, dry_run, gpipe, one_forward_one_backward
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+many = settings(deadline=None, derandomize=True, max_examples=150)
+sizes = {"g_inter": st.integers(1, 7), "microbatches": st.integers(1, 20)}
+
+
+def all_1f1b(g_inter: int, microbatches: int, slack: int) -> list[list[Action]]:
+    return [
+        one_forward_one_backward(stage, g_inter, microbatches, slack) for stage in range(g_inter)
+    ]
+
+
+def play_out(policy: InOrder) -> str:
+    said = []
+    while (action := policy.next()) is not None:
+        said.append(action)
+    return to_text(said)
+
+
+# -- the lists ------------------------------------------------------------------------------
+
+
+def test_1f1b_of_three_stages_and_four_microbatches() -> None:
+    assert [to_text(actions) for actions in all_1f1b(3, 4, 0)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_slack_deepens_the_warm_up_of_all_but_the_last_stage() -> None:
+    assert [to_text(actions) for actions in all_1f1b(3, 4, 1)] == [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_1f1b_with_fewer_microbatches_than_stages_warms_up_with_what_there_is() -> None:
+    assert [to_text(actions) for actions in all_1f1b(4, 2, 0)] == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+
+
+def test_gpipe_runs_all_forwards_and_then_all_backwards_in_microbatch_order() -> None:
+    assert to_text(gpipe(3)) == "F0 F1 F2 B0 B1 B2"
+
+
+@many
+@given(**sizes, slack=st.integers(0, 5))
+def test_1f1b_never_waits_for_ever_and_fills_its_bound(
+    g_inter: int, microbatches: int, slack: int
+) -> None:
+    most = dry_run(all_1f1b(g_inter, microbatches, slack))
+
+    bounds = [g_inter - stage + slack for stage in range(g_inter - 1)]
+    assert most == [min(microbatches, bound) for bound in bounds] + [1]
+
+
+@many
+@given(**sizes)
+def test_gpipe_never_waits_for_ever_and_holds_every_microbatch(
+    g_inter: int, microbatches: int
+) -> None:
+    assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
+
+
+# -- the dry run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "error"),
+    [
+        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "a deadlock; waiting are stage 0 for B0, stage 1 for F1"),
+        (["F0 B0", "F0 B0 F1 B1"], "schedule: the stages have 2, 4 actions; all need the same"),
+        (["F1 B1 F0 B0"], "schedule: F1 where F0 is next; forwards and backwards each run once"),
+        (["F0 F1 B1 B0"], "schedule: B1 where B0 is next; forwards and backwards each run once"),
+        (["F0 F0 B0 B0"], "schedule: F0 where F1 is next; forwards and backwards each run once"),
+        (["B0 F0"], "schedule: B0 before its forward; put F0 first"),
+        (["F0 F1 B0"], "schedule: 2 forwards, 1 backwards; every forward needs its backward"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_is_wrong(stages: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        dry_run([from_text(text) for text in stages])
+
+
+# -- the policy -----------------------------------------------------------------------------
+
+
+def test_the_first_stage_waits_for_the_message_of_its_next_action_only() -> None:
+    policy = InOrder(from_text("F0 F1 B0 F2 B1 B2"), stage=0, g_inter=2)
+
+    said = [play_out(policy)]
+    for microbatch in range(3):
+        policy.arrived(BACKWARD, microbatch)
+        said.append(play_out(policy))
+
+    assert said == ["F0 F1", "B0 F2", "B1", "B2"]
+    assert policy.finished
+
+
+def test_a_middle_stage_lets_a_message_lie_whose_turn_has_not_come() -> None:
+    policy = InOrder(from_text("F0 F1 B0 B1"), stage=1, g_inter=3)
+    policy.arrived(FORWARD, 0)
+    said = [play_out(policy)]
+    policy.arrived(BACKWARD, 0)
+    said.append(play_out(policy))
+    policy.arrived(FORWARD, 1)
+    said.append(play_out(policy))
+
+    assert said == ["F0", "", "F1 B0"]
+    assert not policy.finished
+
+
+def test_the_last_stage_makes_its_backwards_itself() -> None:
+    policy = InOrder(from_text("F0 B0 F1 B1"), stage=1, g_inter=2)
+    policy.arrived(FORWARD, 0)
+
+    assert play_out(policy) == "F0 B0"
+    assert policy.expects(FORWARD)
+    assert not policy.expects(BACKWARD)
+
+
+def test_a_message_from_nowhere_is_an_internal_error_under_a_list_too() -> None:
+    policy = InOrder(from_text("F0 B0"), stage=0, g_inter=2)
+
+    with pytest.raises(AssertionError, match="no such neighbour"):
+        policy.arrived(FORWARD, 0)
+
+
+# -- the choice -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule("1f1b", 1, "alternate"), "F0 F1 F2"),
+        (Schedule("gpipe", 1, "alternate"), "F0 F1 F2 F3"),
+    ],
+)
+def test_a_schedule_by_name_is_its_list(schedule: Schedule, expected: str) -> None:
+    policy = schedule.policy(stage=0, g_inter=2, microbatches=4)
+
+    assert isinstance(policy, InOrder)
+    # 1F1B holds 2 − 0 + 1 forwards, GPipe all.
+    assert play_out(policy) == expected
+
+
+def test_the_message_driven_schedule_passes_its_slack_and_preference_on() -> None:
+    policy = Schedule("message-driven", 1, "forward").policy(stage=0, g_inter=2, microbatches=9)
+    said = [policy.next() for _ in range(2)]
+    policy.arrived(BACKWARD, 0)
+    said += [policy.next() for _ in range(2)]
+
+    assert isinstance(policy, MessageDriven)
+    assert to_text(action for action in said if action) == "F0 F1 F2 B0"

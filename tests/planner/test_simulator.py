@@ -1,0 +1,296 @@
+"""Simulated steps: against eq. (6), against examples by hand, and under any delays."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.comm import Direction
+from axsparse.pipeline.actions import Action, from_text, to_text
+from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
+from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.planner.simulator import Durations, Edge, PipelineRun, simulate
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
+PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")
+SCHEDULES = [
+    Schedule(name, slack, prefer)
+    for name in NAMES
+    for slack in (0, 1, 3)
+    for prefer in (PREFERENCES if name == "message-driven" else PREFERENCES[:1])
+]
+many = settings(deadline=None, derandomize=True, max_examples=150)
+
+
+def run(schedule: Schedule, durations: Durations, edges: list[Edge] | None = None) -> PipelineRun:
+    g_inter, microbatches = len(durations.forward), len(durations.forward[0])
+    return simulate(
+        lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
+        durations,
+        edges,
+    )
+
+
+def lists(*stages: str, durations: Durations, edges: list[Edge] | None = None) -> PipelineRun:
+    return simulate(
+        lambda stage: InOrder(from_text(stages[stage]), stage=stage, g_inter=len(stages)),
+        durations,
+        edges,
+    )
+
+
+# -- exact cases ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 2), (2, 5)])
+def test_a_uniform_pipeline_with_free_messages_has_the_bubble_of_equation_6(
+    schedule: Schedule, forward: int, backward: int
+) -> None:
+    for g_inter, microbatches in itertools.product([1, 2, 3, 4, 8], [1, 2, 5, 16]):
+        result = run(schedule, Durations.uniform(g_inter, microbatches, forward, backward))
+
+        bubble = (g_inter - 1) * (forward + backward)
+        assert result.seconds == microbatches * (forward + backward) + bubble
+        assert [result.bubble(stage) for stage in range(g_inter)] == [bubble] * g_inter
+
+
+def test_figure_3_of_the_paper_has_six_idle_units_on_each_gpu() -> None:
+    schedule = Schedule("message-driven", 0, "alternate")
+
+    result = run(schedule, Durations.uniform(3, 5, 1, 2))
+
+    assert [result.bubble(stage) for stage in range(3)] == [6, 6, 6]
+
+
+def test_two_stages_by_hand() -> None:
+    # stage 0: F0 0-1, F1 1-2,        B0 6-8, B1 10-12
+    # stage 1:      F0 1-3, B0 3-6, F1 6-8, B1 8-10
+    durations = Durations(forward=[[1, 1], [2, 2]], backward=[[2, 2], [3, 2]])
+
+    result = run(Schedule("message-driven", 0, "alternate"), durations)
+
+    first, last = result.stages
+    assert (to_text(first.actions), first.begins, first.ends) == (
+        "F0 F1 B0 B1",
+        [0, 1, 6, 10],
+        [1, 2, 8, 12],
+    )
+    assert (to_text(last.actions), last.begins, last.ends) == (
+        "F0 B0 F1 B1",
+        [1, 3, 6, 8],
+        [3, 6, 8, 10],
+    )
+    assert (result.seconds, first.end, last.end) == (12, 12, 10)
+    assert (first.compute, last.compute) == (6, 9)
+    assert (first.most_in_flight, last.most_in_flight) == (2, 1)
+
+
+def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
+    # F0 0-1, handled until 3, arrives at 7, handled until 9, F0 9-10, B0 10-12,
+    # handled until 14, arrives at 18, handled until 20, B0 20-22.
+    result = lists(
+        "F0 B0",
+        "F0 B0",
+        durations=Durations.uniform(2, 1, 1, 2),
+        edges=[Edge(latency=4, handling=2)],
+    )
+
+    first, last = result.stages
+    assert (first.begins, last.begins) == ([0, 20], [9, 10])
+    assert (first.p2p, last.p2p) == (4, 4)
+    assert (first.end, last.end, result.seconds) == (22, 14, 22)
+    assert result.bubble(0) == 22 - 3 - 4
+
+
+def test_each_edge_has_its_own_costs() -> None:
+    durations = Durations.uniform(3, 1, 1, 1)
+
+    result = lists("F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[Edge(10), Edge(100)])
+
+    assert [stage.begins for stage in result.stages] == [[0, 225], [11, 214], [112, 113]]
+
+
+def test_what_arrives_at_the_instant_of_a_decision_counts() -> None:
+    # At 3, stage 0 ends F2 and B0 arrives: the bound lets B0 run, the preference F3.
+    durations = Durations(forward=[[1] * 5, [1] * 5], backward=[[1] * 5, [1] * 5])
+
+    result = run(Schedule("message-driven", 3, "backward"), durations)
+
+    assert to_text(result.stages[0].actions).startswith("F0 F1 F2 B0")
+
+
+def test_an_evaluation_ends_with_the_last_stage() -> None:
+    durations = Durations(forward=[[1, 1], [2, 2]], backward=[[0, 0], [0, 0]])
+
+    result = simulate(lambda stage: ForwardOnly(stage=stage, microbatches=2), durations)
+
+    assert [done.end for done in result.stages] == [2, 5]
+    assert result.seconds == 5
+
+
+def test_lists_that_wait_for_each_other_end_the_simulation() -> None:
+    with pytest.raises(RuntimeError, match=r"a deadlock: stages \[0, 1\] wait for ever"):
+        lists("F0 B0 F1 B1", "F0 F1 B0 B1", durations=Durations.uniform(2, 2, 1, 1))
+
+
+def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
+    durations = Durations.uniform(4, 16, 1.0, 2.0)
+    slow = [list(row) for row in durations.forward]
+    slow[1][6] = 9.0
+    delayed = Durations(slow, durations.backward)
+
+    ours = run(Schedule("message-driven", 2, "alternate"), delayed)
+    static = run(Schedule("1f1b", 2, "alternate"), delayed)
+
+    assert ours.seconds < static.seconds
+
+
+# -- any delays -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: Schedule
+    durations: Durations
+    edges: list[Edge]
+
+    @property
+    def g_inter(self) -> int:
+        return len(self.durations.forward)
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.durations.forward[0])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    g_inter, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    # Eighths are exact in floating point, so that sums can be compared without a tolerance.
+    eighths = st.integers(0, 80).map(lambda number: number / 8)
+    lengths = eighths.filter(bool)
+    rows = st.lists(
+        st.lists(lengths, min_size=microbatches, max_size=microbatches),
+        min_size=g_inter,
+        max_size=g_inter,
+    )
+    edges = st.lists(st.builds(Edge, eighths, eighths), min_size=g_inter - 1, max_size=g_inter - 1)
+    schedule = draw(st.sampled_from(SCHEDULES))
+    return Case(schedule, Durations(draw(rows), draw(rows)), draw(edges))
+
+
+@many
+@given(cases())
+def test_every_action_runs_once_for_its_time_and_one_after_the_other(case: Case) -> None:
+    result = run(case.schedule, case.durations, case.edges)
+
+    everything = {Action(d, number) for d in Direction for number in range(case.microbatches)}
+    for stage, done in enumerate(result.stages):
+        assert len(done.actions) == 2 * case.microbatches
+        assert set(done.actions) == everything
+        free = 0.0
+        for action, begin, end in zip(done.actions, done.begins, done.ends, strict=True):
+            seconds = (case.durations.forward, case.durations.backward)[action.direction]
+            assert begin >= free
+            assert end - begin == seconds[stage][action.microbatch]
+            free = end
+
+
+@many
+@given(cases())
+def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
+    result = run(case.schedule, case.durations, case.edges)
+
+    begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
+    end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
+    last = case.g_inter - 1
+    for number in range(case.microbatches):
+        forward, backward = Action(FORWARD, number), Action(BACKWARD, number)
+        assert begin[last][backward] >= end[last][forward]
+        for stage, edge in enumerate(case.edges):
+            way = edge.latency + 2 * edge.handling
+            assert begin[stage + 1][forward] >= end[stage][forward] + way
+            assert begin[stage][backward] >= end[stage + 1][backward] + way
+
+
+@many
+@given(cases())
+def test_no_stage_holds_more_than_its_schedule_allows(case: Case) -> None:
+    result = run(case.schedule, case.durations, case.edges)
+
+    for stage, done in enumerate(result.stages):
+        held = most = 0
+        for action in done.actions:
+            held += 1 if action.direction is FORWARD else -1
+            most = max(most, held)
+        bound = case.g_inter - stage + case.schedule.slack
+        assert done.most_in_flight == most
+        assert most <= (case.microbatches if case.schedule.name == "gpipe" else bound)
+
+
+@many
+@given(cases())
+def test_compute_p2p_and_bubble_are_the_step(case: Case) -> None:
+    result = run(case.schedule, case.durations, case.edges)
+
+    for stage, done in enumerate(result.stages):
+        compute = sum(case.durations.forward[stage]) + sum(case.durations.backward[stage])
+        sides = case.edges[max(stage - 1, 0) : stage + 1] if stage else case.edges[:1]
+        p2p = sum(2 * case.microbatches * edge.handling for edge in sides)
+        assert (done.compute, done.p2p) == (compute, p2p)
+        assert result.bubble(stage) >= 0
+        assert done.end >= done.ends[-1]
+    assert result.seconds == max(done.end for done in result.stages)
+
+
+@many
+@given(cases())
+def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> None:
+    # Replays one stage: its arrivals by time, its decisions whenever it was free.
+    result = run(case.schedule, case.durations)
+    begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
+    end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
+    stage = case.g_inter // 2
+    policy = case.schedule.policy(stage=stage, g_inter=case.g_inter, microbatches=case.microbatches)
+    coming = [(end[stage - 1][a], a) for a in begin[stage] if stage and a.direction is FORWARD]
+    if stage < case.g_inter - 1:
+        coming += [(end[stage + 1][a], a) for a in begin[stage] if a.direction is BACKWARD]
+    coming.sort(key=lambda entry: (entry[0], entry[1].microbatch))
+    for action in result.stages[stage].actions:
+        while coming and coming[0][0] <= begin[stage][action]:
+            message = coming.pop(0)[1]
+            policy.arrived(message.direction, message.microbatch)
+        assert policy.next() == action
+
+
+def test_the_simulator_needs_neither_torch_nor_mpi_nor_numpy() -> None:
+    script = (
+        "import sys; import axsparse.planner.simulator, axsparse.pipeline.schedules; "
+        "print([name for name in ('torch', 'mpi4py', 'numpy') if name in sys.modules])"
+    )
+
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert (shown.stdout, shown.stderr) == ("[]\n", "")
+
+
+def test_a_preference_is_the_policys_own() -> None:
+    policies: list[MessageDriven] = []
+
+    def new_policy(stage: int) -> MessageDriven:
+        policies.append(
+            MessageDriven(stage=stage, g_inter=2, microbatches=3, slack=1, prefer="forward")
+        )
+        return policies[-1]
+
+    simulate(new_policy, Durations.uniform(2, 3, 1, 1))
+
+    assert [policy.finished for policy in policies] == [True, True]

@@ -1,0 +1,111 @@
+"""Small convolutional models and random images for them, and files of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.oracle import Trace
+from support.runs import assert_bitwise, tiny_config, train_in_process
+from torch import Tensor
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.models.layer import Model
+from axsparse.models.survey import survey
+from axsparse.models.vgg import vgg
+from axsparse.models.wide_resnet import wide_resnet
+from axsparse.trainer import Trainer
+
+CLASSES = 7
+SAFETENSORS_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
+Ranks = Sequence[tuple[Trainer, Trace]]
+
+
+def image_config(**sections: Any) -> Config:
+    defaults = {
+        "batch": {"global_batch_size": 12, "microbatch_size": 4},
+        "train": {"steps": 3},
+    }
+    return tiny_config(**{**defaults, **sections})
+
+
+def image_data(size: int, channels: int = 3, samples: int = 24) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, channels, size, size, generator=generator)
+    return ArrayDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator))
+
+
+def small_vgg(dropout: float = 0.0, num_classes: int = CLASSES) -> Model:
+    groups = ((4, 4), (8, 8), (16, 16))
+    return vgg(groups, hidden=16, num_classes=num_classes, image_size=16, dropout=dropout)
+
+
+def small_wide_resnet() -> Model:
+    return wide_resnet((1, 2, 1, 1), width=4, factor=2, num_classes=CLASSES, image_size=33)
+
+
+def buffers_of(ranks: Ranks) -> dict[str, Tensor]:
+    """All buffers by global name; of the last of several replicas."""
+    return {
+        f"{layer.spec.name}.{name}": buffer
+        for trainer, _ in ranks
+        for layer in trainer.parts.layers
+        for name, buffer in layer.module.named_buffers()
+    }
+
+
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    """Parameters and buffers by global name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in survey(model).layers:
+        shapes |= {parameter.name: parameter.shape for parameter in layer.parameters}
+        shapes |= {buffer.name: buffer.shape for buffer in layer.buffers}
+    return shapes
+
+
+def assert_equal_tensors(ours: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == others.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def assert_same_in_1_to_4_stages(
+    model: Model, config: Config, data: Dataset, validation: Dataset | None = None
+) -> Ranks:
+    """Losses, weights, moments, buffers and evaluations; returns the run on one stage."""
+    one = train_in_process(1, 1, model, config, data, validation=validation)
+    for g_inter in (2, 3, 4):
+        ranks = train_in_process(
+            g_inter, 1, model, config, data, order=g_inter, validation=validation
+        )
+        for trainer, trace in ranks:
+            assert_bitwise(trace, one[0][1])
+            assert trainer.last_evaluation == one[0][0].last_evaluation
+        assert_equal_tensors(buffers_of(ranks), buffers_of(one))
+    return one
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """The format by its description: length of the header, header, data."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, tensor in tensors.items():
+        contents = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(contents)],
+        }
+        data += contents
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
