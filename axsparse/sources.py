@@ -42,6 +42,7 @@ def open_datasets(loaded: Loaded) -> Datasets:
         return Datasets(
             *token_datasets(Path(data.path), length, validate=config.train.eval_steps > 0)
         )
+    assert data.source == "stdlib", f"nobody opens {data.source}"
     return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))
 
 
