@@ -135,13 +135,14 @@ def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid |
 def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
     """The stages whose dearest does the least work, of those that fit `layout.memory_per_rank`."""
     config, layers, stages = run.config, run.survey.layers, run.place.grid.g_inter
-    limit = config.layout.memory_per_rank
+    room = config.layout.memory_per_rank
     work = [layer.work for layer in layers]
-    if limit == "auto":
+    if room == "auto":
         found = partition(work, stages)
         assert found is not None, "there is no limit"
         return found
     kept = run.criterion if config.pruning.at_step == 0 else None
+    limit = room * 1e9
     # By layer: a weight that two layers of a stage share counts twice here.
     state = [run.state_bytes([layer], kept) for layer in layers]
     batch = config.batch

@@ -102,7 +102,7 @@ def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
     assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
 
 
-def limited(limit: str, ranks: int = 4, **sections: Any) -> Resolved:
+def limited(limit: float | str, ranks: int = 4, **sections: Any) -> Resolved:
     sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
     config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
     return resolved(config, ranks, Grid(ranks, 1))
@@ -116,7 +116,7 @@ def test_without_a_limit_the_work_is_balanced_whatever_it_takes() -> None:
 
 def test_a_limit_moves_layers_to_stages_with_room() -> None:
     # Stage 0 holds most activations, the last stage those of one microbatch.
-    assert [len(stage) for stage in limited("300kB").stages] == [2, 2, 2, 4]
+    assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
 
 
 def test_a_limit_that_no_split_meets_is_refused_with_what_is_needed() -> None:
@@ -125,15 +125,15 @@ def test_a_limit_that_no_split_meets_is_refused_with_what_is_needed() -> None:
         r"state spread evenly, stage 0 needs \d+ kB; take more stages \(layout.g_inter\)"
     )
     with pytest.raises(ConfigError, match=said):
-        limited("50kB")
+        limited(5e-5)
 
 
 @pytest.mark.parametrize(
     ("limit", "sections"),
     [
-        ("250kB", {"pipeline": {"checkpoint_activations": 1}}),
-        ("250kB", {"batch": {"global_batch_size": 1}}),
-        ("300kB", {"pipeline": {"slack": 0}}),
+        (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}),
+        (2.5e-4, {"batch": {"global_batch_size": 1}}),
+        (3e-4, {"pipeline": {"slack": 0}}),
     ],
     ids=str,
 )
@@ -143,4 +143,4 @@ def test_fewer_activations_leave_the_work_balanced(limit: str, sections: dict[st
 
 def test_fixed_orders_that_hold_every_microbatch_need_more() -> None:
     with pytest.raises(ConfigError, match="no split of 10 layers"):
-        limited("300kB", pipeline={"schedule": "gpipe"})
+        limited(3e-4, pipeline={"schedule": "gpipe"})

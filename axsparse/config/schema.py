@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ByteSize,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -125,9 +124,9 @@ class LayoutConfig(Section):
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit `memory_per_rank`."""
-    memory_per_rank: Annotated[ByteSize, Field(gt=0)] | Auto = "auto"
-    """What model state and activations of a rank may take, as 16GB or 14.5GiB; `auto` sets no
-    limit. The memory of Python, torch and MPI (some 300 MB) comes on top."""
+    memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
+    """GB (10⁹ bytes) that model state and activations of a rank may take; `auto` sets no limit.
+    The memory of Python, torch and MPI (some 0.3 GB) comes on top."""
 
 
 class PipelineConfig(Section):
