@@ -13,6 +13,7 @@ import torch
 from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
+from axsparse.config.validate import check_config
 from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
@@ -63,6 +64,7 @@ def build(
     """
     transport = job.transport
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
+    together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     run = together(transport, lambda: resolve(loaded, surveyed, transport, grid))
     job.where = str(run.place)

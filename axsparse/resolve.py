@@ -12,7 +12,7 @@ import torch
 from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config, OptimizerConfig
-from axsparse.config.validate import check_batch, check_config, resolve_grid
+from axsparse.config.validate import check_batch, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
 from axsparse.models.survey import LayerInfo, Survey
@@ -81,12 +81,12 @@ class Resolved:
 
 
 def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid | None) -> Resolved:
-    """Check the rules and decide every `auto`; ConfigError for the first rule that is broken.
+    """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
+    this transport, number of ranks or model cannot run.
 
     `grid` comes before the layout of the configuration.
     """
     config = loaded.config
-    check_config(loaded)
     _check_transport(loaded, transport)
     num_layers = len(surveyed.layers)
     if grid is None:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,11 +142,16 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background of a shell would hand down that SIGINT is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    # Opening the other end waits until the command has opened its own.
-    with (tmp_path / "never").open("w"):
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+    try:
+        # Opening the other end waits until the command has opened its own.
+        with (tmp_path / "never").open("w"):
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
 
     assert process.returncode == 130
     assert said == (
