@@ -1,0 +1,174 @@
+"""GPT-3 2.7B takes two optimizer steps on two ranks of one machine: memory by category.
+
+    python benchmarks/gpt3_two_steps.py --machine "2 cores, 24 GiB, AMX" \\
+        [--save benchmarks/results/gpt3_2.7b_two_steps.json]
+
+Trains twice, with embeddings pruned and with them dense, and samples what all processes
+hold. Needs 18 GB of memory and about ten minutes. The exit code is 1 if a run fails, or
+holds more than it may.
+
+Bytes by category: state is the formula (`samo/memory.py`), which the tests hold to the byte
+of the live tensors. Activations are an estimate: the inputs of recomputed layers, for each
+microbatch in flight, and the larger of what one block's backward and the embedding's
+gradient need. The rest of the measured peak is interpreters, libraries, messages, and what
+the allocator holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from peak_memory import measure
+
+from axsparse.config.load import load_config
+from axsparse.local import LocalWorld
+from axsparse.models.gpt import gpt
+from axsparse.models.survey import survey
+from axsparse.resolve import Resolved, resolve
+from axsparse.samo.footprint import stage_bytes
+from axsparse.transport import LocalTransport
+
+CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2
+COMMON = (
+    "layout.g_inter=2",
+    "batch.global_batch_size=2",
+    "pipeline.slack=0",
+    "train.eval_steps=0",
+    "train.log_every=1",
+)
+RUNS = {
+    "embeddings pruned": ("pruning.include=all", 14e9),
+    "embeddings dense": ("pruning.include=blocks", 18e9),
+}
+"""The setting, and the bytes that all ranks together may hold."""
+SHOWN = ("step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "peak_memory_bytes")
+KEPT_BY_BLOCK = 16
+"""What a block keeps for its backward, in tensors of (tokens, hidden size): two norms, query,
+key and value, the attention's output before and after its transposition, its residual sum,
+and 4 + 4 around the GELU, with its input."""
+GRADIENTS_IN_BLOCK = 10
+"""Gradients that live at once in it, in the same unit: 4 + 4 around the GELU, the residual
+stream's before and after."""
+
+
+def overrides(setting: str) -> list[str]:
+    """All settings of one run."""
+    return [*COMMON, setting, f"train.steps={STEPS}"]
+
+
+def resolved(setting: str) -> Resolved:
+    """What the run's ranks will agree on."""
+    loaded = load_config(CONFIG, overrides(setting))
+    model = gpt(loaded.config.model, loaded.config.model.sequence_length)
+    return resolve(loaded, survey(model), LocalTransport(LocalWorld(RANKS), 0), None)
+
+
+def state(run: Resolved, stage: int) -> dict[str, int]:
+    """Bytes of one rank's state by category."""
+    samo = run.config.samo
+    return asdict(
+        stage_bytes(
+            run.layers_of(stage),
+            run.survey.ties,
+            run.criterion,
+            dtype=run.dtype,
+            gradient_dtype=run.gradient_dtype,
+            moments=len(run.optimizer.moments),
+            index=run.index,
+            split_master=samo.split_master,
+        )
+    )
+
+
+def activations(run: Resolved, stage: int) -> int:
+    """Bytes of one rank's activations and dense gradients at the peak of a backward, estimated."""
+    config, layers = run.config, run.layers_of(stage)
+    assert config.pipeline.checkpoint_activations == 1
+    slack = config.pipeline.slack
+    assert slack != "auto"
+    size = run.dtype.itemsize
+    stream = config.model.sequence_length * config.batch.microbatch_size * config.model.hidden_size
+    microbatches = config.batch.global_batch_size // config.batch.microbatch_size
+    in_flight = min(microbatches, len(run.stages) - stage + slack)
+    inputs = sum(layer.kind != "embedding" for layer in layers) * stream * in_flight
+
+    def largest(blocks: bool) -> int:
+        tensors = [
+            p for layer in layers for p in layer.parameters if (layer.kind == "block") is blocks
+        ]
+        return max((parameter.numel for parameter in tensors), default=0)
+
+    block = (KEPT_BY_BLOCK + GRADIENTS_IN_BLOCK) * stream + largest(blocks=True)
+    return size * (inputs + max(block, largest(blocks=False)))
+
+
+def two_steps(mpirun: Sequence[str], name: str) -> dict[str, Any]:
+    """Train, and say what it took; no step is there if the run failed."""
+    setting, limit = RUNS[name]
+    run = resolved(setting)
+    options = [word for option in overrides(setting) for word in ("--set", option)]
+    options = ["-m", "axsparse.train", "--config", CONFIG, *options]
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        measured = measure(
+            [*mpirun, "-n", str(RANKS), sys.executable, *options, "--run-dir", str(directory)]
+        )
+        metrics = directory / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+    ranks = [state(run, stage) for stage in range(RANKS)]
+    by_category = {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
+    by_category["activations, estimated"] = sum(activations(run, stage) for stage in range(RANKS))
+    rest = measured["peak_pss_bytes"] - sum(by_category.values())
+    return {
+        "command": " ".join(["mpirun", "-n", str(RANKS), "python", *options]),
+        **measured,
+        "limit_bytes": int(limit),
+        "steps": [{key: json.loads(line)[key] for key in SHOWN} for line in lines],
+        "bytes": {**by_category, "the rest": rest},
+        "state_bytes_of_each_rank": [sum(rank.values()) for rank in ranks],
+    }
+
+
+def main() -> int:
+    """Run both, report, and say whether each ended well and within its bytes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mpirun", default="mpirun", help="the launcher")
+    parser.add_argument("--only", choices=list(RUNS), help="one of the two runs")
+    parser.add_argument("--machine", default="unnamed", help="how the result calls it")
+    parser.add_argument("--save", type=Path, help="write JSON here")
+    arguments = parser.parse_args()
+    launcher = shutil.which(arguments.mpirun)
+    if launcher is None:
+        parser.error(f"--mpirun {arguments.mpirun}: not found; give the launcher's path")
+    result: dict[str, Any] = {"machine": arguments.machine, "runs": {}}
+    well = True
+    for name in [arguments.only] if arguments.only else RUNS:
+        run = result["runs"][name] = two_steps([launcher], name)
+        well &= run["exit_code"] == 0 and run["peak_pss_bytes"] < run["limit_bytes"]
+        gigabytes = {key: round(value / 1e9, 2) for key, value in run["bytes"].items()}
+        print(
+            f"{name}: {run['peak_pss_bytes'] / 1e9:.2f} of {run['limit_bytes'] / 1e9:.0f} GB, "
+            f"{run['seconds']:.0f} s, losses {[step['loss'] for step in run['steps']]}; "
+            f"GB: {gigabytes}",
+            flush=True,
+        )
+    if arguments.save:
+        arguments.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
