@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
+import torch
 from pydantic import ValidationError
 
 from axsparse.comm import Transport
@@ -81,7 +82,8 @@ def run(main: Callable[[Job], None]) -> NoReturn:
     Exit codes: 0; an error's own (see `axsparse.errors`); 70 for any other exception and
     for a rank that leaves by `sys.exit(0)`; the code of `sys.exit(code)`; 130 if interrupted.
     All ranks have to call the same things: if `main` returns on one rank while others
-    still train, these wait for it.
+    still train, these wait for it. torch's generator starts `main` with the same seed on every
+    rank, so that modules which are made there start alike.
     """
     _mend_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,6 +94,7 @@ def run(main: Callable[[Job], None]) -> NoReturn:
         sys.exit(error.exit_code)
     job = Job(transport)
     threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    torch.manual_seed(0)
     try:
         main(job)
         transport.close()

@@ -17,7 +17,7 @@ from axsparse.data_parallel.agreement import Agreement, Verdict
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync
-from axsparse.errors import TrainingError
+from axsparse.errors import ConfigError, TrainingError
 from axsparse.evaluation import Evaluation, evaluate
 from axsparse.grid import Place
 from axsparse.models.survey import Survey
@@ -76,6 +76,7 @@ class Trainer:
         self.steps_done = 0
         self.last_evaluation: Evaluation | None = None
         self._updates = 0
+        self._closed = False
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
         self._agreement = self._agree_on_masks()
@@ -160,6 +161,8 @@ class Trainer:
         `on_step(steps done, verdict)` is called on every rank after each step.
         """
         settings = self.config.train
+        if self._closed:
+            raise ConfigError("trainer: it has trained and is closed; build another one")
         try:
             if settings.eval_first and self.steps_done == 0:
                 self._recorded_evaluation()
@@ -206,6 +209,7 @@ class Trainer:
     def close(self) -> None:
         """End what reads ahead, take the hooks off the weights, which would keep a model alive,
         and close the record; safe to call twice."""
+        self._closed = True
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None

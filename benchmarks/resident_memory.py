@@ -50,7 +50,7 @@ from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
 
-HIDDEN, LAYERS, TOKENS, VOCABULARY, MICROBATCHES, SPARSITY, STEPS = 2048, 2, 512, 512, 2, 0.9, 3
+HIDDEN, LAYERS, TOKENS, VOCABULARY, MICROBATCHES, SPARSITY, STEPS = 2048, 8, 512, 512, 2, 0.9, 3
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "dense": {"enabled": False},
     "auto": {},

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.mpirun import run_mpirun
 from support.oracle import Trace
 from support.runs import (
@@ -314,3 +315,18 @@ def test_the_example_trains_without_mpirun(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "1 rank = 1 stage × 1 replica" in done.stdout
+
+
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    model = Model([linear(), linear(WIDTH, 5)], F.cross_entropy)
+
+    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+
+def test_a_trainer_trains_once() -> None:
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())
+
+    with pytest.raises(ConfigError, match="trainer: it has trained and is closed; build another"):
+        trainer.train()

@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,11 @@ def from_sequential(
                 f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; "
                 "choose one of them"
             )
+        if kinds[layer] not in get_args(Kind):
+            raise ConfigError(
+                f"sequential: kinds says that {layer!r} is {kinds[layer]!r}; choose one of "
+                f"{', '.join(get_args(Kind))}"
+            )
     _refuse_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
     starts_itself = _on_meta(layers)
@@ -88,6 +94,11 @@ class OwnValues:
 
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    if not isinstance(modules, Iterable):
+        raise ConfigError(
+            f"sequential: {type(modules).__name__} is no list; give an nn.Sequential or a list of "
+            "modules"
+        )
     # A Sequential's named_children() leaves out what stands in it for a second time.
     named = (
         modules._modules.items()

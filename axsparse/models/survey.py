@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
@@ -130,7 +130,7 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
 
     `dtype` is that of activations.
     """
-    tracer = None if model.example is None else Tracer(model.example(SAMPLES), dtype)
+    tracer = None if model.example is None else Tracer(_example(model.example), dtype)
     layers = [_survey_layer(layer, tracer) for layer in model.layers]
     if not layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
@@ -164,6 +164,22 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
         _check_tied_starts(model, layers, ties)
         return Survey(layers, ties)
     return Survey(layers, ties, model.start.fingerprint)
+
+
+def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    try:
+        made = make(SAMPLES)
+    except Exception as reason:
+        raise ConfigError(
+            f"Model.example: {type(reason).__name__}: {' '.join(str(reason).split())}; it is "
+            "called with a number of samples"
+        ) from reason
+    if not isinstance(made, tuple) or not all(isinstance(tensor, Tensor) for tensor in made):
+        raise ConfigError(
+            f"Model.example: returned {type(made).__name__}; return a tuple of tensors, what the "
+            "first layer gets"
+        )
+    return made
 
 
 def costs_text(surveyed: Survey) -> str:

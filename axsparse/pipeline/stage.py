@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class Stage:
             for number, layer in enumerate(layers)
         ]
         self._loss = loss
+        self._loss_is_known = False
         self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
@@ -131,6 +133,8 @@ class Stage:
 
     def _summed_loss(self, outputs: Tensors, targets: Tensor | None) -> Tensor:
         assert self._loss is not None
+        if not self._loss_is_known:
+            self._refuse_mean(outputs, targets)
         loss = self._loss(*outputs, targets)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
@@ -143,6 +147,26 @@ class Stage:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError("loss: it does not depend on any trained weight; do not detach it")
         return loss.float()
+
+    @torch.no_grad()
+    def _refuse_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
+        """A mean over a microbatch would make loss and gradients too small, silently."""
+        self._loss_is_known = True
+        if targets is None or len(outputs) != 1 or outputs[0].shape[:1] != targets.shape[:1]:
+            return  # what belongs to one sample cannot be told
+        if outputs[0].dim() == 0:
+            return
+        assert self._loss is not None
+        once, twice = (
+            self._loss(*(torch.cat([tensor[:1]] * times) for tensor in (outputs[0], targets)))
+            for times in (1, 2)
+        )
+        scalars = all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in (once, twice))
+        if scalars and math.isfinite(once) and float(once) == float(twice) != 0:
+            raise ConfigError(
+                "loss: the same sample twice costs as much as once, so it is a mean; make it the "
+                'sum of a microbatch\'s losses (reduction="sum"), which the trainer divides'
+            )
 
     def _cast(self, inputs: Tensors) -> Tensors:
         dtype = self._input_dtype

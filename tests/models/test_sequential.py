@@ -180,3 +180,8 @@ def test_lists_that_are_no_model_are_refused() -> None:
         "sequential: 1 is on the meta device and OwnTensor has no reset_parameters; write one, or "
         "make the modules with their values"
     )
+    assert refusal(linear, kinds={"0": "blok"}) == (
+        "sequential: kinds says that '0' is 'blok'; choose one of block, embedding, head"
+    )
+    with pytest.raises(ConfigError, match=r"sequential: Linear is no list; give an nn.Sequential"):
+        from_sequential(linear, summed_loss)  # type: ignore[arg-type]
