@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,9 @@ from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync, StageTie, Use
 from axsparse.grid import Grid
 from axsparse.job import Job, together
-from axsparse.models.layer import Model
+from axsparse.masking.choose import choose_masking
+from axsparse.masking.live import Live, masks_of_start, stage_total
+from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.banner import banner
 from axsparse.observe.console import format_count, make_console
@@ -30,8 +33,10 @@ from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
+from axsparse.pruning.criteria import Score
+from axsparse.pruning.masks import Masks
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
-from axsparse.samo.construct import BuiltLayer, StateOptions, construct
+from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
 from axsparse.startup import (
@@ -53,12 +58,15 @@ def build(
     config: Config | Loaded,
     *,
     grid: Grid | None = None,
+    score: Score | None = None,
     quiet: bool = False,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
     `open_datasets` is called on first and last stages only. Without `grid`, the layout of
-    the configuration decides. `quiet` neither prints nor writes anything.
+    the configuration decides. `score` is a pruning criterion of one's own: a function from a
+    tensor's name and fp32 weights to a score an entry, of which the highest are kept. `quiet`
+    neither prints nor writes anything.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
     """
@@ -66,7 +74,7 @@ def build(
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
     together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
-    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid))
+    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid, score))
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
@@ -78,9 +86,14 @@ def build(
         transport.backoff,
         shard=run.config.samo.shard_optimizer,
     )
-    layers = together(transport, lambda: _construct(run, model, replicas))
+    options = _options(run, model, replicas)
+    own = [model.layers[number] for number in run.stages[run.place.stage]]
+    masks = _masks_of_start(run, own, options, transport)
+    layers = together(
+        transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
+    )
     recorder = _recorder(run, model.name, layers, data, transport, job.run_dir)
-    parts = _join(run, model, layers, replicas, data, transport, recorder)
+    parts = _join(run, model, layers, options, data, transport, recorder)
     return Trainer(run.config, parts)
 
 
@@ -94,39 +107,59 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
 
 
-def _construct(run: Resolved, model: Model, replicas: Replicas) -> list[BuiltLayer]:
-    options = StateOptions(
+def _options(run: Resolved, model: Model, replicas: Replicas) -> StateOptions:
+    return StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
         split_master=run.config.samo.split_master,
         moments=run.optimizer.moments,
         seed=run.config.seed,
-        criterion=run.criterion if run.config.pruning.at_step == 0 else None,
+        masks=None,
         index=run.index,
         replicas=replicas,
         start=model.start,
     )
-    own = [model.layers[number] for number in run.stages[run.place.stage]]
-    return construct(own, run.survey.ties, options)
+
+
+def _masks_of_start(
+    run: Resolved, own: Sequence[Layer], options: StateOptions, transport: Transport
+) -> Masks | None:
+    """The masks that state is built with; None where it starts dense.
+
+    Not `together`: ranks agree on a common threshold on the way, and one that fails ends all.
+    """
+    if not run.starts_pruned or run.ticket is not None:
+        return run.ticket
+    assert run.targets is not None
+    ties = run.survey.ties
+    values = (
+        value
+        for layer in own
+        for value in start_values(layer, ties, options).items()
+        if value[0] not in ties
+    )
+    total = partial(stage_total, run.place, transport)
+    return masks_of_start(run.targets, run.criterion, values, total)
 
 
 def _join(
     run: Resolved,
     model: Model,
     layers: list[BuiltLayer],
-    replicas: Replicas,
+    options: StateOptions,
     data: Data,
     transport: Transport,
     recorder: Recorder,
 ) -> Parts:
     """The parts of one rank, each given the others that it needs."""
-    place, config, phases = run.place, run.config, Phases()
+    place, config, phases, replicas = run.place, run.config, Phases(), options.replicas
     states = [layer.state for layer in layers]
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
+    ties = _stage_ties(run, layers, transport)
     sync = GradientSync(
         states,
-        _stage_ties(run, layers, transport),
+        ties,
         replicas=gradients,
         wire_dtype=run.dtype,
         backoff=transport.backoff,
@@ -152,6 +185,13 @@ def _join(
         schedule=Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer),
         while_idle=sync.advance,
     )
+    collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
+
+    def live() -> Live:
+        assert run.targets is not None
+        pattern = run.criterion.pattern
+        return Live(layers, run.survey.ties, run.targets, pattern, options, place, transport)
+
     return Parts(
         transport=transport,
         place=place,
@@ -160,14 +200,14 @@ def _join(
         layers=layers,
         engine=engine,
         link=link,
-        collector=GradientCollector(states, sync.ready, lambda: phases("compress")),
+        collector=collector,
         sync=sync,
         replicas=replicas,
         weights=WeightGather(gradients, transport.backoff, phases),
         buffers=StageBuffers([layer.module for layer in layers], replicas),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
-        criterion=run.criterion,
+        masking=choose_masking(run, live, collector, ties),
         training=data.training,
         validation=data.validation,
         metrics=tuple(model.metrics),
@@ -233,7 +273,7 @@ def _recorder(
         name=model_name,
         transport=transport.name,
         dense_bytes=max(
-            run.state_bytes(run.layers_of(stage), None) for stage in range(len(run.stages))
+            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
         ),
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,9 @@ from axsparse.models.survey import LayerInfo, Survey
 from axsparse.observe.console import format_bytes
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.memory import activation_bytes
-from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.criteria import Criterion, Score
+from axsparse.pruning.pattern import parse_pattern
+from axsparse.pruning.targets import Targets, targets
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.lamb import LAMB
@@ -28,11 +30,18 @@ from axsparse.samo.memory import IndexKind
 from axsparse.samo.optimizer import Optimizer
 from axsparse.samo.sgd import sgd
 
+if TYPE_CHECKING:
+    from axsparse.pruning.ticket import Ticket
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
 MOST_HALF_MICROBATCHES = 8
 """Up to here accumulation in half precision errs by less than 0.4 %."""
 DEFAULT_SLACK = 1
+FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
+"""Methods whose first masks ask for nothing but the weights."""
+UNTIL = {"set": 0.75, "rigl": 0.75}
+"""Part of the steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 AUTO_INDEX: IndexKind = "uint16"
 """Half of int32 at no time that shows in a step: docs/decisions/009-index-encodings.md."""
 
@@ -46,8 +55,12 @@ class Resolved:
     stages: Sequence[range]
     """The layers of each stage."""
     place: Place
-    criterion: Criterion | None
+    targets: Targets | None
     """What is pruned; None trains dense."""
+    criterion: Criterion
+    """By which score."""
+    ticket: Ticket | None
+    """Whose masks are used from the start."""
     optimizer: Optimizer
     dtype: torch.dtype
     """Of weights, activations and messages."""
@@ -60,12 +73,29 @@ class Resolved:
         """The layers of a stage."""
         return [self.survey.layers[number] for number in self.stages[stage]]
 
-    def state_bytes(self, layers: Sequence[LayerInfo], criterion: Criterion | None) -> int:
-        """Bytes of model state of one rank that holds these layers; None prunes nothing."""
+    @property
+    def starts_pruned(self) -> bool:
+        """Whether state is built compressed; otherwise it is dense until the first pruning."""
+        pruning = self.config.pruning
+        if self.targets is None:
+            return False
+        return self.ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+
+    @property
+    def kept_at_start(self) -> Mapping[str, int]:
+        """Entries of the pruned tensors that state is built with; of a threshold for all the even
+        spread."""
+        if not self.starts_pruned:
+            return {}
+        assert self.targets is not None
+        return self.targets.kept() if self.ticket is None else self.ticket.kept
+
+    def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
+        """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
         return stage_bytes(
             layers,
             self.survey.ties,
-            criterion,
+            kept,
             dtype=self.dtype,
             gradient_dtype=self.gradient_dtype,
             moments=len(self.optimizer.moments),
@@ -80,11 +110,17 @@ class Resolved:
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
-def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid | None) -> Resolved:
+def resolve(
+    loaded: Loaded,
+    surveyed: Survey,
+    transport: Transport,
+    grid: Grid | None,
+    score: Score | None = None,
+) -> Resolved:
     """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
     this transport, number of ranks or model cannot run.
 
-    `grid` comes before the layout of the configuration.
+    `grid` comes before the layout of the configuration. `score` is one's own criterion.
     """
     config = loaded.config
     _check_transport(loaded, transport)
@@ -97,7 +133,16 @@ def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid |
     gradient = _gradient(config, grid)
     index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
     pruning = config.pruning
-    prunes = config.samo.enabled and pruning.sparsity > 0
+    wanted = targets(surveyed, pruning) if config.samo.enabled else None
+    if wanted is not None and not any([wanted.sparsity, *wanted.own.values(), pruning.ticket]):
+        wanted = None
+    ticket = None
+    if wanted is not None and pruning.ticket is not None:
+        from axsparse.pruning.ticket import open_ticket
+
+        ticket = open_ticket(pruning.ticket)
+        ticket.check(_shapes(surveyed))
+    until = round(config.train.steps * UNTIL.get(pruning.method, 0.5))
     run = Resolved(
         config=_with(
             config,
@@ -108,6 +153,12 @@ def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid |
                 "layout.g_inter": grid.g_inter,
                 "layout.g_data": grid.g_data,
                 "pipeline.slack": _unless_auto(config.pipeline.slack, DEFAULT_SLACK),
+                "pruning.rewind_step": _unless_auto(
+                    pruning.rewind_step, 0 if pruning.method == "iterative" else "never"
+                ),
+                "pruning.until_step": _unless_auto(
+                    pruning.until_step, max(until, pruning.at_step, 1)
+                ),
                 "samo.index": index,
                 "samo.gradient": gradient,
                 "schedule.decay_steps": _unless_auto(
@@ -118,9 +169,9 @@ def resolve(loaded: Loaded, surveyed: Survey, transport: Transport, grid: Grid |
         survey=surveyed,
         stages=(),
         place=grid.place(transport.rank),
-        criterion=Criterion(pruning.method, pruning.sparsity, pruning.include, config.seed)
-        if prunes
-        else None,
+        targets=wanted,
+        criterion=_criterion(loaded, score),
+        ticket=ticket,
         optimizer=_optimizer(config.optimizer),
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
@@ -141,7 +192,7 @@ def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
         found = partition(work, stages)
         assert found is not None, "there is no limit"
         return found
-    kept = run.criterion if config.pruning.at_step == 0 else None
+    kept = run.kept_at_start
     limit = room * 1e9
     # By layer: a weight that two layers of a stage share counts twice here.
     state = [run.state_bytes([layer], kept) for layer in layers]
@@ -171,6 +222,36 @@ def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
         f"{fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune more, "
         "or recompute activations (pipeline.checkpoint_activations)"
     )
+
+
+def _criterion(loaded: Loaded, score: Score | None) -> Criterion:
+    """The score by which the method of the configuration prunes."""
+    config = loaded.config
+    pruning = config.pruning
+    if pruning.method == "custom" and score is None:
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
+            "in Python (score=…), or choose magnitude"
+        )
+    if score is not None and pruning.method in ("magnitude", "random", "snip"):
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
+            "custom, or a method over time, for the one given to build"
+        )
+    pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
+    if score is not None:
+        return Criterion(score, config.seed, pattern)
+    at_random = pruning.method in ("random", "set", "rigl")
+    return Criterion("random" if at_random else "magnitude", config.seed, pattern)
+
+
+def _shapes(surveyed: Survey) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, in model order."""
+    return {
+        parameter.name: tuple(parameter.shape)
+        for layer in surveyed.layers
+        for parameter in layer.parameters
+    }
 
 
 def loss_scale(config: Config) -> LossScale:
@@ -229,8 +310,8 @@ def _check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
         )
 
 
-def _unless_auto(value: int | str, otherwise: int) -> int:
-    return otherwise if isinstance(value, str) else value
+def _unless_auto(value: Any, otherwise: Any) -> Any:
+    return otherwise if value == "auto" else value
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:

@@ -13,7 +13,7 @@ from axsparse.comm import Link, Op, Transport
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.prefetch import Prefetcher
-from axsparse.data_parallel.agreement import Agreement, Verdict
+from axsparse.data_parallel.agreement import Agreement, Verdict, sum_by_owner
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync
@@ -21,10 +21,11 @@ from axsparse.errors import ConfigError, TrainingError
 from axsparse.evaluation import Evaluation, evaluate
 from axsparse.grid import Place
 from axsparse.models.survey import Survey
+from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder, StepFigures, peak_memory_bytes
 from axsparse.pipeline.engine import Engine
-from axsparse.pruning.criteria import Criterion
+from axsparse.masking.change import Change, Masking, Now
 from axsparse.samo.construct import BuiltLayer
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.learning_rate import learning_rate
@@ -32,7 +33,7 @@ from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import StateBytes
 from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper, Optimizer
-from axsparse.samo.prune import masks_digest, prune_in_place
+from axsparse.samo.prune import masks_digest
 from axsparse.samo.shards import Replicas
 from axsparse.samo.update import update
 
@@ -57,7 +58,8 @@ class Parts:
     """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer
     loss_scale: LossScale
-    criterion: Criterion | None
+    masking: Masking | None
+    """Draws and changes masks between steps; None leaves them."""
     training: Batches
     validation: Batches | None
     metrics: Sequence[str]
@@ -76,6 +78,8 @@ class Trainer:
         self.steps_done = 0
         self.last_evaluation: Evaluation | None = None
         self._updates = 0
+        self._schedule_start = 0
+        self._masks_changed: int | None = None
         self._closed = False
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
@@ -89,8 +93,17 @@ class Trainer:
         Loss and norm are those before the update. If either is not finite anywhere, no
         rank updates.
         """
+        verdict = self._gradients(self._next_batch())
+        if verdict.finite:
+            self._update(verdict)
+        else:
+            self.parts.buffers.undo()
+        self._rescale(verdict)
+        self.steps_done += 1
+        return verdict
+
+    def _gradients(self, batch: Batch) -> Verdict:
         parts = self.parts
-        batch = self._next_batch()
         parts.collector.begin()
         parts.sync.begin()
         parts.buffers.begin()
@@ -99,14 +112,7 @@ class Trainer:
         )
         self._warn_of_unused(parts.collector.finish())
         parts.sync.finish()
-        verdict = self._agree(sum(losses))
-        if verdict.finite:
-            self._update(verdict)
-        else:
-            parts.buffers.undo()
-        self._rescale(verdict)
-        self.steps_done += 1
-        return verdict
+        return self._agree(sum(losses))
 
     def _agree(self, loss: float) -> Verdict:
         parts = self.parts
@@ -139,14 +145,21 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the step under way."""
+        """The learning rate of the step under way.
+
+        After a rewinding the schedule begins anew, and its descent ends where it would have.
+        """
         schedule = self.config.schedule
         assert schedule.decay_steps != "auto", "the configuration is resolved"
-        return learning_rate(
-            self.steps_done,
+        rising = 1.0
+        if self._masks_changed is not None and self.config.pruning.rewarm_steps:
+            since = self.steps_done - self._masks_changed + 1
+            rising = min(1.0, since / self.config.pruning.rewarm_steps)
+        return rising * learning_rate(
+            self.steps_done - self._schedule_start,
             peak=self.config.optimizer.learning_rate,
             warmup_steps=schedule.warmup_steps,
-            decay_steps=schedule.decay_steps,
+            decay_steps=max(schedule.decay_steps - self._schedule_start, schedule.warmup_steps, 1),
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             step_every=schedule.step_every,
@@ -167,8 +180,7 @@ class Trainer:
             if settings.eval_first and self.steps_done == 0:
                 self._recorded_evaluation()
             while self.steps_done < settings.steps:
-                if self._prunes_now():
-                    self.prune()
+                self._change_masks()
                 self._recorded_step(on_step)
                 if settings.eval_every and self.steps_done % settings.eval_every == 0:
                     self._recorded_evaluation()
@@ -195,12 +207,6 @@ class Trainer:
                 place=parts.place,
             )
         return self.last_evaluation
-
-    def prune(self) -> None:
-        """Shrink the live state to what the criterion keeps."""
-        assert self.parts.criterion is not None, "nothing says what to prune"
-        prune_in_place(self.parts.layers, self.parts.survey.ties, self.parts.criterion)
-        self._agreement = self._agree_on_masks()
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
@@ -290,9 +296,41 @@ class Trainer:
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
 
-    def _prunes_now(self) -> bool:
-        step = self.config.pruning.at_step
-        return self.parts.criterion is not None and step > 0 and step == self.steps_done
+    def _change_masks(self) -> None:
+        """Let the masks change, and everything that depends on them follow."""
+        masking = self.parts.masking
+        if masking is None:
+            return
+        before = self.state_bytes().total
+        change = masking.before_step(Now(self.steps_done, self._updates, self._score_gradients))
+        if change is None:
+            return
+        if change.rewound:
+            self._updates, self._schedule_start = 0, self.steps_done
+        if change.changed:
+            self._agreement = self._agree_on_masks()
+            self._masks_changed = self.steps_done
+        self._record_masks(change, before)
+
+    def _score_gradients(self) -> None:
+        """The gradients of the coming step's batch, into the state; nothing is updated."""
+        parts = self.parts
+        batch = parts.training.training(self.steps_done)
+        while True:
+            verdict = self._gradients(batch)
+            parts.buffers.undo()
+            if verdict.finite:
+                return
+            self._rescale(verdict)
+
+    def _record_masks(self, change: Change, before: int) -> None:
+        transport = self.parts.transport
+        sizes = [before, self.state_bytes().total]
+        rows = sum_by_owner(transport.world, transport.backoff, sizes)
+        most = [int(max(column)) for column in zip(*rows, strict=True)]
+        self.parts.recorder.masks(
+            MaskRecord(self.steps_done, change.text, dict(change.figures), most[1], most[0])
+        )
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes handed over so far: to other replicas, and to other stages."""
@@ -320,6 +358,11 @@ class Trainer:
                 f"step {self.steps_done}: the validation loss is {last.loss}; lower "
                 "optimizer.learning_rate, or look at the data"
             )
+            lost.on_all_ranks = True
+            raise lost
+        masking = self.parts.masking
+        if masking is not None and masking.unfinished is not None:
+            lost = TrainingError(f"step {self.steps_done}: {masking.unfinished}")
             lost.on_all_ranks = True
             raise lost
 

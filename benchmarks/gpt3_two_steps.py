@@ -81,7 +81,7 @@ def state(run: Resolved, stage: int) -> dict[str, int]:
         stage_bytes(
             run.layers_of(stage),
             run.survey.ties,
-            run.criterion,
+            run.kept_at_start,
             dtype=run.dtype,
             gradient_dtype=run.gradient_dtype,
             moments=len(run.optimizer.moments),

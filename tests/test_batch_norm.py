@@ -16,6 +16,7 @@ from support.images import (
     small_wide_resnet,
 )
 from support.oracle import Oracle, Trace
+from support.pruned import kept
 from support.runs import assert_bitwise, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
@@ -197,7 +198,8 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
 
 def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
     model = small_wide_resnet()
-    [(trainer, _)] = train_in_process(1, 1, model, image_config(train={"steps": 1}), image_data(33))
+    settings = image_config(train={"steps": 1})
+    [(trainer, _)] = train_in_process(1, 1, model, settings, image_data(33))
     layers = trainer.parts.survey.layers
 
     statistics = sum(layer.buffer_bytes for layer in layers)
@@ -210,7 +212,7 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
     assert trainer.state_bytes() == stage_bytes(
         layers,
         {},
-        trainer.parts.criterion,
+        kept(model, settings.pruning),
         dtype=torch.float32,
         gradient_dtype=torch.float32,
         moments=2,

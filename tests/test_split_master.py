@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.pruned import matrices
 from support.runs import (
     assert_bitwise,
     random_init,
@@ -20,7 +21,6 @@ from axsparse.config.load import load_config
 from axsparse.config.validate import check_config
 from axsparse.errors import ConfigError
 from axsparse.models.layer import Layer
-from axsparse.pruning.criteria import Criterion
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.construct import StateOptions, construct
 from axsparse.samo.index import make_index
@@ -82,7 +82,7 @@ def test_a_mask_that_changes_keeps_split_masters_exactly_and_grows_zeros() -> No
         gradient_dtype=torch.bfloat16,
         moments=ADAMW.moments,
         seed=1,
-        criterion=Criterion("magnitude", 0.5, "blocks", 1),
+        masks=matrices([layer], 0.5),
         split_master=True,
     )
     [built] = construct([layer], {}, options)

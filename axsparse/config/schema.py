@@ -147,14 +147,68 @@ class PipelineConfig(Section):
 class PruningConfig(Section):
     """Which weights are kept."""
 
-    method: Literal["magnitude", "random"] = "magnitude"
-    """`magnitude` keeps the largest absolute weights of each tensor, `random` a random choice."""
+    method: Literal[
+        "magnitude",
+        "random",
+        "custom",
+        "snip",
+        "early-bird",
+        "gradual",
+        "iterative",
+        "set",
+        "rigl",
+    ] = "magnitude"
+    """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
+    `custom` what the Python API's `score` says, `snip` the largest |weight × gradient| of one
+    batch. Over time: `early-bird` searches dense until the mask of largest weights settles;
+    `gradual` prunes more and more; `iterative` prunes, rewinds and trains again (lottery
+    tickets). `set` and `rigl` keep the number of entries and replace some every `interval`
+    steps, at random or where the gradient is largest; they start from a random mask."""
     sparsity: Rate = 0.9
-    """Fraction of each pruned tensor that is removed; 0 prunes nothing."""
-    at_step: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps done before pruning; 0 prunes at the start and never holds dense state."""
+    """Fraction of the pruned tensors that is removed; 0 prunes nothing."""
+    distribution: Literal["uniform", "erk", "global"] = "uniform"
+    """How it is spread over tensors. `uniform`: the same everywhere, which keeps stages
+    balanced; `erk` (Erdős–Rényi kernel): thin tensors keep more; `global`: one threshold
+    for all scores."""
+    pattern: str | None = None
+    """`2:4` keeps 2 of every 4 consecutive inputs of each output, for sparse tensor cores; it
+    decides the sparsity by itself."""
     include: Literal["blocks", "all"] = "blocks"
     """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
+    exclude: Annotated[tuple[str, ...], FromList] = ()
+    """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
+    layers: Annotated[tuple[str, ...], FromList] = ()
+    """Sparsities of their own for some parameters, as `block0.*=0.5`; where several patterns fit,
+    the last one counts. `sparsity` is that of all others."""
+    at_step: Annotated[int, Field(ge=0)] = 0
+    """Steps done before the first pruning, or before the search begins. 0 prunes while building
+    and never holds dense state, where the method looks at nothing but weights."""
+    interval: Count = 100
+    """Steps between two looks (early-bird), prunings (gradual, iterative) or changes of the mask
+    (set, rigl)."""
+    until_step: Count | Auto = "auto"
+    """Steps done at the last pruning (gradual, iterative), at the end of the search (early-bird)
+    or after which the mask stays (set, rigl); `auto` is half of `train.steps`, for set and rigl
+    three quarters."""
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """early-bird: the ticket is drawn once five masks in a row differ by less."""
+    metric: Literal["churn", "hamming"] = "churn"
+    """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
+    `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
+    undrawn: Literal["fail", "draw"] = "fail"
+    """early-bird: what happens if no mask has settled by `until_step`."""
+    rewind_step: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = "auto"
+    """Back to the weights of which step the kept entries go after each pruning; warm-up and decay
+    of the learning rate begin anew. 0: the initial weights; any other costs 4 bytes an entry until
+    then. `auto` is 0 for iterative and never for others."""
+    rewarm_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises again after each pruning, from 0."""
+    drop_fraction: Fraction = 0.3
+    """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
+    `until_step` as a cosine."""
+    ticket: str | None = None
+    """A ticket file, whose masks are used from the start, under any layout; `set` and `rigl` go
+    on from there, other methods search for nothing any more."""
 
 
 class SamoConfig(Section):

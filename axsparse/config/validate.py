@@ -10,11 +10,14 @@ from axsparse.config.schema import MODEL_FIELDS, ModelConfig
 from axsparse.errors import ConfigError, DataError
 from axsparse.grid import Grid
 
+ONCE = ("magnitude", "random", "custom", "snip")
+"""Pruning methods that draw one mask and keep it."""
+
 
 def check_config(loaded: Loaded) -> None:
     """The rules that need nothing but the configuration; ConfigError for the first broken one."""
     config = loaded.config
-    model, schedule, steps = config.model, config.schedule, config.train.steps
+    model, schedule = config.model, config.schedule
     _check_model_fields(loaded)
     if model.hidden_size % model.num_heads:
         raise ConfigError(
@@ -51,12 +54,8 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "
             "nothing to look ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
         )
-    prunes = config.samo.enabled and config.pruning.sparsity > 0
-    if prunes and config.pruning.at_step >= steps:
-        raise ConfigError(
-            f"{loaded.where('pruning.at_step')}: {config.pruning.at_step} is not below "
-            f"train.steps {steps}; choose at most {steps - 1}"
-        )
+    if config.samo.enabled and config.pruning.sparsity > 0:
+        _check_pruning(loaded)
     if config.samo.split_master and config.precision != "bf16":
         raise ConfigError(
             f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
@@ -64,6 +63,59 @@ def check_config(loaded: Loaded) -> None:
         )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
+
+
+def _check_pruning(loaded: Loaded) -> None:
+    config = loaded.config
+    pruning, steps = config.pruning, config.train.steps
+    if pruning.at_step >= steps:
+        raise ConfigError(
+            f"{loaded.where('pruning.at_step')}: {pruning.at_step} is not below "
+            f"train.steps {steps}; choose at most {steps - 1}"
+        )
+    if pruning.until_step != "auto" and not pruning.at_step < pruning.until_step < steps:
+        raise ConfigError(
+            f"{loaded.where('pruning.until_step')}: {pruning.until_step} is not between "
+            f"pruning.at_step {pruning.at_step} and train.steps {steps}; choose one in between, or "
+            "auto"
+        )
+    if pruning.pattern is not None and pruning.method not in ONCE:
+        raise ConfigError(
+            f"{loaded.where('pruning.pattern')}: {pruning.pattern} is drawn once, and "
+            f"pruning.method {pruning.method} draws again; choose one of {', '.join(ONCE)}"
+        )
+    if pruning.pattern is not None and pruning.layers:
+        raise ConfigError(
+            f"{loaded.where('pruning.layers')}: sparsities of their own, but a pattern keeps as "
+            "much everywhere; leave one of them out, or use pruning.exclude"
+        )
+    if pruning.pattern is not None and pruning.distribution != "uniform":
+        raise ConfigError(
+            f"{loaded.where('pruning.distribution')}: {pruning.distribution}, but a pattern keeps "
+            "as much everywhere; choose uniform, or leave pruning.pattern out"
+        )
+    moves = pruning.method in ("set", "rigl")
+    if moves and pruning.at_step:
+        raise ConfigError(
+            f"{loaded.where('pruning.at_step')}: {pruning.at_step}, but pruning.method "
+            f"{pruning.method} starts from a sparse network; choose 0"
+        )
+    if moves and pruning.rewarm_steps:
+        raise ConfigError(
+            f"{loaded.where('pruning.rewarm_steps')}: {pruning.rewarm_steps}, but pruning.method "
+            f"{pruning.method} changes the mask all the time; choose 0"
+        )
+    rewinds = pruning.rewind_step not in ("auto", "never")
+    if rewinds and (moves or pruning.method == "gradual"):
+        raise ConfigError(
+            f"{loaded.where('pruning.rewind_step')}: {pruning.rewind_step}, but "
+            f"pruning.method {pruning.method} goes on with the weights it has; choose never"
+        )
+    if isinstance(pruning.rewind_step, int) and pruning.rewind_step > pruning.at_step:
+        raise ConfigError(
+            f"{loaded.where('pruning.rewind_step')}: {pruning.rewind_step} is above "
+            f"pruning.at_step {pruning.at_step}, the first pruning; choose at most that"
+        )
 
 
 def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:

@@ -64,6 +64,22 @@ class EvalRecord:
     `perplexity(eval_loss)`, and the fraction of targets that a metric of the model counted."""
 
 
+@dataclass(frozen=True)
+class MaskRecord:
+    """One look at the masks, or change of them, between two steps."""
+
+    step: int
+    """Optimizer steps done before it."""
+    masks: str
+    """What happened."""
+    metrics: Mapping[str, float]
+    """Each is a key of its own in the file, such as `sparsity` (of the pruned tensors of all
+    ranks) and an Early-Bird search's `churn`."""
+    model_state_bytes: int
+    """After it, the maximum over ranks."""
+    model_state_bytes_before: int
+
+
 def perplexity(eval_loss: float) -> float:
     """exp(eval_loss); infinity where that is no float."""
     try:
@@ -83,7 +99,7 @@ class MetricsFile:
         except OSError as error:
             raise self._failure(error) from error
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
+    def write(self, record: StepRecord | EvalRecord | MaskRecord) -> None:
         """Append one line of strict JSON, with null for what is not finite."""
         values = asdict(record)
         values |= values.pop("metrics", {})
@@ -114,6 +130,6 @@ class MetricsFile:
         )
 
 
-def _finite(value: float | bool) -> float | bool | None:
+def _finite(value: float | bool | str) -> float | bool | str | None:
     """The value, or None for NaN and infinities, which strict JSON cannot say."""
-    return value if math.isfinite(value) else None
+    return value if isinstance(value, str) or math.isfinite(value) else None

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from axsparse.comm import Backoff, Collective
-from axsparse.observe.console import Console, Unit, eval_line, step_line
+from axsparse.observe.console import Console, Unit, eval_line, format_bytes, step_line
 from axsparse.observe.gather import Gathered, StepGather
-from axsparse.observe.metrics import EvalRecord, MetricsFile, StepRecord, perplexity
+from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,19 @@ class Recorder:
         if self._file is not None:
             self._file.write(EvalRecord(step, loss, metrics))
         self.say(eval_line(step, self._run.steps, loss, metrics))
+
+    def masks(self, record: MaskRecord) -> None:
+        """Record a look at the masks or a change of them; `record` is the same on all ranks."""
+        self.flush()
+        if self._file is not None:
+            self._file.write(record)
+        parts = [f"step {record.step}/{self._run.steps}", record.masks]
+        if "sparsity" in record.metrics:
+            parts.append(f"sparsity {100 * record.metrics['sparsity']:.4g} %")
+        before, after = record.model_state_bytes_before, record.model_state_bytes
+        if before != after:
+            parts.append(f"model state/rank {format_bytes(before)} → {format_bytes(after)}")
+        self.say("  ".join(parts))
 
     def flush(self) -> None:
         """Write down the step that is still on its way."""

@@ -1,17 +1,27 @@
-"""Which entries of one tensor are kept: scores in, a mask with an exact count out."""
+"""By which score entries of a tensor are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Kind
+from axsparse.errors import ConfigError
+from axsparse.pruning.pattern import n_of_m
+from axsparse.pruning.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
 from axsparse.seeds import keyed_generator
+
+Shape: TypeAlias = tuple[int, ...]
+Weight: TypeAlias = Callable[[], Tensor]
+"""Gives the fp32 weights of one tensor, in its shape; called only where they matter, and the
+result is not written to."""
+Score: TypeAlias = Callable[[str, Tensor], Tensor]
+"""`score(name, weight)`: a score an entry, in the weight's shape; higher ones are kept. It is
+called with one tensor's global name and its fp32 weights (zero where already pruned), on every
+rank that holds the tensor, and must depend on nothing else."""
 
 
 def kept_entries(numel: int, sparsity: float) -> int:
@@ -19,50 +29,57 @@ def kept_entries(numel: int, sparsity: float) -> int:
     return numel - round(sparsity * numel)
 
 
-def largest(score: Tensor, keep: int) -> Tensor:
-    """The flat mask of the `keep` largest scores; among equal ones, lower positions first.
-
-    `score` is 1-D fp32 without NaN. Selection, not sorting: linear in the entries.
-    """
-    numel = score.numel()
-    if keep >= numel:
-        return torch.ones(numel, dtype=torch.bool)
-    if keep == 0:
-        return torch.zeros(numel, dtype=torch.bool)
-    values = score.numpy()
-    threshold = np.partition(values, numel - keep)[numel - keep]
-    mask = values > threshold
-    ties = np.flatnonzero(values == threshold)
-    mask[ties[: keep - int(mask.sum())]] = True
-    return torch.from_numpy(mask)
-
-
 @dataclass(frozen=True)
 class Criterion:
-    """Which tensors are pruned, to which count, by which score."""
+    """A score for the entries of any tensor, and with `pattern` (n, m) the rule that n of
+    every m stay, whatever their number in the whole."""
 
-    method: Literal["magnitude", "random"]
-    sparsity: float
-    include: Literal["blocks", "all"]
-    seed: int
+    score: Literal["magnitude", "random"] | Score
+    seed: int = 0
+    """Of the random score."""
+    pattern: tuple[int, int] | None = None
 
-    def prunes(self, kind: Kind, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this kind of layer is pruned; vectors (biases, norms) never are."""
-        wanted = kind == "block" or self.include == "all"
-        return wanted and len(shape) >= 2 and self.sparsity > 0
+    def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
+        """Flat fp32 scores without NaN, and what orders them.
 
-    def kept(self, numel: int) -> int:
-        """Entries that stay in a pruned tensor."""
-        return kept_entries(numel, self.sparsity)
-
-    def mask(self, name: str, weight: Callable[[], Tensor], numel: int) -> Tensor:
-        """The flat mask of one tensor: a function of its fp32 weights, or of seed and name.
-
-        `weight()` gives the flat fp32 weights; the random method never asks for them.
+        Raises ConfigError where a score of one's own does not fit its tensor.
         """
-        if self.method == "random":
+        if self.score == "magnitude":
+            return weight().view(-1), by_magnitude
+        if self.score == "random":
             generator = keyed_generator(self.seed, name, "mask")
-            score = torch.rand(numel, generator=generator)
-        else:
-            score = weight().abs()
-        return largest(score, self.kept(numel))
+            return torch.rand(torch.Size(shape).numel(), generator=generator), by_value
+        assert callable(self.score)
+        scores = self.score(name, weight())
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ConfigError(
+                f"score of {name}: {given}; it must be one number an entry, a tensor of shape "
+                f"{shape}"
+            )
+        scores = scores.detach().float().reshape(-1)
+        if scores.isnan().any():
+            raise ConfigError(f"score of {name}: NaN, which has no order; return numbers")
+        return scores, by_value
+
+    def mask(
+        self, name: str, shape: Shape, weight: Weight, keep: int | Cut, within: Tensor | None = None
+    ) -> Tensor:
+        """The flat mask of the entries of highest score, so many or down to a cut, of all or of
+        the flat positions `within`; among equal ones, lower positions first."""
+        scores, keys = self.scores(name, shape, weight)
+        if self.pattern is not None:
+            assert within is None, "a pattern is drawn once"
+            magnitudes = scores.abs() if keys is by_magnitude else scores
+            return n_of_m(magnitudes.view(shape), *self.pattern).view(-1)
+        numel = scores.numel()
+        if within is not None:
+            scores = scores[within]
+        cut = keep if isinstance(keep, Cut) else cut_of(scores, keep, keys)
+        selected = select(scores, keys, cut)
+        del scores  # before there is a byte an entry
+        if within is None:
+            return selected.mask()
+        mask = torch.zeros(numel, dtype=torch.bool)
+        mask[within[selected.mask()]] = True
+        return mask

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
 from axsparse.models.layer import Layer, StartValues
-from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.masks import Masks
 from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import IndexKind, master_kind
 from axsparse.samo.shards import ALONE, Replicas
@@ -42,7 +42,7 @@ class StateOptions:
     gradient_dtype: torch.dtype
     moments: tuple[str, ...]
     seed: int
-    criterion: Criterion | None
+    masks: Masks | None
     """What is pruned while building; None builds dense state."""
     index: IndexKind = "int32"
     """How kept positions are stored, of what is pruned now and later."""
@@ -96,12 +96,11 @@ def _construct_layer(
             frozen.append(weight)
             continue
         index: Index = FullIndex(weight.numel())
-        criterion = options.criterion
-        if owner is None and criterion is not None and criterion.prunes(layer.kind, shape):
-            flat_value = partial(_flat, values, local_name)
-            index = make_index(
-                criterion.mask(ties.get(name, name), flat_value, weight.numel()), options.index
-            )
+        first, masks = ties.get(name, name), options.masks
+        if owner is None and masks is not None and first in masks.kept:
+            mask_D = masks.mask(first, shape, partial(values, local_name))
+            index = make_index(mask_D, options.index)
+            del mask_D
         tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
     state = LayerState(
@@ -115,18 +114,31 @@ def _construct_layer(
         replicas=options.replicas,
     )
     for tensor in state.owned:
-        _fill(state, tensor, _flat(values, tensor.name.removeprefix(f"{layer.name}.")))
+        fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
+    state.reset_moments()  # allocates them; last, since until now an fp32 value needs room
     return BuiltLayer(layer, module, state)
 
 
-def _fill(state: LayerState, tensor: TensorState, value_D: Tensor) -> None:
-    """A call of its own, since a local of the caller would outlive the next value's making."""
+def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
+    """Set the kept weights of a tensor from dense fp32 values.
+
+    A call of its own, since a local of the caller would outlive the next value's making.
+    """
+    value_D = value.view(-1)
     for start, stop in tensor.blocks():
         state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
 
 
-def _flat(values: Callable[[str], Tensor], name: str) -> Tensor:
-    return values(name).view(-1)
+def start_values(
+    layer: Layer, ties: Mapping[str, str], options: StateOptions
+) -> dict[str, Callable[[], Tensor]]:
+    """What gives the fp32 start values of a layer's trained tensors, by global name."""
+    module, values = _skeleton(layer, ties, options)
+    return {
+        f"{layer.name}.{local_name}": partial(values, local_name)
+        for local_name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _skeleton(

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from axsparse.models.survey import LayerInfo, ParameterInfo
-from axsparse.pruning.criteria import Criterion
 from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, layer_bytes
 
 
 def stage_bytes(
     layers: Sequence[LayerInfo],
     ties: Mapping[str, str],
-    criterion: Criterion | None,
+    kept: Mapping[str, int],
     *,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
@@ -24,15 +23,16 @@ def stage_bytes(
     replicas: int = 1,
     replica: int = 0,
 ) -> StateBytes:
-    """Bytes of the state of these layers on one rank; `criterion` None is dense.
+    """Bytes of the state of these layers on one rank.
 
+    `kept`: kept entries of the pruned tensors, by the name of a weight's first use.
     `replicas` above 1: those that shard the optimizer state.
     """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
     return StateBytes.sum(
         layer_bytes(
             [
-                _size(layer, parameter, criterion, is_alias=ties.get(parameter.name) in here)
+                _size(parameter, kept, ties, is_alias=ties.get(parameter.name) in here)
                 for parameter in layer.parameters
             ],
             half=dtype != torch.float32,
@@ -49,13 +49,10 @@ def stage_bytes(
 
 
 def _size(
-    layer: LayerInfo, parameter: ParameterInfo, criterion: Criterion | None, *, is_alias: bool
+    parameter: ParameterInfo, kept: Mapping[str, int], ties: Mapping[str, str], *, is_alias: bool
 ) -> TensorSize:
     numel = parameter.numel
-    prunes = (
-        criterion is not None
-        and parameter.trained
-        and criterion.prunes(layer.kind, parameter.shape)
+    stays = kept.get(ties.get(parameter.name, parameter.name), numel)
+    return TensorSize(
+        numel, stays if parameter.trained else numel, trained=parameter.trained, is_alias=is_alias
     )
-    kept = criterion.kept(numel) if criterion is not None and prunes else numel
-    return TensorSize(numel, kept, trained=parameter.trained, is_alias=is_alias)

@@ -7,11 +7,13 @@ gradients of no more than one layer live at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
+from axsparse.samo.growth import Candidates, strongest
 from axsparse.samo.state import LayerState, TensorState
 
 
@@ -35,6 +37,8 @@ class GradientCollector:
         self._timed = timed
         self._is_last = False
         self._missing: dict[str, set[str]] = {}
+        self._wanted: dict[str, int] = {}
+        self._candidates: dict[str, Candidates] = {}
         self._handles = [
             tensor.parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
             for layer in layers
@@ -44,6 +48,7 @@ class GradientCollector:
     def begin(self) -> None:
         """Open a step: the first gradient of each tensor replaces what is there."""
         self._is_last = False
+        self._candidates.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
@@ -72,6 +77,25 @@ class GradientCollector:
                 self._on_ready(layer)
         return unused
 
+    def harvest(self, wanted: Mapping[str, int]) -> None:
+        """From the next step on, pick so many candidates for growth of each tensor named.
+
+        Every step begins anew, so the candidates are those of one step's microbatches: each
+        adds its gradient to the candidates there are, and the strongest sums stay.
+        """
+        self._wanted = dict(wanted)
+
+    def harvested(self) -> dict[str, Candidates]:
+        """The candidates of the last step, by tensor, without those that got no gradient;
+        ends the harvest."""
+        found, self._candidates, self._wanted = self._candidates, {}, {}
+        return found
+
+    @property
+    def candidate_bytes(self) -> int:
+        """Bytes of the candidates that are held."""
+        return sum(candidates.nbytes for candidates in self._candidates.values())
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
@@ -81,6 +105,8 @@ class GradientCollector:
         def compress(parameter: Tensor) -> None:
             assert parameter.grad is not None, "autograd calls this once the gradient is there"
             with self._timed():
+                if tensor.name in self._wanted:
+                    self._pick(tensor, parameter.grad)
                 layer.accumulate(tensor, parameter.grad)
                 parameter.grad = None
             if self._is_last:
@@ -90,3 +116,13 @@ class GradientCollector:
                     self._on_ready(layer)
 
         return compress
+
+    def _pick(self, tensor: TensorState, dense: Tensor) -> None:
+        """Join a dense gradient with the tensor's candidates; needs 5 bytes an entry of it."""
+        before = self._candidates.get(tensor.name)
+        self._candidates[tensor.name] = strongest(
+            dense.reshape(-1).to(torch.float32, copy=True),
+            () if before is None else (before,),
+            tensor.index,
+            self._wanted[tensor.name],
+        )

@@ -39,9 +39,14 @@ def read_dtype(numel: int) -> type[np.signedinteger[Any]]:
 
 def block_offsets(mask_D: Tensor, block: int) -> Tensor:
     """Kept entries before each block of dense positions, and all of them at the end."""
-    starts = np.arange(0, mask_D.numel(), block)
-    before = np.zeros(len(starts) + 1, dtype=np.int64)
-    np.cumsum(np.add.reduceat(mask_D.numpy(), starts, dtype=np.int64), out=before[1:])
+    mask = mask_D.numpy()
+    before = np.zeros(-(-mask.size // block) + 1, dtype=np.int64)
+    assert PIECE % block == 0
+    for start in range(0, mask.size, PIECE):  # reduceat makes integers of all that it is given
+        part = mask[start : start + PIECE]
+        counts = np.add.reduceat(part, np.arange(0, part.size, block), dtype=np.int64)
+        before[start // block + 1 :][: counts.size] = counts
+    np.cumsum(before, out=before)
     return torch.from_numpy(before.astype(np.int32) if fits_int32(int(before[-1])) else before)
 
 

@@ -6,28 +6,38 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from axsparse.pruning.criteria import Criterion
+from torch import Tensor
+
+from axsparse.pruning.masks import Masks
 from axsparse.samo.construct import BuiltLayer
+from axsparse.samo.state import TensorState
 
 
-def prune_in_place(
-    layers: Iterable[BuiltLayer], ties: Mapping[str, str], criterion: Criterion
-) -> None:
-    """Prune what the criterion names; kept weights and their moments carry over exactly."""
+def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
+    """Prune what the masks name; kept weights and their moments carry over exactly.
+
+    Of tensors that are pruned already, some of the kept entries stay.
+    """
     layers = list(layers)
     for layer in layers:
         for tensor in layer.state.owned:
-            shape = tuple(tensor.parameter.shape)
-            if criterion.prunes(layer.spec.kind, shape):
-                mask = criterion.mask(
-                    ties.get(tensor.name, tensor.name),
-                    partial(layer.state.master, tensor.name),
-                    tensor.parameter.numel(),
+            owner = ties.get(tensor.name, tensor.name)
+            if owner in masks.kept:
+                mask_D = masks.mask(
+                    owner,
+                    tuple(tensor.parameter.shape),
+                    partial(layer.state.dense_master, tensor.name),
+                    within=kept_positions(tensor),
                 )
-                layer.state.remask(tensor.name, mask)
+                layer.state.remask(tensor.name, mask_D)
     for layer in layers:
         if any(tensor.alias_of is not None for tensor in layer.state.tensors):
             layer.state.refit()
+
+
+def kept_positions(tensor: TensorState) -> Tensor | None:
+    """Flat positions of the kept entries of a pruned tensor; None of a dense one."""
+    return None if tensor.kept == tensor.parameter.numel() else tensor.index.positions()
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:

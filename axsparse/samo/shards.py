@@ -12,10 +12,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from axsparse.comm import Backoff, Collective, Op, wait
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 65_536
 """Kept entries of one tensor that are updated, and whose squares are summed, at a time. Part

@@ -82,7 +82,8 @@ class LayerState:
         frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
     ) -> None:
-        """Buffers are allocated here; `write_master` fills them.
+        """Buffers are allocated here, and those of moments once they are asked for;
+        `write_master` fills them.
 
         `master` is where the fp32 master weights are, as above.
         `index_kind` is how tensors that are pruned later store their kept positions.
@@ -102,7 +103,8 @@ class LayerState:
         self.gradient = torch.zeros(self._lay_out(), dtype=gradient_dtype)
         held = len(self.held)
         self.master_K = None if master == "weight" else torch.zeros(held, dtype=_MASTERS[master])
-        self.moments_K = {moment: torch.zeros(held, dtype=torch.float32) for moment in moments}
+        self._moments = tuple(moments)
+        self._moments_K: dict[str, Tensor] = {}
 
     def _lay_out(self) -> int:
         """Set offsets and bounds; returns the kept entries of all tensors, aliases included."""
@@ -163,6 +165,18 @@ class LayerState:
         """The kept gradient of one tensor, a view."""
         return self.gradient[tensor.offset : tensor.offset + tensor.kept]
 
+    def gather_gradient(self) -> None:
+        """Receive the sums of the other replicas' shares, after a step; all replicas together."""
+        if self.is_sharded:
+            self._replicas.exchange(Op.ALL_GATHER, self.reduced_gradient, self.bounds)
+
+    def dense_gradient(self, name: str) -> Tensor:
+        """The gradient that is here in the parameter's shape, fp32, zero at pruned positions."""
+        tensor = self.tensor(name)
+        dense_D = torch.zeros(tensor.parameter.numel())
+        tensor.index.scatter(dense_D, self.gradient_of(tensor).float(), 0)
+        return dense_D.view_as(tensor.parameter)
+
     def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
         """Add a dense gradient's kept entries; the first of a step replaces what was there."""
         kept = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
@@ -173,6 +187,15 @@ class LayerState:
             tensor.accumulated = True
 
     # -- master weights and moments ---------------------------------------------------
+
+    @property
+    def moments_K(self) -> dict[str, Tensor]:
+        """The held values of each moment, fp32; zero at first."""
+        if not self._moments_K:
+            self._moments_K.update(
+                (name, torch.zeros(len(self.held), dtype=torch.float32)) for name in self._moments
+            )
+        return self._moments_K
 
     def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
         """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
@@ -208,11 +231,18 @@ class LayerState:
         return self._gathered(tensor, lambda start, stop: self.read_master(tensor, start, stop))
 
     def dense_master(self, name: str) -> Tensor:
-        """As `master`, in the parameter's shape: zero at pruned positions."""
+        """As `master`, in the parameter's shape: zero at pruned positions; may be a view."""
         tensor = self.tensor(name)
+        if tensor.kept == tensor.parameter.numel():
+            return self.master(name).view_as(tensor.parameter)
         dense_D = torch.zeros(tensor.parameter.numel())
         tensor.index.scatter(dense_D, self.master(name), 0)
         return dense_D.view_as(tensor.parameter)
+
+    def reset_moments(self) -> None:
+        """Set all moments to zero."""
+        for values_K in self.moments_K.values():
+            values_K.zero_()
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; as `master`."""
@@ -266,11 +296,10 @@ class LayerState:
     def remask(self, name: str, mask_D: Tensor) -> None:
         """Keep exactly the entries where the flat mask is True, between two steps.
 
-        Entries kept before and after carry their master weight and moments over,
-        exactly; entries that are new start at weight zero and moments zero. Buffers
-        are replaced one at a time, so the extra memory is one new buffer, and the whole of
-        the old one where it is sharded. A layer with an alias of this tensor follows by
-        `refit`. All replicas call this together.
+        Entries kept before and after carry their master weight, moments and gradient over,
+        exactly; entries that are new start at zero. Buffers are replaced one at a time, so the
+        extra memory is one new buffer, and the whole of the old one where it is sharded. A layer
+        with an alias of this tensor follows by `refit`. All replicas call this together.
         """
         changed = self.tensor(name)
         assert changed.alias_of is None, "an alias follows the tensor that owns its weight"
@@ -289,6 +318,12 @@ class LayerState:
         changed.own_index = new_index
         total = self._lay_out()
 
+        def carry_over(tensor: TensorState, before: Tensor, after: Tensor) -> None:
+            if tensor is changed:
+                after[found] = before[source[found]]
+            else:
+                after.copy_(before)
+
         def rebuild(held: Tensor) -> Tensor:
             old = held
             if self.is_sharded:
@@ -298,19 +333,18 @@ class LayerState:
             new = held.new_zeros(self.bounds[-1])
             for tensor in self.owned:
                 offset, kept = old_places[tensor.name]
-                before = old[offset : offset + kept]
                 after = new[tensor.offset : tensor.offset + tensor.kept]
-                if tensor is changed:
-                    after[found] = before[source[found]]
-                else:
-                    after.copy_(before)
+                carry_over(tensor, old[offset : offset + kept], after)
             return new[self.held.start : self.held.stop].clone() if self.is_sharded else new
 
         if self.master_K is not None:
             self.master_K = rebuild(self.master_K)
-        for moment in list(self.moments_K):
-            self.moments_K[moment] = rebuild(self.moments_K[moment])
-        self.gradient = torch.zeros(total, dtype=self.gradient.dtype)
+        for moment, values_K in self._moments_K.items():
+            self._moments_K[moment] = rebuild(values_K)
+        old_gradient, self.gradient = self.gradient, self.gradient.new_zeros(total)
+        for tensor in self.owned:
+            offset, kept = old_places[tensor.name]
+            carry_over(tensor, old_gradient[offset : offset + kept], self.gradient_of(tensor))
         survives_D = torch.zeros(numel, dtype=torch.bool)
         survives_D[new_positions[found]] = True
         changed.weight_D.masked_fill_(~survives_D, 0)

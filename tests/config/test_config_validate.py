@@ -166,6 +166,62 @@ def test_pruning_happens_within_the_run() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("pruning.method=gradual", "pruning.at_step=20", "pruning.until_step=20"),
+            "pruning.until_step (--set): 20 is not between pruning.at_step 20 and train.steps "
+            "100; choose one in between, or auto",
+        ),
+        (
+            ("pruning.until_step=100",),
+            "pruning.until_step (--set): 100 is not between pruning.at_step 0 and train.steps "
+            "100; choose one in between, or auto",
+        ),
+        (
+            ("pruning.method=gradual", "pruning.pattern=2:4"),
+            "pruning.pattern (--set): 2:4 is drawn once, and pruning.method gradual draws again; "
+            "choose one of magnitude, random, custom, snip",
+        ),
+        (
+            ("pruning.pattern=2:4", "pruning.layers=[block0.*=0.5]"),
+            "pruning.layers (--set): sparsities of their own, but a pattern keeps as much "
+            "everywhere; leave one of them out, or use pruning.exclude",
+        ),
+        (
+            ("pruning.pattern=2:4", "pruning.distribution=erk"),
+            "pruning.distribution (--set): erk, but a pattern keeps as much everywhere; choose "
+            "uniform, or leave pruning.pattern out",
+        ),
+        (
+            ("pruning.method=rigl", "pruning.at_step=5"),
+            "pruning.at_step (--set): 5, but pruning.method rigl starts from a sparse network; "
+            "choose 0",
+        ),
+        (
+            ("pruning.method=set", "pruning.rewarm_steps=5"),
+            "pruning.rewarm_steps (--set): 5, but pruning.method set changes the mask all the "
+            "time; choose 0",
+        ),
+        (
+            ("pruning.method=gradual", "pruning.rewind_step=0"),
+            "pruning.rewind_step (--set): 0, but pruning.method gradual goes on with the weights "
+            "it has; choose never",
+        ),
+        (
+            ("pruning.at_step=5", "pruning.rewind_step=6"),
+            "pruning.rewind_step (--set): 6 is above pruning.at_step 5, the first pruning; choose "
+            "at most that",
+        ),
+    ],
+)
+def test_pruning_settings_that_contradict_each_other_are_refused(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    assert _config_refusal(*overrides) == said
+
+
 def test_nesterov_needs_momentum() -> None:
     check_config(load_config(None, ("optimizer.nesterov=true",)))
     assert _config_refusal("optimizer.nesterov=true", "optimizer.momentum=0") == (

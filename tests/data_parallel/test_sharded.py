@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import Trace
+from support.pruned import kept
 from support.runs import (
     assert_bitwise,
     mlp,
@@ -179,7 +180,7 @@ def predicted(trainer: Trainer, model: Model, replicas: int) -> int:
     return stage_bytes(
         [layer for layer in surveyed.layers if layer.name in names],
         surveyed.ties,
-        trainer.parts.criterion,
+        kept(model, config.pruning),
         dtype=DTYPES[config.precision],
         gradient_dtype=trainer.parts.layers[0].state.gradient.dtype,
         moments=len(trainer.parts.optimizer.moments),

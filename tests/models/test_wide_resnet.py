@@ -89,7 +89,7 @@ def test_flops_are_those_of_22_8_billion_multiply_adds_at_224_pixels() -> None:
 
 
 def built(model: Model) -> list[BuiltLayer]:
-    options = StateOptions(torch.float32, torch.float32, (), seed=2, criterion=None)
+    options = StateOptions(torch.float32, torch.float32, (), seed=2, masks=None)
     return construct(model.layers, {}, options)
 
 

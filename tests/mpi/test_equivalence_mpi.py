@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mpi4py import MPI
+from support.by_config import oracle_of
 from support.on_mpi import on_mpi
 from support.oracle import Oracle
 from support.runs import (
@@ -31,6 +32,22 @@ def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bo
 
     with on_mpi() as transport:
         _, trace = train_here(transport, grid, tiny_gpt(config), config, data)
+
+    assert_bitwise(trace, reference)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
+@pytest.mark.parametrize("method", ["snip", "early-bird", "iterative", "rigl"])
+def test_masks_over_time_are_bitwise_the_oracles(grid: Grid, method: str) -> None:
+    config = tiny_config(
+        pruning={"method": method, "interval": 1, "until_step": 8, "threshold": 0.4},
+        schedule={"warmup_steps": 1},
+        train={"steps": 9},
+    )
+    reference = oracle_of(config, grid.g_data).run(9)
+
+    with on_mpi() as transport:
+        _, trace = train_here(transport, grid, tiny_gpt(config), config, token_data())
 
     assert_bitwise(trace, reference)
 

@@ -10,52 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.models.layer import Kind
-from axsparse.pruning.criteria import Criterion, kept_entries, largest
+from axsparse.errors import ConfigError
+from axsparse.pruning.criteria import Criterion, kept_entries
+from axsparse.pruning.pattern import n_of_m
 
 examples = settings(max_examples=150, deadline=None, derandomize=True)
-few_values = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, float("inf")]), min_size=1, max_size=60)
-any_values = st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=60)
-
-
-def criterion(
-    method: Literal["magnitude", "random"] = "magnitude",
-    sparsity: float = 0.9,
-    include: Literal["blocks", "all"] = "blocks",
-    seed: int = 1,
-) -> Criterion:
-    return Criterion(method, sparsity, include, seed)
+MAGNITUDE = Criterion("magnitude")
 
 
 def no_weights() -> Tensor:
     raise AssertionError("the random method asked for weights")
-
-
-# -- selection ------------------------------------------------------------------------------
-
-
-@examples
-@given(st.one_of(few_values, any_values), st.data())
-def test_the_largest_are_those_of_a_stable_sort(values: list[float], data: st.DataObject) -> None:
-    keep = data.draw(st.integers(0, len(values)))
-    order = sorted(range(len(values)), key=lambda at: (-values[at], at))
-
-    mask = largest(torch.tensor(values, dtype=torch.float32), keep)
-
-    assert mask.dtype == torch.bool
-    assert mask.nonzero().view(-1).tolist() == sorted(order[:keep])
-
-
-def test_among_equal_scores_lower_positions_stay() -> None:
-    assert largest(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [1, 1, 0, 1, 0]
-
-
-def test_selecting_leaves_the_scores_alone() -> None:
-    score = torch.tensor([3.0, 1.0, 2.0])
-
-    largest(score, 1)
-
-    assert score.tolist() == [3.0, 1.0, 2.0]
 
 
 # -- counts ---------------------------------------------------------------------------------
@@ -78,9 +42,8 @@ def test_every_mask_keeps_exactly_its_count(
 ) -> None:
     weights = torch.randn(numel, generator=torch.Generator().manual_seed(0))
 
-    mask = criterion(method, sparsity).mask("w", lambda: weights, numel)
+    mask = Criterion(method).mask("w", (numel,), lambda: weights, kept_entries(numel, sparsity))
 
-    assert int(mask.sum()) == criterion(method, sparsity).kept(numel)
     assert int(mask.sum()) == numel - round(sparsity * numel)
 
 
@@ -90,7 +53,7 @@ def test_every_mask_keeps_exactly_its_count(
 def test_magnitude_keeps_large_weights_of_either_sign() -> None:
     weights = torch.tensor([0.1, -3.0, 0.2, 2.0, -0.3])
 
-    mask = criterion(sparsity=0.6).mask("w", lambda: weights, 5)
+    mask = MAGNITUDE.mask("w", (5,), lambda: weights, 2)
 
     assert mask.tolist() == [False, True, False, True, False]
 
@@ -98,15 +61,15 @@ def test_magnitude_keeps_large_weights_of_either_sign() -> None:
 def test_magnitude_depends_on_the_weights_only() -> None:
     weights = torch.randn(100, generator=torch.Generator().manual_seed(0))
 
-    one = criterion(seed=1).mask("a", lambda: weights, 100)
-    other = criterion(seed=2).mask("b", lambda: weights, 100)
+    one = Criterion("magnitude", seed=1).mask("a", (100,), lambda: weights, 10)
+    other = Criterion("magnitude", seed=2).mask("b", (100,), lambda: weights, 10)
 
     assert torch.equal(one, other)
 
 
 def test_random_masks_depend_on_seed_and_name_and_never_on_order_or_weights() -> None:
     def draw(seed: int, name: str) -> list[bool]:
-        kept: list[bool] = criterion("random", 0.5, seed=seed).mask(name, no_weights, 64).tolist()
+        kept: list[bool] = Criterion("random", seed).mask(name, (8, 8), no_weights, 32).tolist()
         return kept
 
     first = {name: draw(1, name) for name in ("a", "b", "c")}
@@ -118,24 +81,54 @@ def test_random_masks_depend_on_seed_and_name_and_never_on_order_or_weights() ->
     assert draw(2, "a") != first["a"]
 
 
-# -- which tensors --------------------------------------------------------------------------
+def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> None:
+    weight = torch.tensor([[3.0, -1.0, 2.0], [0.5, 4.0, -5.0]])
+    seen: list[str] = []
+
+    def rows_first(name: str, weight: Tensor) -> Tensor:
+        seen.append(name)
+        return 10 * weight.abs().sum(1, keepdim=True) + weight
+
+    mask = Criterion(rows_first).mask("a.weight", (2, 3), lambda: weight, 3)
+
+    assert seen == ["a.weight"]
+    assert mask.view(2, 3).tolist() == [[False, False, False], [True, True, True]]
 
 
-@pytest.mark.parametrize("include", ["blocks", "all"])
-@pytest.mark.parametrize("kind", ["block", "embedding", "head"])
-def test_matrices_of_blocks_are_pruned_and_those_of_the_ends_only_if_asked_for(
-    include: Literal["blocks", "all"], kind: Kind
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (torch.ones(3), r"score of w: \(3,\); it must be one number an entry, a tensor of shape"),
+        (None, "score of w: NoneType; it must be one number an entry"),
+        (torch.full((2, 3), float("nan")), "score of w: NaN, which has no order; return numbers"),
+    ],
+)
+def test_a_score_that_does_not_fit_its_tensor_is_refused(wrong: Tensor, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Criterion(lambda name, weight: wrong).mask("w", (2, 3), lambda: torch.ones(2, 3), 3)
+
+
+# -- parts of a tensor ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+def test_of_a_pruned_tensor_only_kept_entries_stay_and_the_best_of_them(
+    score: Literal["magnitude", "random"],
 ) -> None:
-    prunes = criterion(include=include).prunes(kind, (4, 4))
+    weights = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    within = torch.arange(0, 100, 3)
+    scores, _ = Criterion(score).scores("w", (100,), lambda: weights)
+    best = scores.abs()[within].argsort(descending=True)[:7]
 
-    assert prunes == (kind == "block" or include == "all")
+    mask = Criterion(score).mask("w", (100,), lambda: weights, 7, within)
+
+    assert set(mask.nonzero().view(-1).tolist()) == set(within[best].tolist())
 
 
-@pytest.mark.parametrize("shape", [(), (5,)])
-def test_vectors_are_never_pruned(shape: tuple[int, ...]) -> None:
-    assert not criterion(include="all").prunes("block", shape)
+def test_a_pattern_decides_by_magnitude_where_the_score_is_one() -> None:
+    weight = torch.tensor([[-4.0, 1.0, 2.0, -3.0]])
 
+    mask = Criterion("magnitude", pattern=(2, 4)).mask("w", (1, 4), lambda: weight, 2)
 
-def test_convolutions_are_pruned_and_nothing_is_at_sparsity_zero() -> None:
-    assert criterion().prunes("block", (8, 4, 3, 3))
-    assert not criterion(sparsity=0.0).prunes("block", (8, 4, 3, 3))
+    assert mask.tolist() == [True, False, False, True]
+    assert torch.equal(mask.view(1, 4), n_of_m(weight.abs(), 2, 4))

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from support.pruned import matrices
 from support.runs import random_init, tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
 from axsparse.models.layer import Layer, Model
-from axsparse.pruning.criteria import Criterion, largest
-from axsparse.samo.construct import BuiltLayer, StateOptions, construct
+from axsparse.pruning.selection import largest
+from axsparse.samo.construct import BuiltLayer, StateOptions
+from axsparse.samo.construct import construct as construct_with
 from axsparse.seeds import keyed_generator
 
-MAGNITUDE = Criterion("magnitude", 0.75, "all", 1)
 
-
-def options(
-    criterion: Criterion | None = MAGNITUDE, *, half: bool = False, seed: int = 1
-) -> StateOptions:
+def options(*, half: bool = False, seed: int = 1) -> StateOptions:
     dtype = torch.bfloat16 if half else torch.float32
-    return StateOptions(dtype, dtype, ("exp_avg", "exp_avg_sq"), seed, criterion)
+    return StateOptions(dtype, dtype, ("exp_avg", "exp_avg_sq"), seed, None)
+
+
+def construct(
+    layers: Sequence[Layer],
+    ties: Mapping[str, str],
+    options: StateOptions,
+    whole: Sequence[Layer] | None = None,
+) -> list[BuiltLayer]:
+    """With three quarters of every matrix pruned; `whole` is the model if `layers` is a stage."""
+    return construct_with(layers, ties, replace(options, masks=matrices(whole or layers, 0.75)))
 
 
 def gpt_model() -> Model:
@@ -70,7 +78,9 @@ def test_values_depend_on_seed_and_global_name_whatever_the_split(cuts: tuple[in
     split = {
         name: value
         for start, stop in itertools.pairwise(cuts)
-        for name, value in parameters(construct(model.layers[start:stop], ties, options())).items()
+        for name, value in parameters(
+            construct(model.layers[start:stop], ties, options(), model.layers)
+        ).items()
     }
 
     assert split.keys() == whole.keys()
@@ -101,11 +111,11 @@ def test_a_layer_without_init_starts_from_its_own_seed_and_leaves_torchs_generat
     layers = [Layer(name, lambda: nn.Linear(4, 4)) for name in ("a", "b")]
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    both = parameters(construct(layers, {}, options()))
+    both = parameters(construct_with(layers, {}, options()))
     after = torch.get_rng_state()
     torch.manual_seed(6)
 
-    alone = parameters(construct(layers[1:], {}, options()))
+    alone = parameters(construct_with(layers[1:], {}, options()))
 
     assert torch.equal(before, after)
     assert torch.equal(alone["b.weight"], both["b.weight"])
@@ -120,7 +130,7 @@ def test_what_a_module_set_itself_is_kept_frozen_or_not() -> None:
         module.bias.requires_grad_(False)
         return module
 
-    (built,) = construct([Layer("a", build)], {}, options(None, half=True))
+    (built,) = construct_with([Layer("a", build)], {}, options(half=True))
 
     weight, bias = built.module.get_parameter("weight"), built.module.get_parameter("bias")
     assert (weight.dtype, weight.unique().tolist()) == (torch.bfloat16, [0.5])
@@ -177,9 +187,9 @@ def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> Non
 def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> None:
     ties = {"b.weight": "a.weight"}
     layers = tied_layers()
-    (first,) = construct(layers[:1], ties, options())
+    (first,) = construct(layers[:1], ties, options(), layers)
 
-    (second,) = construct(layers[1:], ties, options())
+    (second,) = construct(layers[1:], ties, options(), layers)
 
     one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
     assert other.alias_of is None
@@ -265,7 +275,7 @@ def test_values_that_a_model_starts_at_come_before_those_of_its_layers() -> None
         Layer("b", lambda: nn.BatchNorm1d(4)),
     ]
 
-    a, b = construct(layers, {}, replace(options(None), start=Sevens()))
+    a, b = construct_with(layers, {}, replace(options(), start=Sevens()))
 
     assert a.module.get_parameter("weight").tolist() == [[7.0] * 4]
     assert {name: tensor.tolist() for name, tensor in b.module.state_dict().items()} == {

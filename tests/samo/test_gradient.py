@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from support.pruned import matrices
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model
-from axsparse.pruning.criteria import Criterion
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.state import LayerState, TensorState
@@ -30,16 +30,16 @@ def layers(
     sparsity: float = 0.5,
     gradient_dtype: torch.dtype = torch.float32,
 ) -> list[BuiltLayer]:
+    specs = [
+        Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
+    ]
     options = StateOptions(
         dtype=torch.float32,
         gradient_dtype=gradient_dtype,
         moments=("exp_avg", "exp_avg_sq"),
         seed=1,
-        criterion=Criterion("magnitude", sparsity, "blocks", 1),
+        masks=matrices(specs, sparsity),
     )
-    specs = [
-        Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
-    ]
     return construct(specs, {}, options)
 
 

@@ -14,15 +14,17 @@ from typing import get_args
 
 import pytest
 import torch
+from support.pruned import kept, matrices
 from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.schema import ModelConfig, PruningConfig
 from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
 from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.masks import ScoredMasks
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.footprint import stage_bytes
@@ -50,16 +52,16 @@ class Case:
     layers: slice
     dtype: torch.dtype
     gradient_dtype: torch.dtype
-    criterion: Criterion | None
+    pruning: PruningConfig | None
     index: IndexKind = "int32"
 
 
 HALF = (torch.bfloat16, torch.bfloat16)
 HALF_WITH_FP32_SUMS = (torch.bfloat16, torch.float32)
 FULL = (torch.float32, torch.float32)
-BLOCKS = Criterion("magnitude", 0.9, "blocks", 1)
-ALL = Criterion("random", 0.9, "all", 1)
-BARELY = Criterion("magnitude", 0.004, "all", 1)
+BLOCKS = PruningConfig(sparsity=0.9)
+ALL = PruningConfig(method="random", sparsity=0.9, include="all")
+BARELY = PruningConfig(sparsity=0.004, include="all")
 """Removes nothing of small matrices, whose entries times 0.004 round to zero."""
 
 CASES = {
@@ -126,6 +128,11 @@ def make_model(name: str) -> Model:
     return Model(layers, loss=lambda output, target: output.sum(), ties=ties)
 
 
+def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
+    assert pruning.method == "magnitude" or pruning.method == "random"
+    return ScoredMasks(Criterion(pruning.method, 1), kept(model, pruning))
+
+
 def build(case: Case) -> list[BuiltLayer]:
     model = make_model(case.model)
     options = StateOptions(
@@ -133,7 +140,7 @@ def build(case: Case) -> list[BuiltLayer]:
         gradient_dtype=case.gradient_dtype,
         moments=ADAMW.moments,
         seed=1,
-        criterion=case.criterion,
+        masks=None if case.pruning is None else case_masks(model, case.pruning),
         index=case.index,
     )
     ties = {tie.second: tie.first for tie in model.ties}
@@ -149,7 +156,7 @@ def predicted(case: Case) -> StateBytes:
     return stage_bytes(
         surveyed.layers[case.layers],
         surveyed.ties,
-        case.criterion,
+        {} if case.pruning is None else kept(make_model(case.model), case.pruning),
         dtype=case.dtype,
         gradient_dtype=case.gradient_dtype,
         moments=len(ADAMW.moments),
@@ -227,7 +234,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         assert trainer.state_bytes() == stage_bytes(
             layers,
             surveyed.ties,
-            trainer.parts.criterion,
+            kept(model, config.pruning),
             dtype=dtype,
             gradient_dtype=gradient_dtype,
             moments=2,
@@ -238,7 +245,8 @@ def test_after_training_every_rank_holds_what_the_formula_says(
 def pruned_layer_bytes(index: IndexKind) -> int:
     """Of a layer of 2¹⁸ entries in blocks and all of them pruned, in bf16 with half sums."""
     layer = Layer("a", lambda: nn.Linear(512, 512, bias=False), init=random_init)
-    options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1, BLOCKS, index)
+    masks = matrices([layer], 0.9)
+    options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1, masks, index)
     (built,) = construct([layer], {}, options)
     return built.state.live_bytes().total
 

@@ -7,19 +7,19 @@ from typing import Literal
 
 import pytest
 import torch
+from support.pruned import matrices
 from support.runs import random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer
-from axsparse.pruning.criteria import Criterion, largest
+from axsparse.pruning.masks import Masks
+from axsparse.pruning.selection import largest
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.optimizer import Hyper
 from axsparse.samo.prune import masks_digest, prune_in_place
 from axsparse.samo.update import update
 
-MAGNITUDE = Criterion("magnitude", 0.75, "blocks", 1)
-EVERYTHING = Criterion("magnitude", 0.75, "all", 1)
 TIES = {"head.weight": "embed.weight"}
 
 
@@ -28,15 +28,19 @@ def specs() -> list[Layer]:
     return [Layer(name, lambda: nn.Linear(8, 8), kind, random_init) for name, kind in kinds]
 
 
+MAGNITUDE = matrices(specs(), 0.75, include="blocks")
+EVERYTHING = matrices(specs(), 0.75)
+
+
 def build(
-    criterion: Criterion | None, layers: Sequence[Layer] | None = None, *, half: bool = False
+    masks: Masks | None, layers: Sequence[Layer] | None = None, *, half: bool = False
 ) -> list[BuiltLayer]:
     options = StateOptions(
         dtype=torch.bfloat16 if half else torch.float32,
         gradient_dtype=torch.float32,
         moments=ADAMW.moments,
         seed=1,
-        criterion=criterion,
+        masks=masks,
     )
     return construct(layers or specs(), TIES, options)
 
@@ -76,13 +80,13 @@ def test_the_largest_weights_of_now_stay_with_their_moments(half: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "pruned"),
+    ("masks", "pruned"),
     [(MAGNITUDE, {"block.weight"}), (EVERYTHING, {"embed.weight", "block.weight", "head.weight"})],
 )
-def test_only_what_the_criterion_names_is_pruned(criterion: Criterion, pruned: set[str]) -> None:
+def test_only_what_the_masks_name_is_pruned(masks: Masks, pruned: set[str]) -> None:
     layers = build(None)
 
-    prune_in_place(layers, TIES, criterion)
+    prune_in_place(layers, TIES, masks)
 
     for name, positions in kept(layers).items():
         numel = 64 if name.endswith("weight") else 8
@@ -93,10 +97,10 @@ def test_only_what_the_criterion_names_is_pruned(criterion: Criterion, pruned: s
 def test_pruning_fresh_state_is_building_it_pruned(
     method: Literal["magnitude", "random"],
 ) -> None:
-    criterion = Criterion(method, 0.75, "all", 1)
-    later, at_once = build(None), build(criterion)
+    masks = matrices(specs(), 0.75, method)
+    later, at_once = build(None), build(masks)
 
-    prune_in_place(later, TIES, criterion)
+    prune_in_place(later, TIES, masks)
 
     for one, other in zip(later, at_once, strict=True):
         assert one.state.live_bytes() == other.state.live_bytes()
@@ -109,13 +113,13 @@ def test_pruning_fresh_state_is_building_it_pruned(
 def test_both_uses_of_a_tied_weight_are_pruned_alike_on_one_stage_and_on_two(
     method: Literal["magnitude", "random"],
 ) -> None:
-    criterion = Criterion(method, 0.75, "all", 1)
+    masks = matrices(specs(), 0.75, method)
     together = build(None)
     apart = [build(None, [spec])[0] for spec in specs()]
 
-    prune_in_place(together, TIES, criterion)
+    prune_in_place(together, TIES, masks)
     for layer in apart:
-        prune_in_place([layer], TIES, criterion)
+        prune_in_place([layer], TIES, masks)
 
     for name, positions in kept(apart).items():
         assert torch.equal(positions, kept(together)[name]), name

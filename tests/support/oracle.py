@@ -89,6 +89,8 @@ class Oracle:
         self.modules: list[nn.Module] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}
+        self.schedule_start = 0
+        """After which step the learning rate began anew."""
         self.prunable: list[str] = []
         for layer in model.layers:
             module = layer.build()
@@ -149,6 +151,14 @@ class Oracle:
         }
 
     def _step(self, step: int) -> None:
+        loss, total = self._gradients(step)
+        for name, mask in self.masks.items():
+            if name in total:
+                total[name] = total[name] * mask
+        self._finish_step(step, loss, total)
+
+    def _gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
+        """Loss and dense gradients of a step, in the order in which replicas are added."""
         config = self.config
         size, per_microbatch = config.batch.global_batch_size, config.batch.microbatch_size
         samples = samples_of_step(len(self.data), size, step, config.seed)
@@ -182,10 +192,7 @@ class Oracle:
                         assert second_grad is not None
                         grad = grad + second_grad
                 total[name] = total[name] + grad if name in total else grad.clone()
-        for name, mask in self.masks.items():
-            if name in total:
-                total[name] = total[name] * mask
-        self._finish_step(step, loss_total, total)
+        return loss_total, total
 
     def _finish_step(self, step: int, loss: float, gradients: dict[str, Tensor]) -> None:
         config = self.config
@@ -207,12 +214,13 @@ class Oracle:
         schedule = config.schedule
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
-                step,
+                step - self.schedule_start,
                 peak=config.optimizer.learning_rate,
                 warmup_steps=schedule.warmup_steps,
-                decay_steps=config.train.steps
-                if schedule.decay_steps == "auto"
-                else schedule.decay_steps,
+                decay_steps=(
+                    config.train.steps if schedule.decay_steps == "auto" else schedule.decay_steps
+                )
+                - self.schedule_start,
                 decay=schedule.decay,
                 final_ratio=schedule.final_ratio,
                 step_every=schedule.step_every,

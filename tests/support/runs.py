@@ -23,6 +23,7 @@ from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model
+from axsparse.pruning.criteria import Score
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
@@ -110,11 +111,12 @@ def train_here(
     *,
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
+    score: Score | None = None,
 ) -> tuple[Trainer, Trace]:
     """Train on this rank's transport; the trace has the weights and moments of its stage."""
     job = Job(transport)
     datasets = Datasets(data, validation)
-    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=True)
+    trainer = build(job, model, lambda: datasets, config, grid=grid, score=score, quiet=True)
     before(trainer)
     trace = Trace()
 
@@ -146,6 +148,7 @@ def train_in_process(
     order: int | None = None,
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
+    score: Score | None = None,
 ) -> list[tuple[Trainer, Trace]]:
     """The same on all ranks of a world in this process; `order` draws an arrival order."""
     world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
@@ -159,6 +162,7 @@ def train_in_process(
             data,
             validation=validation,
             before=before,
+            score=score,
         )
     )
 

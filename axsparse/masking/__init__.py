@@ -1,0 +1,1 @@
+"""When masks are drawn and changed during training, on all ranks alike."""

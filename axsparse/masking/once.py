@@ -1,0 +1,63 @@
+"""One mask, drawn from the weights (or gradients) of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from axsparse.masking.change import Change, Now
+from axsparse.masking.live import Live
+from axsparse.masking.rewind import Rewinder
+from axsparse.pruning.criteria import Criterion
+from axsparse.samo.state import LayerState, TensorState
+
+
+class Once:
+    """Prunes at one step by a criterion, or by what the gradients of that moment say."""
+
+    unfinished = None
+
+    def __init__(
+        self, live: Live, criterion: Criterion | None, at_step: int, rewinder: Rewinder | None
+    ) -> None:
+        """Without a `criterion`: `sensitivity`."""
+        self._live = live
+        self._criterion = criterion
+        self._at_step = at_step
+        self._rewinder = rewinder
+        self._is_done = False
+
+    def before_step(self, now: Now) -> Change | None:
+        if self._is_done:
+            return None
+        if self._rewinder is not None:
+            self._rewinder.note(now.step)
+        if now.step != self._at_step:
+            return None
+        self._is_done = True
+        criterion = self._criterion
+        if criterion is None:
+            now.gradients()
+            criterion = sensitivity(self._live)
+        self._live.prune(self._live.masks(criterion, lambda final: final))
+        if self._rewinder is not None:
+            self._rewinder.rewind()
+        return Change(
+            "pruned", self._live.figures(), rewound=self._rewinder is not None, is_ticket=True
+        )
+
+
+def sensitivity(live: Live) -> Criterion:
+    """|weight × gradient| of the gradients that are there (Lee et al., SNIP, ICLR 2019)."""
+    here: Mapping[str, tuple[LayerState, TensorState]] = {
+        owner: (state, tensor) for owner, state, tensor in live.pruned()
+    }
+    for layer in live.layers:
+        layer.state.gather_gradient()
+
+    def score(name: str, weight: Tensor) -> Tensor:
+        state, tensor = here[name]
+        return (state.dense_gradient(tensor.name) * weight).abs_()
+
+    return Criterion(score, pattern=live.pattern)

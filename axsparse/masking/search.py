@@ -1,0 +1,88 @@
+"""The Early-Bird search on live state: dense until the mask of largest scores has settled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from axsparse.errors import TrainingError
+from axsparse.masking.change import Change, Now
+from axsparse.masking.live import Live
+from axsparse.masking.rewind import Rewinder
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.early_bird import EarlyBird
+
+
+class Search:
+    """Looks at the weights at intervals of successful steps, and prunes once `search` says so."""
+
+    def __init__(
+        self,
+        live: Live,
+        criterion: Criterion,
+        search: EarlyBird,
+        *,
+        fails_undrawn: bool,
+        rewinder: Rewinder | None,
+    ) -> None:
+        """`fails_undrawn`: end the run where no mask has settled, rather than take the last."""
+        self._live = live
+        self._criterion = criterion
+        self.search = search
+        self._fails = fails_undrawn
+        self._rewinder = rewinder
+        self._is_done = False
+
+    @property
+    def unfinished(self) -> str | None:
+        if self._is_done:
+            return None
+        return (
+            "early-bird drew no mask: skipped steps do not count, and those that did were over "
+            "before pruning.until_step; train longer, or search shorter"
+        )
+
+    def before_step(self, now: Now) -> Change | None:
+        if self._is_done:
+            return None
+        if self._rewinder is not None:
+            self._rewinder.note(now.step)
+        if not self.search.due(now.updates):
+            return None
+        live = self._live
+        masks = live.masks(self._criterion, lambda final: final)
+        counts = torch.zeros(3, dtype=torch.int64)
+        for owner, state, tensor in live.counted():
+            shape = live.targets.shapes[owner]
+            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
+            mismatched = self.search.compare(owner, mask)
+            counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
+        judged = self.search.judge(now.updates, *live.total(counts).tolist())
+        figures = {
+            name: value
+            for name, value in (("churn", judged.churn), ("hamming", judged.hamming))
+            if value is not None
+        }
+        said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        if judged.outcome == "search":
+            return Change(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
+        if judged.outcome == "exhausted" and self._fails:
+            lost = TrainingError(
+                f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
+                f"(last: {said}, pruning.threshold is above); search longer, raise the threshold, "
+                "or set pruning.undrawn to draw"
+            )
+            lost.on_all_ranks = True
+            raise lost
+        self._is_done = True
+        live.prune(masks)
+        if self._rewinder is not None:
+            self._rewinder.rewind()
+        how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
+        return Change(
+            f"early-bird {how}: {said}",
+            {**figures, **live.figures()},
+            rewound=self._rewinder is not None,
+            is_ticket=True,
+        )

@@ -1,0 +1,68 @@
+"""Pruning in several steps: gradual magnitude, and lottery tickets with rewinding."""
+
+from __future__ import annotations
+
+from axsparse.errors import ConfigError
+from axsparse.masking.change import Change, Now
+from axsparse.masking.live import Live
+from axsparse.masking.rewind import Rewinder
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.schedules import gradual_sparsity, iterative_sparsity
+
+
+class Stepwise:
+    """Prunes every `interval` steps, and last at `until_step`; kept entries only become fewer."""
+
+    unfinished = None
+
+    def __init__(
+        self,
+        live: Live,
+        criterion: Criterion,
+        *,
+        begin: int,
+        interval: int,
+        until_step: int,
+        geometric: bool,
+        rewinder: Rewinder | None,
+    ) -> None:
+        """`geometric` removes the same part of what is left each time, otherwise sparsity rises
+        as a cubic; ConfigError where no interval fits."""
+        self._rounds = (until_step - begin) // interval
+        if self._rounds < 1:
+            raise ConfigError(
+                f"pruning.interval: {interval} steps do not fit between pruning.at_step {begin} "
+                f"and pruning.until_step {until_step}; choose at most {max(until_step - begin, 1)}"
+            )
+        self._live = live
+        self._criterion = criterion
+        self._begin, self._interval = begin, interval
+        self._geometric = geometric
+        self._rewinder = rewinder
+        self._is_done = False
+
+    def before_step(self, now: Now) -> Change | None:
+        if self._is_done:
+            return None
+        if self._rewinder is not None:
+            self._rewinder.note(now.step)
+        number, rest = divmod(now.step - self._begin, self._interval)
+        if rest or number < 1:
+            return None
+        self._is_done = number == self._rounds
+        self._live.prune(
+            self._live.masks(self._criterion, lambda final: self._sparsity(number, final))
+        )
+        if self._rewinder is not None:
+            self._rewinder.rewind()
+        return Change(
+            f"pruning {number} of {self._rounds}",
+            self._live.figures(),
+            rewound=self._rewinder is not None,
+            is_ticket=self._is_done,
+        )
+
+    def _sparsity(self, number: int, final: float) -> float:
+        if self._geometric:
+            return iterative_sparsity(number, final=final, rounds=self._rounds)
+        return gradual_sparsity(number, final=final, begin=0, end=self._rounds, every=1)

@@ -1,0 +1,85 @@
+"""Which tensors of a model are pruned, and to how many entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from axsparse.config.schema import PruningConfig
+from axsparse.errors import ConfigError
+from axsparse.models.survey import Survey
+from axsparse.pruning.criteria import Shape
+from axsparse.pruning.distribution import kept_counts, match
+from axsparse.pruning.pattern import check_pattern, parse_pattern
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The pruned tensors in model order, a tied weight once, and their final sparsities."""
+
+    shapes: Mapping[str, Shape]
+    sparsity: float
+    distribution: Literal["uniform", "erk", "global"]
+    own: Mapping[str, float]
+    """Of tensors that have a sparsity of their own."""
+
+    def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
+        """Entries that each tensor keeps; `at` gives the sparsity of now for a final one.
+
+        Of a global distribution the even spread, which is what can be said without weights.
+        """
+        return kept_counts(
+            self.shapes,
+            at(self.sparsity),
+            distribution="uniform" if self.distribution == "global" else self.distribution,
+            own={name: at(sparsity) for name, sparsity in self.own.items()},
+        )
+
+    @property
+    def common(self) -> Sequence[str]:
+        """The tensors that share one threshold."""
+        if self.distribution != "global":
+            return []
+        return [name for name in self.shapes if name not in self.own]
+
+
+def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
+    """What the settings prune of a model; ConfigError where they do not fit it."""
+    trained = {
+        parameter.name: tuple(parameter.shape)
+        for layer in surveyed.layers
+        for parameter in layer.parameters
+        if parameter.trained
+        and parameter.name not in surveyed.ties
+        and len(parameter.shape) >= 2
+        and (layer.kind == "block" or pruning.include == "all")
+    }
+    excluded = set(match(pruning.exclude, list(trained), "pruning.exclude"))
+    shapes = {name: shape for name, shape in trained.items() if name not in excluded}
+    own = {}
+    for entry in pruning.layers:
+        pattern, own_sparsity = _entry(entry)
+        own.update(dict.fromkeys(match([pattern], list(shapes), "pruning.layers"), own_sparsity))
+    sparsity = pruning.sparsity
+    if pruning.pattern is not None:
+        n, m = parse_pattern(pruning.pattern)
+        sparsity = 1 - n / m
+        for name, shape in shapes.items():
+            check_pattern(name, shape, n, m)
+    return Targets(shapes, sparsity, pruning.distribution, own)
+
+
+def _entry(entry: str) -> tuple[str, float]:
+    """The pattern and the sparsity of `pattern=sparsity`."""
+    pattern, _, number = entry.rpartition("=")
+    try:
+        sparsity = float(number)
+    except ValueError:
+        sparsity = -1.0
+    if not pattern or not 0 <= sparsity < 1:
+        raise ConfigError(
+            f"pruning.layers: {entry!r} is not pattern=sparsity with a sparsity from 0 to below 1; "
+            "write it like block0.*=0.5"
+        )
+    return pattern.strip(), sparsity

@@ -1,0 +1,227 @@
+"""How a sparsity is spread over tensors: exact counts, by shape or not, and patterns of names."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.config.schema import ModelConfig
+from axsparse.errors import ConfigError
+from axsparse.models.gpt import gpt
+from axsparse.pruning.distribution import kept_counts, match
+
+Shapes = dict[str, tuple[int, ...]]
+
+examples = settings(max_examples=150, deadline=None, derandomize=True)
+shapes_of_models = st.dictionaries(
+    st.text("abc", min_size=1, max_size=3),
+    st.lists(st.integers(1, 12), min_size=2, max_size=4).map(tuple),
+    min_size=1,
+    max_size=8,
+)
+sparsities = st.floats(0, 1, exclude_max=True)
+distributions = pytest.mark.parametrize("distribution", ["uniform", "erk"])
+ERK: Literal["erk"] = "erk"
+
+
+def numel(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def gpt_names() -> list[str]:
+    layers = gpt(ModelConfig(num_layers=2, hidden_size=8, num_heads=2), 16).layers
+    return [
+        f"{layer.name}.{name}"
+        for layer in layers
+        if layer.kind == "block"
+        for name, parameter in layer.build().named_parameters()
+        if parameter.dim() > 1
+    ]
+
+
+# -- uniform --------------------------------------------------------------------------------
+
+
+@examples
+@given(shapes_of_models, sparsities)
+def test_uniform_removes_the_same_share_of_every_tensor(shapes: Shapes, sparsity: float) -> None:
+    kept = kept_counts(shapes, sparsity, distribution="uniform")
+
+    assert kept == {
+        name: math.prod(shape) - round(sparsity * math.prod(shape))
+        for name, shape in shapes.items()
+    }
+
+
+# -- Erdős–Rényi kernel ---------------------------------------------------------------------
+
+
+@examples
+@given(shapes_of_models, sparsities)
+def test_erk_keeps_the_total_exactly_and_no_tensor_more_than_it_has(
+    shapes: Shapes, sparsity: float
+) -> None:
+    kept = kept_counts(shapes, sparsity, distribution=ERK)
+
+    assert sum(kept.values()) == numel(shapes) - round(sparsity * numel(shapes))
+    assert list(kept) == list(shapes)
+    assert all(0 <= kept[name] <= math.prod(shape) for name, shape in shapes.items())
+
+
+@examples
+@given(shapes_of_models, sparsities)
+def test_erk_densities_are_within_one_entry_of_one_common_factor(
+    shapes: Shapes, sparsity: float
+) -> None:
+    """By another way than the code's: the factor is found by bisection of what it keeps."""
+    total = numel(shapes) - round(sparsity * numel(shapes))
+
+    def ideal(factor: Fraction) -> dict[str, Fraction]:
+        return {
+            name: min(Fraction(math.prod(shape)), factor * sum(shape))
+            for name, shape in shapes.items()
+        }
+
+    low, high = Fraction(0), Fraction(numel(shapes))
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(ideal(middle).values()) < total:
+            low = middle
+        else:
+            high = middle
+    kept = kept_counts(shapes, sparsity, distribution=ERK)
+
+    assert all(abs(kept[name] - wanted) < 1.001 for name, wanted in ideal(high).items())
+
+
+def test_erk_of_two_matrices_is_that_worked_out_by_hand() -> None:
+    # 10 × 10 and 40 × 40 at 90 %: 170 of 1,700, in the ratio of 20 to 80.
+    assert kept_counts({"a": (10, 10), "b": (40, 40)}, 0.9, distribution=ERK) == {
+        "a": 34,
+        "b": 136,
+    }
+
+
+def test_erk_counts_the_dimensions_of_a_kernel_too() -> None:
+    # Sums 4 + 4 + 3 + 3 = 14 and 14 + 28 = 42; a quarter and three quarters of 54.
+    shapes: Shapes = {"conv": (4, 4, 3, 3), "linear": (14, 28)}
+
+    kept = kept_counts(shapes, 1 - 54 / 536, distribution=ERK)
+
+    assert kept == {"conv": 14, "linear": 40}  # 13.5 and 40.5; "conv" sorts first
+
+
+def test_what_a_full_tensor_cannot_take_goes_to_the_others() -> None:
+    # 500 of 1,004: in the ratio of 4 to 60 to 60 the small one would get 16 of its 4 entries.
+    shapes: Shapes = {"small": (2, 2), "a": (50, 10), "b": (10, 50)}
+
+    kept = kept_counts(shapes, 504 / 1004, distribution=ERK)
+
+    assert kept == {"small": 4, "a": 248, "b": 248}
+
+
+def test_what_a_full_tensor_cannot_take_may_fill_another() -> None:
+    # 120 of 436, in the ratio of 21 to 8 to 40. At first only "a" has more than it can take;
+    # of the 100 that it leaves, "b" gets 16.7 of its 16.
+    shapes: Shapes = {"a": (1, 20), "b": (4, 4), "c": (20, 20)}
+
+    kept = kept_counts(shapes, 316 / 436, distribution=ERK)
+
+    assert kept == {"a": 20, "b": 16, "c": 84}
+
+
+def test_the_largest_remainder_rounds_up() -> None:
+    # 171 in the ratio of 20 to 80: 34.2 and 136.8.
+    kept = kept_counts({"a": (10, 10), "b": (40, 40)}, 1 - 171 / 1700, distribution=ERK)
+
+    assert kept == {"a": 34, "b": 137}
+
+
+def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:
+    forward: Shapes = {"a": (3, 3), "b": (3, 3), "c": (3, 3)}
+
+    one = kept_counts(forward, 1 - 10 / 27, distribution=ERK)
+    other = kept_counts(dict(reversed(forward.items())), 1 - 10 / 27, distribution=ERK)
+
+    assert one == other == {"a": 4, "b": 3, "c": 3}
+
+
+@distributions
+def test_sparsity_zero_keeps_everything(distribution: Literal["uniform", "erk"]) -> None:
+    assert kept_counts({"a": (2, 3), "b": (5, 7)}, 0, distribution=distribution) == {
+        "a": 6,
+        "b": 35,
+    }
+
+
+# -- a sparsity of one's own ----------------------------------------------------------------
+
+
+@distributions
+def test_a_tensor_with_its_own_sparsity_leaves_that_of_the_others_alone(
+    distribution: Literal["uniform", "erk"],
+) -> None:
+    others: Shapes = {"a": (10, 10), "c": (40, 40)}
+    shapes: Shapes = {"a": (10, 10), "b": (30, 10), "c": (40, 40)}
+
+    kept = kept_counts(shapes, 0.9, distribution=distribution, own={"b": 0.5})
+
+    assert kept == {**kept_counts(others, 0.9, distribution=distribution), "b": 150}
+    assert list(kept) == ["a", "b", "c"]
+
+
+@distributions
+def test_all_tensors_may_have_their_own(distribution: Literal["uniform", "erk"]) -> None:
+    own = {"a": 0.5, "b": 0.0}
+
+    assert kept_counts({"a": (4, 4), "b": (2, 2)}, 0.9, distribution=distribution, own=own) == {
+        "a": 8,
+        "b": 4,
+    }
+
+
+# -- patterns -------------------------------------------------------------------------------
+
+
+def test_patterns_mean_tensors_of_a_gpt_by_their_global_names() -> None:
+    names = gpt_names()
+
+    assert match(["block1.*"], names, "k") == [
+        "block1.attention.qkv.weight",
+        "block1.attention.proj.weight",
+        "block1.fc1.weight",
+        "block1.fc2.weight",
+    ]
+    assert match(["*.fc?.weight", "block0.fc1.weight"], names, "k") == [
+        "block0.fc1.weight",
+        "block0.fc2.weight",
+        "block1.fc1.weight",
+        "block1.fc2.weight",
+    ]
+    assert match([], names, "k") == []
+
+
+def test_the_case_of_a_pattern_counts() -> None:
+    with pytest.raises(ConfigError, match="matches no tensor that could be pruned"):
+        match(["BLOCK*"], gpt_names(), "k")
+
+
+def test_a_pattern_that_means_nothing_is_told_with_the_nearest_names() -> None:
+    with pytest.raises(ConfigError) as refused:
+        match(["block0.*", "block1.attn.qkv.weight"], gpt_names(), "pruning.exclude (a.yaml)")
+
+    assert str(refused.value) == (
+        "pruning.exclude (a.yaml): 'block1.attn.qkv.weight' matches no tensor that could be "
+        "pruned; nearest: block1.attention.qkv.weight, block0.attention.qkv.weight, "
+        "block1.attention.proj.weight"
+    )
+
+
+def test_a_pattern_for_a_model_of_which_nothing_is_pruned_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="nearest: none"):
+        match(["*"], [], "pruning.exclude")

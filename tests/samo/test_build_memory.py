@@ -1,0 +1,77 @@
+"""What building a stage takes from the system at its peak, beside what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import gc, json, sys
+from functools import partial
+import torch
+from torch import nn
+from axsparse.models.layer import Layer
+from axsparse.pruning.criteria import Criterion, kept_entries
+from axsparse.pruning.masks import ScoredMasks
+from axsparse.samo.adamw import ADAMW
+from axsparse.samo.construct import StateOptions, construct
+
+def resident(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+def init(name, shape, generator):
+    return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+
+def build(width, score, index, split):
+    shapes = [(width, width), (width, 2 * width), (4 * width, width)]
+    layers = [
+        Layer(f"l{n}", partial(nn.Linear, *shape, bias=False), init=init)
+        for n, shape in enumerate(shapes)
+    ]
+    kept = {f"l{n}.weight": kept_entries(a * b, 0.95) for n, (a, b) in enumerate(shapes)}
+    options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1,
+        ScoredMasks(Criterion(score), kept), index=index, split_master=split)
+    return construct(layers, {}, options)
+
+score, index, split = sys.argv[1], sys.argv[2], sys.argv[3] == "split"
+small = build(64, score, index, split)
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")
+WIDTH = 1280
+layers = build(WIDTH, score, index, split)
+print(json.dumps({"above": resident("VmHWM") - resident("VmRSS"), "largest": 16 * WIDTH**2}))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("score", "index", "split"),
+    [
+        ("magnitude", "int32", "whole"),
+        ("random", "uint16", "whole"),
+        ("magnitude", "uint16", "split"),
+        ("random", "mask", "split"),
+    ],
+)
+def test_building_peaks_at_most_the_largest_parameter_in_fp32_above_what_it_leaves(
+    score: str, index: str, split: str
+) -> None:
+    """Resident memory as the system sees it, with freed blocks given back at once."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, score, index, split],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+    measured = json.loads(done.stdout)
+
+    assert 0 < measured["above"] <= measured["largest"]

@@ -1,0 +1,142 @@
+"""Every pruning method by a plain dense oracle: whole tensors, sorted."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from support.oracle import Oracle, Trace
+from torch import Tensor
+
+from axsparse.pruning.distribution import kept_counts
+from axsparse.seeds import keyed_generator
+
+
+class MethodOracle(Oracle):
+    """Draws the masks that `pruning.method` asks for, in one process, from dense tensors."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.noted: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
+        self.queue: deque[float] = deque(maxlen=5)
+        self.drawn_at: int | None = None
+        self.changes: list[int] = []
+
+    def run(self, steps: int) -> Trace:
+        step_back = self.config.pruning.rewind_step
+        for step in range(steps):
+            if step == step_back and step > 0:
+                self.noted = {name: p.detach().clone() for name, p in self.parameters.items()}
+            if self.config.pruning.method != "early-bird":
+                self._on_time(step)
+            elif self.drawn_at is None:
+                self._look(step)
+            self._step(step)
+        for name in self.owned:
+            parameter = self.parameters[name]
+            self.trace.weights[name] = parameter.detach().clone()
+            self.trace.moments[name] = {n: v.clone() for n, v in self._moments(parameter).items()}
+        return self.trace
+
+    def prunes(self) -> list[str]:
+        """Weights that are pruned, in model order, a tied one once."""
+        return [name for name in self.prunable if name not in self.ties]
+
+    # -- when -------------------------------------------------------------------------------
+
+    def _on_time(self, step: int) -> None:
+        pruning = self.config.pruning
+        if pruning.method in ("gradual", "iterative"):
+            assert pruning.until_step != "auto"
+            rounds = (pruning.until_step - pruning.at_step) // pruning.interval
+            number, rest = divmod(step - pruning.at_step, pruning.interval)
+            if rest or not 1 <= number <= rounds:
+                return
+            final = pruning.sparsity
+            if pruning.method == "gradual":
+                sparsity = final * (1 - (1 - number / rounds) ** 3)
+            else:
+                sparsity = 1 - (1 - final) ** (number / rounds)
+            self._apply(self._draw(self._scores(step), sparsity), step)
+        elif step == pruning.at_step:
+            self._apply(self._draw(self._scores(step), pruning.sparsity), step)
+
+    def _look(self, step: int) -> None:
+        pruning = self.config.pruning
+        since = step - max(pruning.at_step, self.config.schedule.warmup_steps)
+        if since < 0 or since % pruning.interval:
+            return
+        masks = self._draw(self._scores(step), pruning.sparsity)
+        if self.last:
+            changed = sum(int((masks[name] != self.last[name]).sum()) for name in masks)
+            of = 2 * sum(int(mask.sum()) for mask in masks.values())
+            if pruning.metric == "hamming":
+                of = sum(mask.numel() for mask in masks.values())
+            self.queue.append(changed / of)
+        self.last = masks
+        if len(self.queue) == 5 and max(self.queue) < pruning.threshold:
+            self.drawn_at = step
+            self._apply(masks, step)
+
+    # -- which ------------------------------------------------------------------------------
+
+    def _scores(self, step: int) -> dict[str, Tensor]:
+        names, method = self.prunes(), self.config.pruning.method
+        weights = {name: self.parameters[name].detach() for name in names}
+        if method == "random":
+            return {
+                name: torch.rand(
+                    weight.numel(), generator=keyed_generator(self.config.seed, name, "mask")
+                ).view_as(weight)
+                for name, weight in weights.items()
+            }
+        if method == "snip":
+            _, gradients = self._gradients(step)
+            return {name: (weight * gradients[name]).abs() for name, weight in weights.items()}
+        return {name: weight.abs() for name, weight in weights.items()}
+
+    def _draw(self, scores: dict[str, Tensor], sparsity: float) -> dict[str, Tensor]:
+        flat = {
+            name: torch.where(self.masks[name], score, -1.0).view(-1)
+            if name in self.masks
+            else score.reshape(-1)
+            for name, score in scores.items()
+        }
+        distribution = self.config.pruning.distribution
+        if distribution == "global":
+            every = torch.cat(list(flat.values()))
+            keep = every.numel() - round(sparsity * every.numel())
+            mask = _best(every, keep)
+            parts = mask.split([one.numel() for one in flat.values()])
+            return {n: m.view_as(scores[n]) for n, m in zip(flat, parts, strict=True)}
+        shapes = {name: tuple(score.shape) for name, score in scores.items()}
+        keeps = kept_counts(shapes, sparsity, distribution=distribution)
+        return {name: _best(flat[name], keeps[name]).view_as(scores[name]) for name in flat}
+
+    def _apply(self, masks: dict[str, Tensor], step: int) -> None:
+        self.changes.append(step)
+        for name in self.prunable:
+            self.masks[name] = masks[self.ties.get(name, name)]
+        back = self.config.pruning.rewind_step
+        rewinds = back != "never" and (back != "auto" or self.config.pruning.method == "iterative")
+        for name, parameter in self.parameters.items():
+            with torch.no_grad():
+                if rewinds:
+                    source = self.noted if isinstance(back, int) and back > 0 else self.start
+                    parameter.copy_(source[name])
+                parameter.mul_(self.masks.get(name, torch.ones(())))
+            for value in self._moments(parameter).values():
+                value.mul_(0.0 if rewinds else self.masks.get(name, torch.ones(())))
+        if rewinds:
+            self.schedule_start = step
+            self.optimizer.state.clear()
+
+
+def _best(scores: Tensor, keep: int) -> Tensor:
+    order = torch.sort(scores, descending=True, stable=True).indices
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
+    mask[order[:keep]] = True
+    return mask
