@@ -1,10 +1,106 @@
-"""What a stage needs beside its state: activations, by what its layers leave behind."""
+"""What a stage needs of a device's memory: its state, its activations, and what is there anyway."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from axsparse.models.survey import LayerInfo
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.workload import StageLoad
+
+if TYPE_CHECKING:
+    from axsparse.models.survey import LayerInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank at the worst moment of its step, by category."""
+
+    weight: float
+    index: float
+    gradient: float
+    master: float
+    optimizer: float
+    activations: float
+    """Held for the microbatches in flight."""
+    working: float
+    """Of one layer while its backward runs."""
+    logits: float
+    """Of the loss, on the last stage."""
+    temporary: float
+    """One layer's dense gradient, and the optimizer's copies."""
+    overhead: float
+    """Of framework and libraries."""
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def stage_memory(
+    load: StageLoad, *, microbatch_size: int, in_flight: int, overhead: float
+) -> StageMemory:
+    """What a stage needs with so many microbatches in flight."""
+    state = load.state
+    return StageMemory(
+        weight=state.weight,
+        index=state.index,
+        gradient=state.gradient,
+        master=state.master,
+        optimizer=state.optimizer,
+        activations=microbatch_size * in_flight * load.held,
+        working=microbatch_size * load.working,
+        logits=microbatch_size * load.logits,
+        temporary=load.temporary,
+        overhead=overhead,
+    )
+
+
+def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int) -> int:
+    """Microbatches whose activations a stage holds at a time, at most."""
+    if schedule.name == "gpipe":
+        return microbatches
+    if schedule.name == "1f1b" and stage == g_inter - 1:
+        return 1  # it has nothing to wait for
+    return min(microbatches, g_inter - stage + schedule.slack)
+
+
+@dataclass(frozen=True)
+class HeldActivations:
+    """Bytes of the activations of a stage, of one sample."""
+
+    held: int
+    """For each microbatch in flight."""
+    working: int
+    """For the one whose backward runs."""
+
+
+def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
+    """What a stage of these layers holds.
+
+    A recomputed layer (every `checkpoint_activations`-th; 0: none) keeps its inputs for each
+    microbatch, and needs what its backward needs for one. Layers of a model without example
+    count nothing.
+    """
+    kept = working = 0
+    for number, layer in enumerate(layers):
+        if layer.activations is None:
+            continue
+        kept += layer.activations.inputs
+        if is_recomputed(number, checkpoint_activations):
+            working = max(working, layer.activations.saved)
+        else:
+            kept += layer.activations.saved
+    last = layers[-1].activations
+    if last is not None:
+        kept += last.outputs
+    return HeldActivations(kept, working)
+
+
+def is_recomputed(number: int, checkpoint_activations: int) -> bool:
+    """Whether the backward computes a stage's layer of this number again."""
+    return checkpoint_activations > 0 and number % checkpoint_activations == 0
 
 
 def activation_bytes(
@@ -14,22 +110,6 @@ def activation_bytes(
     in_flight: int,
     checkpoint_activations: int,
 ) -> int:
-    """Bytes of the activations of a stage with `in_flight` microbatches under way.
-
-    A recomputed layer (every `checkpoint_activations`-th; 0: none) keeps its inputs for each
-    of them, and needs what its backward needs for one. Layers of a model without example
-    count nothing.
-    """
-    kept = working = 0
-    for number, layer in enumerate(layers):
-        if layer.activations is None:
-            continue
-        kept += layer.activations.inputs
-        if checkpoint_activations and number % checkpoint_activations == 0:
-            working = max(working, layer.activations.saved)
-        else:
-            kept += layer.activations.saved
-    last = layers[-1].activations
-    if last is not None:
-        kept += last.outputs
-    return microbatch_size * (in_flight * kept + working)
+    """Bytes of the activations of a stage with `in_flight` microbatches under way."""
+    found = held_activations(layers, checkpoint_activations)
+    return microbatch_size * (in_flight * found.held + found.working)

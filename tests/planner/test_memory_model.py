@@ -1,12 +1,20 @@
-"""Bytes of a stage's activations."""
+"""Bytes of a stage: its activations, and all it needs of a device."""
 
 from __future__ import annotations
+
+import itertools
+from functools import partial
 
 import pytest
 
 from axsparse.models.cost import Activations
 from axsparse.models.survey import LayerInfo
-from axsparse.planner.memory import activation_bytes
+from axsparse.pipeline.policy import Policy
+from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.planner.memory import activation_bytes, most_in_flight, stage_memory
+from axsparse.planner.simulator import Durations, simulate
+from axsparse.planner.workload import StageLoad
+from axsparse.samo.memory import StateBytes
 
 LAYERS = [
     LayerInfo("a", "block", (), 1.0, activations=Activations(10, 100, 20)),
@@ -35,3 +43,55 @@ def test_layers_without_an_example_count_nothing() -> None:
     layers = [LayerInfo("a", "block", (), 1.0)]
 
     assert not activation_bytes(layers, microbatch_size=2, in_flight=3, checkpoint_activations=1)
+
+
+def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
+    load = StageLoad(
+        layers="",
+        flops=0.0,
+        moved=0.0,
+        again_flops=0.0,
+        again_moved=0.0,
+        trained=0,
+        kept=0,
+        state=StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
+        temporary=10_000.0,
+        held=10.0,
+        working=100.0,
+        logits=1000.0,
+        outputs=0.0,
+    )
+
+    found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
+
+    assert (found.weight, found.index, found.gradient, found.master, found.optimizer) == (
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
+    assert (found.activations, found.working, found.logits) == (2 * 3 * 10, 2 * 100, 2 * 1000)
+    assert found.total == 15 + 60 + 200 + 2000 + 10_000 + 100_000
+
+
+def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:
+    return schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", ["message-driven", "1f1b", "gpipe"])
+def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: ScheduleName) -> None:
+    for g_inter, microbatches, slack in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
+        schedule = Schedule(name, slack, "alternate")
+        run = simulate(
+            partial(_policy, schedule, g_inter, microbatches),
+            # Slow backwards fill every stage.
+            Durations.uniform(g_inter, microbatches, 1, 50),
+        )
+        for stage, done in enumerate(run.stages):
+            bound = most_in_flight(
+                schedule, stage=stage, g_inter=g_inter, microbatches=microbatches
+            )
+            assert done.most_in_flight <= bound
+            if stage == 0 and g_inter > 1:
+                assert done.most_in_flight == bound

@@ -1,0 +1,222 @@
+"""What a machine can do, in a dozen constants that each say where they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import yaml
+
+from axsparse.errors import ConfigError, MissingInputError
+
+Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+_FOLDER = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a constant comes from."""
+
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices. Bytes, seconds, flops; a rank is a device."""
+
+    name: str
+    memory_bytes: float
+    """Memory of a device."""
+    peak_fp32: float | None = None
+    """Flop/s of a device, as its maker states them; None: it has no unit for this precision."""
+    peak_bf16: float | None = None
+    peak_fp16: float | None = None
+    efficiency: float
+    """e: the part of the peak that forwards and backwards reach."""
+    memory_bandwidth: float
+    """Of a device's memory, in bytes/s."""
+    gpus_per_node: int
+    """Devices, and so ranks, of a node."""
+    intra_node_bandwidth: float
+    """B_p within a node: bytes/s of a message between neighbouring stages, for which sender and
+    receiver are both busy; software and staging included."""
+    intra_node_latency: float
+    """From the end of the sending to the arrival, for which nobody is busy."""
+    inter_node_bandwidth: float
+    """B_p between nodes."""
+    inter_node_latency: float
+    nic_bandwidth: float
+    """Bytes/s that leave a node, by its network cards; rings of a node share them."""
+    nic_efficiency: float
+    """η: the part of that which an all-reduce reaches."""
+    ring_bandwidth: float
+    """Bytes/s of an all-reduce's ring inside a node, for each device."""
+    ring_latency: float
+    """α: seconds of each of the 2 (D − 1) hops of a ring of D."""
+    compression_rate: float
+    """κ: dense gradient entries a second that a backward compresses."""
+    overhead_bytes: float
+    """c: what framework and libraries hold of a device's memory."""
+    jitter: float
+    """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
+    origins: Mapping[str, Origin]
+    """By field; every constant has one."""
+
+    def peak(self, precision: Precision) -> float:
+        """Flop/s of a device; ConfigError if it has no unit for this precision."""
+        found: float | None = getattr(self, f"peak_{precision}")
+        if found is None:
+            has = [name for name in get_args(Precision) if getattr(self, f"peak_{name}")]
+            raise ConfigError(
+                f"cluster {self.name}: its devices have no peak_{precision}; choose a precision of "
+                f"{', '.join(has)}, or add the constant to its file"
+            )
+        return found
+
+    def node_of(self, rank: int) -> int:
+        """Which node a rank stands on: ranks fill one node after the other."""
+        return rank // self.gpus_per_node
+
+
+CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
+_OPTIONAL = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
+_FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
+_MAY_BE_ZERO = frozenset(
+    {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
+)
+
+
+def bundled_clusters() -> list[str]:
+    """Names of the bundled clusters, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load_cluster(source: str) -> Cluster:
+    """Read a file, or a bundled cluster by its name; a name with a "/" or of a file is a path.
+
+    MissingInputError if there is none, ConfigError for a file that says too little, too
+    much, or something that no machine has.
+    """
+    path = Path(source)
+    if "/" not in source and not path.is_file():
+        name = source.removesuffix(".yaml")
+        if name not in bundled_clusters():
+            raise MissingInputError(
+                f"cluster {source!r}: no such file and no bundled cluster of that name; choose one "
+                f"of {', '.join(bundled_clusters())}, or name a file"
+            )
+        path = _FOLDER / f"{name}.yaml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingInputError(
+            f"cluster {source!r}: the file says nothing ({error}); name a readable one"
+        ) from None
+    return parse_cluster(text, path.name)
+
+
+def parse_cluster(text: str, file: str) -> Cluster:
+    """A cluster from the text of a file; its name is the file's stem."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"cluster file {file}: no valid YAML, {problem}; correct it") from None
+    values: dict[str, float] = {}
+    origins: dict[str, Origin] = {}
+    for key, here, node in _entries(root, file):
+        if key not in CONSTANTS:
+            raise _unknown(key, here, CONSTANTS)
+        parts = {part: (where, leaf) for part, where, leaf in _entries(node, here)}
+        for part, (where, _) in parts.items():
+            if part not in ("value", "kind", "source"):
+                raise _unknown(part, where, ("value", "kind", "source"))
+        missing = [part for part in ("value", "kind", "source") if part not in parts]
+        if missing:
+            raise ConfigError(
+                f"{here}: {key} has no {missing[0]}; write {key}: {{value: …, kind: "
+                f"{'|'.join(KINDS)}, source: …}}"
+            )
+        values[key] = _number(key, *parts["value"])
+        origins[key] = _origin(key, parts["kind"], parts["source"])
+    lacking = [name for name in CONSTANTS if name not in values and name not in _OPTIONAL]
+    if not lacking and not _OPTIONAL & values.keys():
+        lacking = sorted(_OPTIONAL)
+    if lacking:
+        raise ConfigError(
+            f"cluster file {file}: {lacking[0]} is missing; give every constant of "
+            f"{', '.join(CONSTANTS)} (of the peaks those that there are)"
+        )
+    gpus = values.pop("gpus_per_node")
+    return Cluster(name=Path(file).stem, gpus_per_node=int(gpus), origins=origins, **values)
+
+
+def to_yaml(cluster: Cluster) -> str:
+    """The text of a cluster's file; `parse_cluster` reads it back to an equal cluster."""
+    lines = []
+    for name, origin in cluster.origins.items():
+        value = getattr(cluster, name)
+        source = yaml.safe_dump(origin.source, width=math.inf, default_style='"').strip()
+        lines.append(f"{name}: {{value: {value!r}, kind: {origin.kind}, source: {source}}}")
+    return "\n".join(lines) + "\n"
+
+
+def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Key, where it stands, and value of a mapping whose keys differ."""
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{here}: a cluster file has mappings here; write `name: {{…}}`")
+    seen: set[str] = set()
+    file = here.partition(":")[0]
+    for key, value in node.value:
+        where = f"{file}:{key.start_mark.line + 1}"
+        name = str(key.value)
+        if name in seen:
+            raise ConfigError(f"{where}: {name} is given twice in this cluster; keep one of them")
+        seen.add(name)
+        yield name, where, value
+
+
+def _unknown(name: str, where: str, known: tuple[str, ...]) -> ConfigError:
+    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return ConfigError(f"{where}: a cluster has no {name}; did you mean {near}?")
+
+
+def _number(name: str, where: str, node: yaml.Node) -> float:
+    """A finite number that a machine can have; YAML's own numbers would refuse "1e9"."""
+    text = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    wanted, right = "a positive number", value > 0
+    if name in _MAY_BE_ZERO:
+        wanted, right = "a number of at least 0", value >= 0
+    elif name in _FRACTIONS:
+        wanted, right = "a number above 0 and at most 1", 0 < value <= 1
+    elif name == "gpus_per_node":
+        wanted, right = "a whole number of at least 1", value > 0 and value % 1 == 0
+    if not (right and math.isfinite(value)):
+        raise ConfigError(f"{where}: {name} is {text!r}; a cluster needs {wanted} here")
+    return value
+
+
+def _origin(name: str, kind: tuple[str, yaml.Node], source: tuple[str, yaml.Node]) -> Origin:
+    where, node = kind
+    for known in KINDS:
+        if node.value == known:
+            break
+    else:
+        raise ConfigError(
+            f"{where}: {name} is of kind {node.value!r}; a constant is {', '.join(KINDS)}"
+        )
+    where, node = source
+    if not isinstance(node, yaml.ScalarNode) or not node.value.strip():
+        raise ConfigError(f"{where}: {name} has an empty source; say where the number comes from")
+    return Origin(known, node.value)

@@ -1,0 +1,146 @@
+"""A model that has been looked at, as a workload: its layers, split as a run would split them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from axsparse.models.survey import LayerInfo, Survey
+from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.planner.cluster import Precision
+from axsparse.planner.memory import held_activations, is_recomputed
+from axsparse.planner.workload import Fits, StageLoad, value_bytes
+from axsparse.samo.footprint import stage_bytes
+from axsparse.samo.memory import IndexKind
+
+DTYPES: Mapping[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+LOSS_BYTES = 8
+"""Of each number that the last layer gives: the loss works on an fp32 copy of it, or of its
+gradient, beside one more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyedModel:
+    """Any model whose survey has costs, trained by axsparse itself."""
+
+    name: str
+    survey: Survey
+    kept: Mapping[str, int]
+    """Kept entries of the pruned tensors, by the name of a weight's first use; empty is dense."""
+    precision: Precision
+    gradient: Precision
+    """Of gradient accumulation."""
+    moments: int
+    """Of the optimizer."""
+    index: IndexKind
+    split_master: bool = False
+    shard_optimizer: bool = False
+    checkpoint_activations: int = 0
+    """Every so-manieth layer of a stage is recomputed; 0: none."""
+    split: Sequence[int] | None = None
+    """Layers of each stage; None balances their work."""
+    _loads: dict[tuple[range, int], StageLoad] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def is_pruned(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def most_stages(self) -> int:
+        return len(self.survey.layers)
+
+    @property
+    def sample_flops(self) -> float:
+        """Three times the forward's, and a fourth where activations are recomputed."""
+        every = self.checkpoint_activations
+        again = sum(
+            layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
+        )
+        return 3 * self.survey.flops + again
+
+    def stages(self, g_inter: int, g_data: int, fits: Fits | None = None) -> list[StageLoad] | None:
+        replicas = g_data if self.shard_optimizer else 1
+
+        def held(stage: int, layers: range) -> bool:
+            return fits is None or fits(stage, self._load(layers, replicas))
+
+        if self.split is not None:
+            found: list[range] | None = split_by_hand(self.split)
+            assert found is not None and len(found) == g_inter, "a split says how many stages"
+            if not all(held(stage, layers) for stage, layers in enumerate(found)):
+                found = None
+        else:
+            work = [layer.work for layer in self.survey.layers]
+            found = partition(work, g_inter, None if fits is None else held)
+        return None if found is None else [self._load(layers, replicas) for layers in found]
+
+    def _load(self, held: range, replicas: int) -> StageLoad:
+        """Made once: the search for a split asks for the same layers over and over."""
+        key = (held, replicas)
+        if key not in self._loads:
+            self._loads[key] = self._made(held, replicas)
+        return self._loads[key]
+
+    def _made(self, held: range, replicas: int) -> StageLoad:
+        layers = [self.survey.layers[number] for number in held]
+        again = [
+            layer
+            for number, layer in enumerate(layers)
+            if is_recomputed(number, self.checkpoint_activations)
+        ]
+        width = value_bytes(self.precision)
+        activations = held_activations(layers, self.checkpoint_activations)
+        last = layers[-1].activations
+        outputs = 0 if last is None else last.outputs
+        is_last = held.stop == len(self.survey.layers)
+        return StageLoad(
+            layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
+            flops=sum(layer.flops for layer in layers),
+            moved=_moved(layers),
+            again_flops=sum(layer.flops for layer in again),
+            again_moved=_moved(again),
+            trained=sum(map(_trained, layers)),
+            kept=sum(self._kept(layer) for layer in layers),
+            state=stage_bytes(
+                layers,
+                self.survey.ties,
+                self.kept,
+                dtype=DTYPES[self.precision],
+                gradient_dtype=DTYPES[self.gradient],
+                moments=self.moments,
+                index=self.index,
+                split_master=self.split_master,
+                replicas=replicas,
+            ),
+            temporary=width * max(map(_trained, layers)),
+            held=activations.held,
+            working=activations.working,
+            logits=outputs / width * LOSS_BYTES if is_last else 0.0,
+            outputs=outputs,
+        )
+
+    def _kept(self, layer: LayerInfo) -> int:
+        ties = self.survey.ties
+        return sum(
+            self.kept.get(ties.get(parameter.name, parameter.name), parameter.numel)
+            for parameter in layer.parameters
+            if parameter.trained
+        )
+
+
+def _trained(layer: LayerInfo) -> int:
+    return sum(parameter.numel for parameter in layer.parameters if parameter.trained)
+
+
+def _moved(layers: Sequence[LayerInfo]) -> float:
+    """Bytes that a sample's forward writes, as the survey's `work` counts them."""
+    found = [layer.activations for layer in layers if layer.activations is not None]
+    return float(sum(each.saved + each.outputs for each in found))

@@ -1,0 +1,240 @@
+"""Replays the paper's study on Summit: Table II, the speedups, Figure 8, from five constants.
+
+    python benchmarks/summit_replay.py [--json] [--save benchmarks/results/summit_replay.json]
+    python benchmarks/summit_replay.py --fit     derive the constants anew (a minute of one core)
+    python benchmarks/summit_replay.py --plot benchmarks/results/summit_replay.png
+
+The constants are those of `axsparse/planner/clusters/summit.yaml`; `summit_study.py` says what
+they were fitted to.
+`--fit` also fits without Table II's column of 512 GPUs, which is then a prediction, and
+fits the closed form of the same costs, M (τ + 4x) + (P − 1) (τ + 4x) + all-reduce, which
+the simulation has to beat. The naive extrapolation is A / G + C through the two columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from summit_study import (
+    BREAKDOWN,
+    BREAKDOWNS,
+    CELLS,
+    DEEPSPEED,
+    FITTED,
+    GPUS,
+    METHODS,
+    PUBLISHED,
+    SAVINGS,
+    TARGETS,
+    closed_form,
+    fit,
+    means,
+    misfits,
+    predict,
+    simulated,
+    stages,
+    step,
+    workload,
+)
+
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.step import STEP_PHASES
+from axsparse.planner.tensor_parallel import deepspeed_3d
+
+
+def fits(cluster: Cluster) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster with constants fitted anew; and what was found on the way."""
+    held_out = [f for f in PUBLISHED if not (f.group == CELLS and f.gpus == 512)]
+    rows: dict[str, Any] = {}
+    fitted = cluster
+    for name, timing in (("simulated", simulated), ("closed form", closed_form)):
+        for which, figures in (("all figures", PUBLISHED), ("without 512 cells", held_out)):
+            found = fit(timing, cluster, figures)
+            misfit = misfits(predict(timing, found, PUBLISHED))
+            rows[f"{name}, {which}"] = {
+                "constants": {field: getattr(found, field) for field in FITTED},
+                "mean_misfit": means(misfit),
+                "cells_of_512": [misfit[f.key] for f in PUBLISHED if f not in held_out],
+            }
+            if timing is simulated and figures is PUBLISHED:
+                fitted = found
+            print(f"{name}, {which}: {json.dumps(rows[f'{name}, {which}'])}", flush=True)
+    return fitted, rows
+
+
+# -- baselines ------------------------------------------------------------------------------
+
+
+def naive(method: str, gpus: int) -> float:
+    """Percent of peak if a step takes A / G + C, through the cells of 256 and 512 GPUs."""
+    cells = {f.gpus: f.value for f in PUBLISHED if f.group == CELLS and f.what == method}
+    # In units in which a step at peak takes 1 / G.
+    low, high = 100 / (cells[256] * 256), 100 / (cells[512] * 512)
+    constant = 2 * high - low
+    return 100 / (gpus * (512 * (high - constant) / gpus + constant))
+
+
+def scaled(method: str) -> float:
+    """What A / G alone makes of the cell of 512 GPUs, in percent of it: it has one point."""
+    cells = {f.gpus: f.value for f in PUBLISHED if f.group == CELLS and f.what == method}
+    return 100 * (cells[256] / cells[512] - 1)
+
+
+# -- report ---------------------------------------------------------------------------------
+
+
+def results(cluster: Cluster) -> dict[str, Any]:
+    """Every prediction, as the last line of --json has it and more."""
+    known = cache(partial(step, simulated, cluster))
+    speedups: dict[str, dict[str, float]] = {}
+    for model, counts in GPUS.items():
+        seconds = [[known(model, f, gpus).seconds for f in METHODS.values()] for gpus in counts]
+        speedups[model] = {
+            str(gpus): round(100 * (1 - sparse / dense), 2)
+            for gpus, (dense, sparse) in zip(counts, seconds, strict=True)
+        }
+    predicted = predict(simulated, cluster, PUBLISHED)
+    misfit = misfits(predicted)
+    breakdown: dict[str, dict[str, Any]] = {}
+    for gpus in SAVINGS:
+        dense = known(BREAKDOWN, 1.0, gpus).seconds
+        breakdown[str(gpus)] = {
+            "saved": {
+                f.what: round(predicted[f.key], 2)
+                for f in PUBLISHED
+                if f.group == BREAKDOWNS and f.gpus == gpus
+            },
+            **{
+                method: {
+                    phase: round(100 * known(BREAKDOWN, density, gpus).phases[phase] / dense, 2)
+                    for phase in STEP_PHASES
+                }
+                for method, density in METHODS.items()
+            },
+        }
+    rows = {
+        gpus: deepspeed_3d(workload("gpt3_13b", 1.0), cluster, gpus, 2048) for gpus in DEEPSPEED
+    }
+    return {
+        "percent_of_peak": {
+            method: {
+                str(gpus): round(known("gpt3_13b", density, gpus).percent, 2)
+                for gpus in GPUS["gpt3_13b"]
+            }
+            for method, density in METHODS.items()
+        },
+        "speedup_percent": speedups,
+        "figure8": breakdown,
+        "constants": {
+            name: {"value": getattr(cluster, name), "kind": origin.kind}
+            for name, origin in cluster.origins.items()
+        },
+        "g_inter": {
+            model: {method: stages(model, density) for method, density in METHODS.items()}
+            for model in GPUS
+        },
+        "misfit": {key: round(value, 2) for key, value in misfit.items()},
+        "mean_misfit": {group: round(value, 2) for group, value in means(misfit).items()},
+        "naive_percent_of_peak": {
+            method: {str(gpus): round(naive(method, gpus), 2) for gpus in GPUS["gpt3_13b"]}
+            for method in METHODS
+        },
+        "one_point_misfit_of_512": {method: round(scaled(method), 2) for method in METHODS},
+        "deepspeed_3d": {
+            str(gpus): {
+                "percent_of_peak": round(row.percent_of_peak, 2),
+                "published": DEEPSPEED[gpus],
+                "tensor_parallel": gpus // row.grid.size,
+                "grid": str(row.grid),
+            }
+            for gpus, row in rows.items()
+        },
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The report, for people."""
+    print("constants of summit.yaml:")
+    for name, entry in found["constants"].items():
+        print(f"  {name:22} {entry['value']:<12.5g} {entry['kind']}")
+    print("misfit (percent of a cell; points of speedups and savings):")
+    for key, value in found["misfit"].items():
+        print(f"  {key:52} {value:+.2f}")
+    for group, value in found["mean_misfit"].items():
+        print(f"  mean, {group}: {value:.2f} (target {TARGETS[group]})")
+    print("GPT-3 13B, percent of peak on", *GPUS["gpt3_13b"])
+    for method in METHODS:
+        for name in ("percent_of_peak", "naive_percent_of_peak"):
+            print(f"  {method:12} {name:22}", *found[name][method].values())
+    print("512 GPUs from 256 alone by A / G:", found["one_point_misfit_of_512"])
+    print("DeepSpeed-3D-like, of its fastest layout:", found["deepspeed_3d"])
+    print("speedups:", json.dumps(found["speedup_percent"]))
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Percent of peak over GPUs, and Figure 8."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (scaling, bars) = plt.subplots(1, 2, figsize=(11, 4))
+    for color, method in enumerate(METHODS):
+        points = found["percent_of_peak"][method]
+        counts = [int(gpus) for gpus in points]
+        scaling.plot(counts, list(points.values()), f"C{color}.-", label=f"{method}, simulated")
+        naively = list(found["naive_percent_of_peak"][method].values())
+        scaling.plot(counts, naively, f"C{color}:", label=f"{method}, A / G + C")
+        known = [f for f in PUBLISHED if f.group == CELLS and f.what == method]
+        scaling.plot(
+            [f.gpus for f in known], [f.value for f in known], f"C{color}o", mfc="none", ms=9
+        )
+    scaling.set_xscale("log", base=2)
+    scaling.set(xlabel="GPUs", ylabel="percent of peak", title="GPT-3 13B (circles: published)")
+    scaling.legend(fontsize=8)
+    names = [(gpus, method) for gpus in found["figure8"] for method in METHODS]
+    below = [0.0] * len(names)
+    for color, phase in enumerate(STEP_PHASES):
+        heights = [found["figure8"][gpus][method][phase] for gpus, method in names]
+        bars.bar(range(len(names)), heights, bottom=below, color=f"C{color}", label=phase)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    bars.set_xticks(
+        range(len(names)), [f"{gpus}\n{m.removeprefix('AxoNN+')}" for gpus, m in names], fontsize=8
+    )
+    bars.set(ylabel="percent of AxoNN's step", title="GPT-3 2.7B, phases (Figure 8)")
+    bars.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Replay, and fit if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--fit", action="store_true", help="derive the constants anew")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    cluster = load_cluster("summit")
+    extra = {}
+    if arguments.fit:
+        cluster, extra["fits"] = fits(cluster)
+    found = results(cluster)
+    show(found)
+    if arguments.save:
+        before = json.loads(arguments.save.read_text()) if arguments.save.exists() else {}
+        kept = {"fits": before["fits"]} if "fits" in before else {}
+        arguments.save.write_text(json.dumps({**found, **kept, **extra}, indent=1) + "\n")
+    if arguments.plot:
+        plot(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A cluster of round numbers, the study's GPTs, and costs by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from axsparse.config.load import load_config
+from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cost import StageSeconds, StepCosts
+from axsparse.planner.gpt_formula import GptFormula
+
+SUMMIT = load_cluster("summit")
+
+
+def cluster(**constants: Any) -> Cluster:
+    """Summit but for some constants."""
+    return replace(SUMMIT, **constants)
+
+
+def formula(config: str, density: float = 1.0) -> GptFormula:
+    """A bundled GPT as formulas."""
+    model = load_config(config).config.model
+    return GptFormula(
+        name=config,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        sequence=model.sequence_length,
+        vocabulary=model.vocab_size,
+        density=density,
+    )
+
+
+def uniform(
+    g_inter: int,
+    forward: float,
+    backward: float,
+    *,
+    message: float = 0.0,
+    all_reduce: float = 0.0,
+    optimizer: float = 0.0,
+    compress: float = 0.0,
+) -> StepCosts:
+    """Equal stages."""
+    return StepCosts(
+        stages=[StageSeconds(forward, backward, compress)] * g_inter,
+        messages=[message] * (g_inter - 1),
+        all_reduce=[all_reduce] * g_inter,
+        optimizer=[optimizer] * g_inter,
+    )
+
+
+def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
+    return Schedule(name, slack, "alternate")
