@@ -1,5 +1,6 @@
 # make train   set up and train the quickstart model on 4 ranks
 # make test    set up and run the tests
+# make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
@@ -18,13 +19,16 @@ export PYTHONPATH :=
 # One thread a rank: ranks are the parallelism, and the bits depend on it.
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test check format clean
+.PHONY: train test test-slurm check format clean
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slurm: $(VENV)/test.stamp
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .

@@ -21,8 +21,16 @@ from axsparse.waiting import SleepingBackoff
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """Set in every process that an MPI launcher starts."""
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
+"""Ranks that the launcher of this process started: Open MPI's mpirun; MPICH's, and srun with a
+PMI; jsrun."""
+SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
+"""Processes that srun started. With one of `SIZE_VARIABLES` beside it, these may be the daemons
+of an mpirun, one a node; SLURM_NTASKS then says so, too."""
+JOB_SIZE = "AXSPARSE_RANKS"
+"""Ranks that a job script asked for (`axsparse submit`)."""
 
 
 class _Closable(Protocol):
@@ -65,7 +73,7 @@ class MpiTransport:
         """Collective over `comm`."""
         from axsparse.data_parallel.collective_mpi import MpiCollective
 
-        self.name = f"mpi ({_library_name()})"
+        self.name = f"mpi ({mpi_library()})"
         self.rank = comm.rank
         self.size = comm.size
         self.backoff: Backoff = SleepingBackoff()
@@ -116,13 +124,37 @@ def started_by_launcher() -> bool:
 
 def speaks() -> bool:
     """Whether this process is the one that speaks before MPI has started."""
-    return all(os.environ.get(name, "0") == "0" for name in LAUNCHER_VARIABLES)
+    ranks = [os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ]
+    if not ranks and SRUN_SIZE in os.environ:
+        ranks = [os.environ.get("SLURM_PROCID", "0")]
+    return all(rank == "0" for rank in ranks)
+
+
+def check_size(size: int) -> None:
+    """ConfigError if the launcher started another number of ranks than MPI has found.
+
+    A launcher and an MPI library that do not know each other say nothing: each process
+    finds itself alone and would train by itself, all of them into the same place.
+    """
+    names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
+    for name in names:
+        if (said := os.environ.get(name, str(size))) != str(size):
+            raise ConfigError(
+                f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
+                "each other; start with the mpirun of the library that mpi4py loads, or with "
+                "another srun --mpi (srun --mpi=list names them)"
+            )
+    if (asked := os.environ.get(JOB_SIZE, str(size))) != str(size):
+        raise ConfigError(
+            f"MPI: size {size}, but the job asked for {asked} ranks ({JOB_SIZE}); start as many"
+        )
 
 
 def connect() -> Transport:
     """The transport of this process: MPI where there is an MPI library, else one rank by itself.
 
-    Under a launcher MPI has to work: without it, every process would train alone.
+    Under a launcher MPI has to work: without it, every process would train alone. ConfigError
+    if it does not, or has another size.
     """
     try:
         from mpi4py import MPI
@@ -132,12 +164,28 @@ def connect() -> Transport:
                 f"MPI: a launcher started this process, but mpi4py cannot load an MPI library "
                 f"({reason}); load the site's MPI module, or install axsparse[mpich]"
             ) from reason
+        check_size(1)
         return LocalTransport(LocalWorld(1), 0)
+    check_size(MPI.COMM_WORLD.size)
     return MpiTransport(MPI.COMM_WORLD)
 
 
-def _library_name() -> str:
+def mpi_library() -> str:
+    """Vendor and version of the MPI library."""
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(str(part) for part in version)}"
+
+
+def thread_level() -> str:
+    """How many threads may call MPI: single, funneled, serialized or multiple."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]

@@ -1,0 +1,1 @@
+"""Jobs for the schedulers of clusters: what is asked for, and the script that asks."""

@@ -1,0 +1,28 @@
+#!/bin/bash
+# A SLURM job that saves before its time ends, and goes on from there when it starts again.
+# `axsparse submit --slurm` makes it of launch/slurm.sh.
+@directives@
+
+cd -- @folder@ || exit 66
+@setup@
+export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
+python=@python@
+
+@copy_environment@
+# SLURM sends USR1 to this script alone. The ranks finish their step, save, and leave with 75.
+pid='' again=''
+trap 'again=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
+@before@
+@launch@ "$python" @train@ &
+pid=$!
+while :; do
+  again=''
+  wait "$pid"
+  code=$?
+  [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
+done
+@after@
+
+@remove_environment@
+@ending@
+exit "$code"

@@ -1,0 +1,190 @@
+"""Jobs of `axsparse submit --slurm` under a real SLURM: `make test-slurm`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm.loopback import exit_codes, wait_for_end
+from support import standin_trainer
+from support.mpirun import run_mpirun
+
+from axsparse import submit
+
+AXSPARSE = submit.TRAIN
+STANDIN = (str(Path(standin_trainer.__file__).resolve()),)
+"""What most jobs run: it can be told to fail, and starts at once."""
+RANKS = 2
+TINY = """\
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, sequence_length: 32}
+batch: {global_batch_size: 8, microbatch_size: 2}
+train: {steps: 100, eval_every: 0, eval_steps: 0, peak_flops: 1.0e+9, log_every: 100}
+checkpoint: {every: 500}
+"""
+RUN_SECONDS = 40
+"""Of training, in all: more than a start of a minute, warned 45 s before its end, has."""
+LAUNCHERS = {"mpirun": (), "srun": ("--launcher", "srun", "--mpi", "pmi2")}
+END_SECONDS = 900
+"""On a busy machine starting takes most of a start of a minute."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "my é"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(submit, "TRAIN", STANDIN)
+    return folder
+
+
+def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) -> str:
+    """Submit a job and wait for its end; its number."""
+    words = ["--slurm", "--ranks", str(RANKS), "--config", "quickstart.yaml", "--run-dir", "r"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as left:
+            submit.main([*words, *arguments])
+    said = capfd.readouterr()
+    assert not left.value.code, said.err
+    job = said.out.split()[3]
+    wait_for_end(job, END_SECONDS)
+    return job
+
+
+def begins(rank: int) -> list[int]:
+    """After which step each start of a rank began."""
+    return [line["begin"] for line in history(rank) if isinstance(line, dict)]
+
+
+def history(rank: int) -> list[Any]:
+    return [json.loads(line) for line in Path(f"r/rank-{rank}.jsonl").read_text().splitlines()]
+
+
+def steps(rank: int) -> list[int]:
+    return [line for line in history(rank) if isinstance(line, int)]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in metrics(run_dir)]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of steps."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    """Losses of a run outside SLURM, of as many steps as this machine makes in RUN_SECONDS."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "tiny.yaml").write_text(TINY)
+
+    def train(*arguments: str) -> Path:
+        run_dir = folder / f"r{len(arguments)}"
+        command = ["-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", str(run_dir)]
+        done = run_mpirun(RANKS, [*command, *arguments], cwd=folder, timeout=END_SECONDS)
+        assert done.returncode == 0, str(done)
+        return run_dir
+
+    times = [record["step_seconds"] for record in metrics(train())]
+    return losses(train("--steps", str(round(RUN_SECONDS / statistics.median(times)))))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_training_saves_before_its_limit_and_goes_on_as_if_nothing_had_happened(
+    launcher: str,
+    here: Path,
+    uninterrupted: list[tuple[int, float]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submit, "TRAIN", AXSPARSE)
+    (here / "tiny.yaml").write_text(TINY)
+    limit = ("--time", "0:01:00", "--margin", "0:00:45")
+    what = ("--config", "tiny.yaml", "--steps", str(len(uninterrupted)))
+
+    job = run(*limit, *LAUNCHERS[launcher], *what, capfd=capfd)
+
+    log = Path(f"r/job-{job}.log").read_text()
+    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log
+    assert "goes on from r/checkpoints/step-" in log
+    assert losses(Path("r")) == uninterrupted
+
+
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", "9:0"), ("srun", "137:0")])
+def test_a_killed_rank_ends_the_job_and_the_next_goes_on(
+    launcher: str, code: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--time", "0:05:00", "--margin", "0:01:00", *LAUNCHERS[launcher])
+
+    first = run(*options, capfd=capfd, STANDIN_KILL_AT="5")
+    second = run(*options, capfd=capfd, STANDIN_KILL_AT="5")
+
+    assert exit_codes(first) == {first: f"FAILED {code}"}
+    assert exit_codes(second) == {second: "COMPLETED 0:0"}
+    assert begins(RANKS - 1) == [0, 4]
+    assert steps(RANKS - 1) == [1, 2, 3, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
+    launcher: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = run(
+        *("--time", "0:05:00", "--margin", "0:01:00", "--chain", "5", *LAUNCHERS[launcher]),
+        capfd=capfd,
+        STANDIN_KILL_AT="5",
+    )
+
+    parts = exit_codes(job)
+    assert parts["1"].startswith("FAILED ") and parts["2"] == "COMPLETED 0:0"
+    assert {value.split()[0] for part, value in parts.items() if part not in "12"} == {"CANCELLED"}
+    assert begins(RANKS - 1) == [0, 4]
+    assert sorted(path.name for path in Path("r").glob("*.log")) == [
+        f"job-{job}_1.log",
+        f"job-{job}_2.log",
+    ]
+
+
+def test_ranks_run_from_a_copy_of_the_environment(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = tmp_path / "my env"
+    command = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    disk = tmp_path / "node's disk"
+    disk.mkdir()
+    options = ("--time", "0:05:00", "--margin", "0:01:00", "--copy-environment", str(disk))
+
+    job = run(*options, *LAUNCHERS["srun"], capfd=capfd)
+
+    assert exit_codes(job) == {job: "COMPLETED 0:0"}
+    copy = disk / f"axsparse-{job}" / "bin" / "python"
+    assert [history(rank)[0]["executable"] for rank in range(RANKS)] == [str(copy)] * RANKS
+    assert list(disk.iterdir()) == []
+
+
+def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "TRAIN", AXSPARSE)
+    options = ("--launcher", "srun", "--mpi", "none", "--set", "run_dir=r")
+
+    job = run("--time", "0:05:00", "--margin", "0:01:00", *options, capfd=capfd)
+
+    [line] = [
+        line
+        for line in Path(f"r/job-{job}.log").read_text().splitlines()
+        if line.startswith("axsparse: error: ")
+    ]
+    assert line.startswith("axsparse: error: MPI: size 1, but SLURM_STEP_NUM_TASKS is 2: ")
+    assert exit_codes(job) == {job: "FAILED 78:0"}

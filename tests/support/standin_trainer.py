@@ -1,0 +1,109 @@
+"""Stands in for training: counts steps, saves, and honours USR1 and --resume auto as it does.
+
+    python standin_trainer.py --run-dir=DIR --resume=auto …
+
+Every rank works by itself, and leaves in DIR: `rank-R.jsonl`, an object a start (its first
+step, arguments, environment) and then the steps it made; `saved-R`, the last step saved.
+
+STANDIN_STEPS         steps of the whole run
+STANDIN_STEP_SECONDS  a step's length
+STANDIN_WARN_AT       the step in which rank 0 has the scheduler warn the job, and all wait for it
+STANDIN_WARN_PID      whom the scheduler signals; a process group if negative
+STANDIN_KILL_AT       the step in which the last rank is killed, once
+STANDIN_READY         a pipe that gets a byte of each rank before its first step
+STANDIN_EXIT          "STEP:CODE": all ranks leave so in that step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+EVERY = 2
+"""Steps between two saves."""
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
+
+
+def main() -> int:
+    # Blocked, a signal is kept until it is looked for: it can come at no wrong moment.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append", dest="overrides", default=[])
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--resume")
+    arguments = parser.parse_args()
+    overrides = dict(pair.split("=", 1) for pair in arguments.overrides)
+    run_dir = arguments.run_dir or Path(overrides["run_dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    saved = run_dir / f"saved-{rank}"
+    begin = int(saved.read_text()) if arguments.resume == "auto" and saved.exists() else 0
+    with (run_dir / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as log:
+
+        def tell(line: object) -> None:
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+
+        tell(
+            {
+                "begin": begin,
+                "arguments": sys.argv[1:],
+                "folder": str(Path.cwd()),
+                "executable": sys.executable,
+                "ranks": os.environ.get("AXSPARSE_RANKS"),
+            }
+        )
+        if "STANDIN_READY" in os.environ:
+            Path(os.environ["STANDIN_READY"]).write_text("x")
+        for step in range(begin + 1, _number("STANDIN_STEPS", 6) + 1):
+            time.sleep(float(os.environ.get("STANDIN_STEP_SECONDS", "0")))
+            tell(step)
+            if step == _number("STANDIN_WARN_AT"):
+                if rank == 0:
+                    _wait_for_all(run_dir)
+                    os.kill(_number("STANDIN_WARN_PID"), signal.SIGUSR1)
+                signal.sigwait({signal.SIGUSR1})
+                _save(saved, step)
+                return 75
+            # Before the step in which all wait for it, the warning would end ranks anywhere.
+            if step > _number("STANDIN_WARN_AT") and signal.SIGUSR1 in signal.sigpending():
+                _save(saved, step)
+                return 75
+            if step == _number("STANDIN_KILL_AT") and rank + 1 == int(os.environ["AXSPARSE_RANKS"]):
+                killed = run_dir / "killed"
+                if not killed.exists():
+                    killed.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            at, _, code = os.environ.get("STANDIN_EXIT", "").partition(":")
+            if str(step) == at:
+                return int(code)
+            if step % EVERY == 0:
+                _save(saved, step)
+    return 0
+
+
+def _save(path: Path, step: int) -> None:
+    """At once, since the rank may be killed."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(str(step))
+    partial.rename(path)
+
+
+def _wait_for_all(run_dir: Path) -> None:
+    """Until every rank blocks the signal, which would end it before."""
+    while len(list(run_dir.glob("rank-*.jsonl"))) < int(os.environ["AXSPARSE_RANKS"]):
+        time.sleep(0.005)
+
+
+def _number(name: str, otherwise: int = 0) -> int:
+    return int(os.environ.get(name, otherwise))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
