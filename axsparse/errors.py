@@ -5,7 +5,8 @@
     ├── DataError                 65  data that does not fit the run
     ├── MissingInputError         66  a named file or folder that is not there
     ├── OutputError               74  a place that cannot be written
-    └── TrainingError             70  a run that cannot go on (non-finite numbers, say)
+    ├── TrainingError             70  a run that cannot go on (non-finite numbers, say)
+    └── StoppedError              75  a run that was told to stop, and saved what it had
 
 Each message is one line: where the value stands, the value, the rule, the mend.
 Internal invariants are asserts, not members of this tree.
@@ -17,6 +18,7 @@ EXIT_DATA = 65
 EXIT_MISSING = 66
 EXIT_INTERNAL = 70
 EXIT_OUTPUT = 74
+EXIT_SAVED = 75
 EXIT_CONFIG = 78
 
 
@@ -56,3 +58,10 @@ class TrainingError(AxsparseError):
     """A run that cannot go on."""
 
     exit_code = EXIT_INTERNAL
+
+
+class StoppedError(AxsparseError):
+    """A run that ended early because it was told to, with all it had saved; all ranks raise it."""
+
+    exit_code = EXIT_SAVED
+    on_all_ranks = True

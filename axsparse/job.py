@@ -31,9 +31,11 @@ from axsparse.errors import (
     DataError,
     MissingInputError,
     OutputError,
+    StoppedError,
     TrainingError,
 )
-from axsparse.transport import connect
+from axsparse.stopping import StopRequest
+from axsparse.transport import connect, speaks
 
 T = TypeVar("T")
 EXIT_INTERRUPTED = 130
@@ -68,31 +70,35 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 class Job:
     """What the last words of a failing rank need to know; filled in as the run learns it."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, stop: StopRequest | None = None) -> None:
         self.transport = transport
+        self.stop = stop or StopRequest()
+        """Whether this rank was told to stop; listens once there is a place to save."""
         self.where = f"rank {transport.rank}"
         """Becomes "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
         """Where tracebacks of internal errors go, once there is a run directory."""
 
 
-def run(main: Callable[[Job], None]) -> NoReturn:
+def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoReturn:
     """Call `main` on this rank and end the process; never returns.
 
     Exit codes: 0; an error's own (see `axsparse.errors`); 70 for any other exception and
     for a rank that leaves by `sys.exit(0)`; the code of `sys.exit(code)`; 130 if interrupted.
     All ranks have to call the same things: if `main` returns on one rank while others
     still train, these wait for it. torch's generator starts `main` with the same seed on every
-    rank, so that modules which are made there start alike.
+    rank, so that modules which are made there start alike. A `stop` may listen already.
     """
     _mend_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         transport = connect()
     except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        # Without MPI every process is a rank 0.
+        if speaks():
+            print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    job = Job(transport)
+    job = Job(transport, stop)
     threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
     torch.manual_seed(0)
     try:
@@ -102,7 +108,8 @@ def run(main: Callable[[Job], None]) -> NoReturn:
         if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
             _last_words(job, failure)
         if transport.rank == 0:
-            print(f"axsparse: error: {failure}", file=sys.stderr, flush=True)
+            what = "" if isinstance(failure, StoppedError) else "error: "
+            print(f"axsparse: {what}{failure}", file=sys.stderr, flush=True)
         _leave(failure.exit_code)
     _leave(0)
 

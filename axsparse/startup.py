@@ -95,6 +95,8 @@ class Data:
     validation: Batches | None
     unit: Unit
     """What a target is."""
+    fingerprint: str
+    """Of the training samples."""
 
 
 def open_data(
@@ -138,7 +140,7 @@ def open_data(
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, facts["validation_samples"])
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
-    return Data(facts["name"], training, validation, unit)
+    return Data(facts["name"], training, validation, unit, facts["fingerprint"])
 
 
 def _describe(datasets: Datasets) -> dict[str, Any]:
@@ -168,20 +170,6 @@ def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
                     "the same data"
                 )
     return first
-
-
-def prepare_run_dir(config: Config, loaded: Loaded, transport: Transport) -> Path:
-    """Make the run directory and save the configuration in it, on rank 0; known to all."""
-
-    def prepare() -> str:
-        if transport.rank != 0:
-            return ""
-        path = make_run_dir(loaded)
-        save_config(config.model_copy(update={"run_dir": str(path)}), path)
-        return str(path)
-
-    made = together(transport, prepare)
-    return Path(gather_texts(transport.world, transport.backoff, made)[0])
 
 
 def make_run_dir(loaded: Loaded) -> Path:
@@ -215,7 +203,7 @@ def _claim(path: Path, where: str) -> Path:
             ) from reason
         raise _TakenError(
             f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; "
-            "choose another --run-dir, or move that run away"
+            "choose another --run-dir, or go on with that run by --resume auto"
         ) from reason
     except OSError as reason:
         raise OutputError(

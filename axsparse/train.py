@@ -6,9 +6,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.errors import EXIT_CONFIG
+from axsparse.stopping import StopRequest
 from axsparse.transport import speaks
 
 if TYPE_CHECKING:
@@ -35,10 +37,14 @@ examples of --set (any key of the configuration, later ones win):
 what a run leaves behind, in --run-dir:
   config.yaml     every setting as it ran, with versions
   metrics.jsonl   one object a step, and one an evaluation
+  trace/          every moment of some steps, with train.trace=N (axsparse trace --help)
+  checkpoints/    what --resume goes on from (axsparse checkpoint --help)
+
+SIGUSR1 or SIGTERM ends the step under way, saves, and exits with 75; a second one ends at once.
 
 exit codes:
-  0 done   65 data does not fit   66 input missing   70 a rank failed
-  74 output cannot be written   78 configuration cannot be run
+  0 done   65 data or checkpoint does not fit   66 input missing   70 a rank failed
+  74 output cannot be written   75 saved, to be resumed   78 configuration cannot be run
 """
 
 
@@ -80,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--steps", metavar="N", help="short for --set train.steps=N")
     arguments.add_argument("--run-dir", metavar="DIR", help="short for --set run_dir=DIR")
+    arguments.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from the newest whole checkpoint of the run directory, or start where there "
+        "is none (auto); or from a run, or one of its checkpoints, on any layout of ranks",
+    )
     return arguments
 
 
@@ -88,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Ctrl-C while libraries load ends the process without a word; `run` takes it back.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
+    stop = StopRequest()
+    stop.listen()
     # Late, so that --help costs neither torch nor MPI.
     from axsparse.builder import build
     from axsparse.config.load import load_config
@@ -104,9 +118,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     def train(job: Job) -> None:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
         model = together(job.transport, lambda: named_model(loaded))
-        build(job, model, lambda: open_datasets(loaded), loaded).train()
+        datasets = partial(open_datasets, loaded)
+        build(job, model, datasets, loaded, resume=arguments.resume).train()
 
-    run(train)
+    run(train, stop)
 
 
 if __name__ == "__main__":

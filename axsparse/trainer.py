@@ -6,26 +6,33 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from axsparse.checkpoint.manifest import Progress
+from axsparse.checkpoint.save import Saver
 from axsparse.comm import Link, Op, Transport
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.prefetch import Prefetcher
-from axsparse.data_parallel.agreement import Agreement, Verdict, sum_by_owner
+from axsparse.data_parallel.agreement import Agreement, Notice, Verdict, sum_by_owner
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync
-from axsparse.errors import ConfigError, TrainingError
+from axsparse.errors import AxsparseError, ConfigError, StoppedError, TrainingError
 from axsparse.evaluation import Evaluation, evaluate
 from axsparse.grid import Place
+from axsparse.masking.change import Change, Masking, Now
+from axsparse.masking.live import Live
+from axsparse.masking.saving import save_live
 from axsparse.models.survey import Survey
+from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.phases import Phases
-from axsparse.observe.recorder import Recorder, StepFigures, peak_memory_bytes
+from axsparse.observe.recorder import Recorder, StepFigures
+from axsparse.observe.tracing import Tracing
 from axsparse.pipeline.engine import Engine
-from axsparse.masking.change import Change, Masking, Now
 from axsparse.samo.construct import BuiltLayer
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.learning_rate import learning_rate
@@ -36,6 +43,10 @@ from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.prune import masks_digest
 from axsparse.samo.shards import Replicas
 from axsparse.samo.update import update
+from axsparse.stopping import StopRequest
+
+TICKET_FILE = "ticket.safetensors"
+"""In the run directory: the masks that the run's method has found."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class Parts:
     """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer
     loss_scale: LossScale
+    live: Live | None
+    """What is pruned of this rank's layers; None where nothing ever is."""
     masking: Masking | None
     """Draws and changes masks between steps; None leaves them."""
     training: Batches
@@ -66,13 +79,27 @@ class Parts:
     """Names of the model's metrics, which the last stage counts."""
     phases: Phases
     recorder: Recorder
+    run_dir: Path | None
+    """Where the run writes; None if it does not."""
 
 
 class Trainer:
     """Trains one model on all ranks; every rank has one and calls the same methods."""
 
-    def __init__(self, config: Config, parts: Parts) -> None:
-        """`config` with every `auto` resolved."""
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        *,
+        saver: Saver | None = None,
+        stop: StopRequest | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`config` with every `auto` resolved.
+
+        Without `saver` nothing is saved; without `stop` no signal ends training. `progress`:
+        where the run stood whose state the parts have.
+        """
         self.config = config
         self.parts = parts
         self.steps_done = 0
@@ -80,10 +107,19 @@ class Trainer:
         self._updates = 0
         self._schedule_start = 0
         self._masks_changed: int | None = None
+        self._evaluated_at: int | None = None
+        self._masked_at: int | None = None
+        self._saver = saver
+        self._stop = stop
+        self._is_stopped = False
+        if progress is not None:
+            self._restore(progress)
         self._closed = False
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
+        self._read_ahead: Batch | None = None
         self._agreement = self._agree_on_masks()
+        self._tracing = self._make_tracing()
 
     # -- the way of a step --------------------------------------------------------------
 
@@ -100,6 +136,9 @@ class Trainer:
             self.parts.buffers.undo()
         self._rescale(verdict)
         self.steps_done += 1
+        self._is_stopped = verdict.notice.stop
+        if self._saver is not None:
+            self._saver.advance(any_writing=verdict.notice.writing)
         return verdict
 
     def _gradients(self, batch: Batch) -> Verdict:
@@ -119,7 +158,15 @@ class Trainer:
         with parts.phases("optimizer"):
             partials = norm_partials([layer.state for layer in parts.layers], self._counted)
         with parts.phases("collective"):
-            return self._agreement.reach(loss, partials, parts.loss_scale.scale)
+            return self._agreement.reach(
+                loss,
+                partials,
+                parts.loss_scale.scale,
+                Notice(
+                    stop=self._stop is not None and self._stop.is_set,
+                    writing=self._saver is not None and self._saver.is_writing,
+                ),
+            )
 
     def _update(self, verdict: Verdict) -> None:
         parts, settings = self.parts, self.config.optimizer
@@ -169,27 +216,51 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------
 
     def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
-        """All steps that are left, with evaluations and records; closes the trainer.
+        """All steps that are left, with evaluations, checkpoints and records; closes the trainer.
 
-        `on_step(steps done, verdict)` is called on every rank after each step.
+        `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
+        all ranks once a signal ends it before the last step and all is saved.
         """
-        settings = self.config.train
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
         try:
-            if settings.eval_first and self.steps_done == 0:
-                self._recorded_evaluation()
-            while self.steps_done < settings.steps:
-                self._change_masks()
+            while self._is_next():
                 self._recorded_step(on_step)
-                if settings.eval_every and self.steps_done % settings.eval_every == 0:
-                    self._recorded_evaluation()
-            if not settings.eval_every or settings.steps % settings.eval_every:
-                self._recorded_evaluation()
             self.parts.recorder.flush()
+            if self._saver is not None:
+                self._saver.finish()
             self._refuse_bad_end()
+        except AxsparseError as failure:
+            # All ranks are here, so that what they were saving can still become whole.
+            if failure.on_all_ranks and self._saver is not None:
+                self._saver.finish()
+            raise
         finally:
             self.close()
+
+    def _is_next(self) -> bool:
+        """All that stands between two steps; whether a step follows."""
+        is_over = self.steps_done >= self.config.train.steps
+        stops = self._is_stopped and not is_over
+        if not stops and self._evaluation_is_due():
+            self._recorded_evaluation()
+        if not is_over and self._masked_at != self.steps_done:
+            self._change_masks()
+        if self._saver is not None and (stops or self._saver.due(self.steps_done, is_last=is_over)):
+            self.parts.recorder.flush()
+            self._saver.start(self._progress())
+        if stops:
+            self._leave()
+        return not is_over
+
+    def _evaluation_is_due(self) -> bool:
+        settings, step = self.config.train, self.steps_done
+        if step == self._evaluated_at:
+            return False
+        if step == 0:
+            return settings.eval_first
+        every = settings.eval_every
+        return step >= settings.steps or (every > 0 and step % every == 0)
 
     def evaluate(self) -> Evaluation | None:
         """Loss and metrics over `eval_steps` global batches of validation data, on all ranks;
@@ -208,6 +279,18 @@ class Trainer:
             )
         return self.last_evaluation
 
+    def save_ticket(self, path: str | Path) -> None:
+        """Write which entries are kept now as a ticket file (`pruning.ticket`, `axsparse ticket
+        show`), the same file in every layout. All ranks call this together, between steps.
+
+        Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
+        """
+        live = self.parts.live
+        if live is None:
+            raise ConfigError("ticket: nothing of this model is pruned; set pruning.sparsity")
+        method = self.config.pruning.method
+        save_live(live, self.parts.survey, Path(path), method, self.steps_done)
+
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
         return StateBytes.sum(layer.state.live_bytes() for layer in self.parts.layers)
@@ -216,6 +299,10 @@ class Trainer:
         """End what reads ahead, take the hooks off the weights, which would keep a model alive,
         and close the record; safe to call twice."""
         self._closed = True
+        if self._saver is not None:
+            self._saver.close()
+        if self._stop is not None:
+            self._stop.release()
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -229,6 +316,8 @@ class Trainer:
 
     def _recorded_step(self, on_step: Callable[[int, Verdict], None] | None) -> None:
         parts = self.parts
+        if self._tracing is not None:
+            self._tracing.begin(self.steps_done + 1)
         parts.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
         scale = parts.loss_scale.scale
@@ -251,16 +340,23 @@ class Trainer:
             "p2p_bytes_sent": p2p_bytes,
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        parts.recorder.step(figures, parts.phases.end_step(), most)
+        seconds = parts.phases.end_step()
+        if self._tracing is not None:
+            self._tracing.end(self.steps_done)
+        parts.recorder.step(figures, seconds, most)
         if on_step is not None:
             on_step(self.steps_done, verdict)
 
     def _recorded_evaluation(self) -> None:
         found = self.evaluate()
+        self._evaluated_at = self.steps_done
         if found is not None:
             self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics)
 
     def _next_batch(self) -> Batch:
+        batch, self._read_ahead = self._read_ahead, None
+        if batch is not None:
+            return batch
         with self.parts.phases("data"):
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(self.parts.training.training, self.steps_done)
@@ -298,6 +394,7 @@ class Trainer:
 
     def _change_masks(self) -> None:
         """Let the masks change, and everything that depends on them follow."""
+        self._masked_at = self.steps_done
         masking = self.parts.masking
         if masking is None:
             return
@@ -311,11 +408,13 @@ class Trainer:
             self._agreement = self._agree_on_masks()
             self._masks_changed = self.steps_done
         self._record_masks(change, before)
+        if change.is_ticket and self.parts.run_dir is not None:
+            self.save_ticket(self.parts.run_dir / TICKET_FILE)
 
     def _score_gradients(self) -> None:
         """The gradients of the coming step's batch, into the state; nothing is updated."""
         parts = self.parts
-        batch = parts.training.training(self.steps_done)
+        batch = self._read_ahead = self._next_batch()
         while True:
             verdict = self._gradients(batch)
             parts.buffers.undo()
@@ -349,6 +448,51 @@ class Trainer:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def _make_tracing(self) -> Tracing | None:
+        """The steps after this run's first one, which allocates and compiles."""
+        wanted, folder = self.config.train.trace, self.parts.run_dir
+        if wanted == 0 or folder is None:
+            return None
+        last = min(self.steps_done + 1 + wanted, self.config.train.steps)
+        first = min(self.steps_done + 2, last)
+        parts = self.parts
+        return Tracing(parts.transport, parts.place, parts.phases, folder, first=first, last=last)
+
+    def _progress(self) -> Progress:
+        scale = self.parts.loss_scale
+        return Progress(
+            step=self.steps_done,
+            updates=self._updates,
+            schedule_start=self._schedule_start,
+            masks_changed=self._masks_changed,
+            evaluated=self._evaluated_at == self.steps_done,
+            masked=self._masked_at == self.steps_done,
+            loss_scale=scale.scale,
+            good_steps=scale.good_steps,
+            skipped_at_floor=scale.skipped_at_floor,
+        )
+
+    def _restore(self, progress: Progress) -> None:
+        self.steps_done = progress.step
+        self._updates = progress.updates
+        self._schedule_start = progress.schedule_start
+        self._masks_changed = progress.masks_changed
+        self._evaluated_at = progress.step if progress.evaluated else None
+        self._masked_at = progress.step if progress.masked else None
+        scale = self.parts.loss_scale
+        scale.scale = progress.loss_scale
+        scale.good_steps = progress.good_steps
+        scale.skipped_at_floor = progress.skipped_at_floor
+
+    def _leave(self) -> None:
+        """StoppedError on all ranks, once what was saved is there."""
+        saver = self._saver
+        assert saver is not None, "signals are taken where there is a place to save"
+        saver.finish()
+        raise StoppedError(
+            f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
+        )
 
     def _refuse_bad_end(self) -> None:
         """TrainingError on all ranks if what was trained is good for nothing."""

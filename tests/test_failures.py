@@ -175,6 +175,7 @@ def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
         2,
         tiny,
         *("--set", f"batch.global_batch_size={huge}", "--set", f"batch.microbatch_size={huge}"),
+        *("--set", "layout.g_inter=2"),  # auto would find that its activations fit nowhere
     )
 
     assert job.returncode == 65, str(job)
@@ -207,7 +208,7 @@ def test_a_run_directory_of_another_run_is_refused(tiny: Path) -> None:
         train(2, tiny, "--run-dir", str(path)),
         74,
         f"run_dir (--set): {path} holds another run's metrics.jsonl, which would be mixed up; "
-        "choose another --run-dir, or move that run away",
+        "choose another --run-dir, or go on with that run by --resume auto",
     )
     assert (path / "metrics.jsonl").read_text() == "{}\n"
 

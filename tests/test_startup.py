@@ -29,7 +29,6 @@ from axsparse.startup import (
     git_hash,
     make_run_dir,
     open_data,
-    prepare_run_dir,
     refuse_odd_rank,
     save_config,
 )
@@ -265,7 +264,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         OutputError,
         match=rf"^run_dir \(--run-dir\): {tmp_path} holds another run's metrics.jsonl, which would "
-        r"be mixed up; choose another --run-dir, or move that run away$",
+        r"be mixed up; choose another --run-dir, or go on with that run by --resume auto$",
     ):
         make_run_dir(loaded(run_dir=str(tmp_path)))
 
@@ -299,41 +298,6 @@ def test_a_configuration_that_cannot_be_saved_is_an_output_error(tmp_path: Path)
         r"--run-dir$",
     ):
         save_config(tiny_config(), tmp_path / "gone")
-
-
-def test_rank_0_makes_the_directory_and_all_ranks_know_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source, makers = loaded(), []
-
-    def make(wanted: Loaded) -> Path:
-        makers.append(wanted.name)
-        return make_run_dir(wanted)
-
-    monkeypatch.setattr("axsparse.startup.make_run_dir", make)
-
-    paths = on_ranks(3, lambda transport: prepare_run_dir(source.config, source, transport))
-
-    assert paths == [Path("runs/quick")] * 3
-    assert makers == ["quick"]
-    saved = load_config("runs/quick/config.yaml").config
-    assert saved.run_dir == "runs/quick"
-
-
-def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    source = loaded(run_dir=str(tmp_path))
-
-    def body(transport: Transport) -> str:
-        with pytest.raises(OutputError) as caught:
-            prepare_run_dir(source.config, source, transport)
-        return str(caught.value)
-
-    first, *others = on_ranks(3, body)
-
-    assert "holds another run's" in first
-    assert others == [first] * 2
 
 
 def test_an_installed_package_has_no_git_hash(

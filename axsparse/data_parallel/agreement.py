@@ -16,6 +16,19 @@ from axsparse.samo.shards import BLOCK
 
 
 @dataclass(frozen=True)
+class Notice:
+    """What a rank tells the others beside its numbers."""
+
+    stop: bool = False
+    """It was told to stop."""
+    writing: bool = False
+    """It still writes its part of a checkpoint."""
+
+
+NOTHING = Notice()
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A step as all ranks see it."""
 
@@ -27,6 +40,8 @@ class Verdict:
     """Whether loss and gradients are numbers everywhere; if not, nobody updates."""
     culprit: str | None = None
     """The first tensor, in model order, whose gradient is not finite."""
+    notice: Notice = NOTHING
+    """What any rank gave notice of."""
 
 
 class Agreement:
@@ -34,7 +49,8 @@ class Agreement:
 
     An fp64 vector with a slot a replica for its loss and a slot a block of every tensor
     for its part of the norm. Each slot has one owner and is zero elsewhere, so that the
-    sum is exact and the same in every layout; non-finite numbers stay so.
+    sum is exact and the same in every layout; non-finite numbers stay so. Two more slots
+    count the ranks with a notice.
     """
 
     def __init__(
@@ -66,21 +82,27 @@ class Agreement:
         self._length = at
 
     def reach(
-        self, loss: float, partials: Mapping[str, Tensor], loss_scale: float = 1.0
+        self,
+        loss: float,
+        partials: Mapping[str, Tensor],
+        loss_scale: float = 1.0,
+        notice: Notice = NOTHING,
     ) -> Verdict:
         """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, this
         replica's share, of gradients that are `loss_scale` times too large."""
-        vector = torch.zeros(self._length, dtype=torch.float64)
+        vector = torch.zeros(self._length + 2, dtype=torch.float64)
+        vector[self._length :] = torch.tensor([notice.stop, notice.writing])
         if self._place.is_last:
             vector[self._place.replica] = loss
         for name, partial in partials.items():
             vector[self._slots[name]] = partial
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        norm = global_norm(vector[self._losses :], loss_scale)
+        norm = global_norm(vector[self._losses : self._length], loss_scale)
         total = sum(vector[: self._losses].tolist())
         finite = bool(torch.isfinite(vector).all())
         culprit = None if finite else self._first_bad(vector)
-        return Verdict(loss=total, grad_norm=norm, finite=finite, culprit=culprit)
+        heard = Notice(*(count > 0 for count in vector[self._length :].tolist()))
+        return Verdict(loss=total, grad_norm=norm, finite=finite, culprit=culprit, notice=heard)
 
     def _first_bad(self, vector: Tensor) -> str | None:
         for name, slot in self._slots.items():

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Change:
@@ -35,6 +37,37 @@ class Now:
     """Computes the gradients of the coming step's batch into the state and updates nothing."""
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How far a method is, in numbers that are the same on all ranks; each has some of them."""
+
+    is_done: bool = False
+    """Whether it will change no mask any more."""
+    distances: tuple[float, ...] = ()
+    """early-bird: the last ones, oldest first."""
+    last_look: int | None = None
+    """early-bird: updates at the last look at the weights."""
+    armed: float | None = None
+    """set, rigl: the fraction of the kept entries that moves after the next update."""
+    armed_at: int = 0
+    """set, rigl: updates when that was decided."""
+    holds_weights: bool = False
+    """Whether the weights to rewind to are held."""
+
+
+@dataclass(frozen=True)
+class MaskingState:
+    """What a method must find again to go on as if the run had never stopped."""
+
+    standing: Standing
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """By kind, such as "search", and global parameter name; of the tensors of this rank."""
+
+
+Read = Callable[[str, str], Tensor]
+"""A saved tensor by kind and global name; DataError if there is none."""
+
+
 class Masking(Protocol):
     """Decides between two steps which entries are kept from now on; on all ranks alike."""
 
@@ -45,4 +78,12 @@ class Masking(Protocol):
     @property
     def unfinished(self) -> str | None:
         """What a run that ends now has not done, for the user; None if nothing is missing."""
+        ...
+
+    def state(self) -> MaskingState:
+        """For `restore`, between `before_step` and the step; later steps do not change it."""
+        ...
+
+    def restore(self, standing: Standing, read: Read) -> None:
+        """Go on where another run of the same settings stood, under whatever layout."""
         ...

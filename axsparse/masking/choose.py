@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from axsparse.config.validate import DISTANCES
 from axsparse.data_parallel.sync import StageTie
 from axsparse.masking.change import Masking
 from axsparse.masking.live import Live
@@ -20,54 +21,49 @@ from axsparse.samo.gradient import GradientCollector
 
 def choose_masking(
     run: Resolved,
-    live: Callable[[], Live],
+    live: Live,
     collector: GradientCollector,
     ties: Sequence[StageTie],
 ) -> Masking | None:
-    """What the settings of a run ask for; None where the masks of the start stay.
-
-    Raises ConfigError where steps and intervals leave room for nothing.
-    """
+    """What the settings of a run ask for; None where the masks of the start stay."""
     pruning = run.config.pruning
     until = pruning.until_step
     assert until != "auto" and pruning.rewind_step != "auto", "the configuration is resolved"
-    if run.targets is None:
-        return None
     moves = pruning.method in ("set", "rigl")
     if run.starts_pruned and not moves:
         return None
-    here = live()
     if moves:
         regrowth = Regrowth(
-            [layer.state for layer in here.layers],
+            [layer.state for layer in live.layers],
             ties,
             run.survey.ties,
-            here.options.replicas,
+            live.options.replicas,
             collector=collector if pruning.method == "rigl" else None,
             seed=run.config.seed,
         )
         return Moving(
-            here,
+            live,
             regrowth,
             interval=pruning.interval,
             until_step=until,
             alpha=pruning.drop_fraction,
         )
     step = pruning.rewind_step
-    rewinder = None if step == "never" else Rewinder(here, step)
+    rewinder = None if step == "never" else Rewinder(live, step)
     if pruning.method == "early-bird":
         search = EarlyBird(
             interval=pruning.interval,
+            length=DISTANCES,
             start_step=max(pruning.at_step, run.config.schedule.warmup_steps),
             max_steps=until,
             threshold=pruning.threshold,
             metric=pruning.metric,
         )
         fails = pruning.undrawn == "fail"
-        return Search(here, run.criterion, search, fails_undrawn=fails, rewinder=rewinder)
+        return Search(live, run.criterion, search, fails_undrawn=fails, rewinder=rewinder)
     if pruning.method in ("gradual", "iterative"):
         return Stepwise(
-            here,
+            live,
             run.criterion,
             begin=pruning.at_step,
             interval=pruning.interval,
@@ -76,4 +72,4 @@ def choose_masking(
             rewinder=rewinder,
         )
     criterion = None if pruning.method == "snip" else run.criterion
-    return Once(here, criterion, pruning.at_step, rewinder)
+    return Once(live, criterion, pruning.at_step, rewinder)

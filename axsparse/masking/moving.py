@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axsparse.masking.change import Change, Now
+from axsparse.masking.change import Change, MaskingState, Now, Read, Standing
 from axsparse.masking.live import Live
 from axsparse.pruning.schedules import drop_fraction
 from axsparse.samo.dynamic import Regrowth
@@ -41,6 +41,17 @@ class Moving:
                 self._regrowth.arm(fraction)
                 self._armed_at = now.updates
         return change
+
+    def state(self) -> MaskingState:
+        """Candidates are in no state: `before_step` has used those of a step that updated, and
+        those of a skipped one are forgotten anyway."""
+        return MaskingState(Standing(armed=self._regrowth.fraction, armed_at=self._armed_at))
+
+    def restore(self, standing: Standing, read: Read) -> None:
+        del read  # masks are part of the state
+        self._armed_at = standing.armed_at
+        if standing.armed is not None:
+            self._regrowth.arm(standing.armed)
 
     def _moved(self, step: int, counts: dict[str, int]) -> Change:
         live = self._live

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from axsparse.masking.change import Change, Now
+from axsparse.masking.change import Change, MaskingState, Now, Read, Standing
 from axsparse.masking.live import Live
-from axsparse.masking.rewind import Rewinder
+from axsparse.masking.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.criteria import Criterion
 from axsparse.samo.state import LayerState, TensorState
 
@@ -46,6 +46,13 @@ class Once:
         return Change(
             "pruned", self._live.figures(), rewound=self._rewinder is not None, is_ticket=True
         )
+
+    def state(self) -> MaskingState:
+        return with_weights(MaskingState(Standing(is_done=self._is_done)), self._rewinder)
+
+    def restore(self, standing: Standing, read: Read) -> None:
+        self._is_done = standing.is_done
+        restore_weights(self._rewinder, standing, read)
 
 
 def sensitivity(live: Live) -> Criterion:

@@ -6,12 +6,17 @@ other step are held in fp32, kept entries only, from then on.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
+from axsparse.errors import DataError
+from axsparse.masking.change import MaskingState, Read, Standing
 from axsparse.masking.live import Live
 from axsparse.samo.construct import fill, start_values
-from axsparse.samo.index import Index
+
+KIND = "rewind"
+"""Of the saved weights."""
 
 
 class Rewinder:
@@ -20,7 +25,8 @@ class Rewinder:
     def __init__(self, live: Live, step: int) -> None:
         self.step = step
         self._live = live
-        self._held: dict[str, tuple[Index, Tensor]] = {}
+        self.held: dict[str, Tensor] = {}
+        """The weights of that step by global name, flat: nothing is pruned before it."""
 
     def note(self, step: int) -> None:
         """Called before every step; holds the weights where it is the one to return to."""
@@ -28,7 +34,22 @@ class Rewinder:
             return
         for layer in self._live.layers:
             for tensor in layer.state.owned:
-                self._held[tensor.name] = tensor.index, layer.state.master(tensor.name).clone()
+                assert tensor.kept == tensor.parameter.numel(), f"{tensor.name} is pruned already"
+                self.held[tensor.name] = layer.state.master(tensor.name).clone()
+
+    def restore(self, read: Read) -> None:
+        """Hold what another run held; a weight of two uses is saved under the first's name."""
+        live = self._live
+        for layer in live.layers:
+            for tensor in layer.state.owned:
+                values = read(KIND, live.ties.get(tensor.name, tensor.name))
+                numel = tensor.parameter.numel()
+                if values.shape != (numel,):
+                    raise DataError(
+                        f"checkpoint: the weights of {tensor.name} to rewind to are "
+                        f"{values.numel()}, not {numel}; resume from another checkpoint"
+                    )
+                self.held[tensor.name] = values
 
     def rewind(self) -> None:
         """Set all weights back, with moments zero; entries pruned since stay pruned."""
@@ -36,11 +57,20 @@ class Rewinder:
         for layer in live.layers:
             values = start_values(layer.spec, live.ties, live.options) if self.step == 0 else {}
             for tensor in layer.state.owned:
-                if self.step == 0:
-                    value = values[tensor.name]()
-                else:
-                    index, values_K = self._held[tensor.name]
-                    value = torch.zeros(tensor.parameter.shape)
-                    index.scatter(value.view(-1), values_K, 0)
+                value = values[tensor.name]() if self.step == 0 else self.held[tensor.name]
                 fill(layer.state, tensor, value)
             layer.state.reset_moments()
+
+
+def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState:
+    """The state, with the weights that a rewinder holds for prunings to come."""
+    if rewinder is None or state.standing.is_done or not rewinder.held:
+        return state
+    standing = replace(state.standing, holds_weights=True)
+    return MaskingState(standing, {**state.tensors, KIND: rewinder.held})
+
+
+def restore_weights(rewinder: Rewinder | None, standing: Standing, read: Read) -> None:
+    """The counterpart of `with_weights`."""
+    if rewinder is not None and standing.holds_weights:
+        rewinder.restore(read)

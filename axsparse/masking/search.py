@@ -6,12 +6,15 @@ from functools import partial
 
 import torch
 
-from axsparse.errors import TrainingError
-from axsparse.masking.change import Change, Now
+from axsparse.errors import DataError, TrainingError
+from axsparse.masking.change import Change, MaskingState, Now, Read, Standing
 from axsparse.masking.live import Live
-from axsparse.masking.rewind import Rewinder
+from axsparse.masking.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.early_bird import EarlyBird
+from axsparse.pruning.early_bird import EarlyBird, SearchState
+
+KIND = "search"
+"""Of the saved masks."""
 
 
 class Search:
@@ -86,3 +89,26 @@ class Search:
             rewound=self._rewinder is not None,
             is_ticket=True,
         )
+
+    def state(self) -> MaskingState:
+        if self._is_done:
+            return MaskingState(Standing(is_done=True))
+        found = self.search.state()
+        standing = Standing(distances=tuple(found.queue), last_look=found.last_step)
+        return with_weights(MaskingState(standing, {KIND: found.masks}), self._rewinder)
+
+    def restore(self, standing: Standing, read: Read) -> None:
+        self._is_done = standing.is_done
+        masks = {}
+        if standing.last_look is not None:
+            for owner, _, tensor in self._live.counted():
+                masks[owner] = read(KIND, owner)
+                if masks[owner].shape != (-(-tensor.parameter.numel() // 8),):
+                    raise DataError(
+                        f"checkpoint: the early-bird mask of {owner} has {masks[owner].numel()} "
+                        f"bytes, which do not fit {tensor.parameter.numel()} entries; resume from "
+                        "another checkpoint"
+                    )
+        queue = list(standing.distances)
+        self.search.restore(SearchState(masks, queue, standing.last_look))
+        restore_weights(self._rewinder, standing, read)

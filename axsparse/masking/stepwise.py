@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from axsparse.errors import ConfigError
-from axsparse.masking.change import Change, Now
+from axsparse.masking.change import Change, MaskingState, Now, Read, Standing
 from axsparse.masking.live import Live
-from axsparse.masking.rewind import Rewinder
+from axsparse.masking.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.schedules import gradual_sparsity, iterative_sparsity
 
@@ -27,13 +26,10 @@ class Stepwise:
         rewinder: Rewinder | None,
     ) -> None:
         """`geometric` removes the same part of what is left each time, otherwise sparsity rises
-        as a cubic; ConfigError where no interval fits."""
+        as a cubic. At least one interval fits between `begin` and `until_step`.
+        """
         self._rounds = (until_step - begin) // interval
-        if self._rounds < 1:
-            raise ConfigError(
-                f"pruning.interval: {interval} steps do not fit between pruning.at_step {begin} "
-                f"and pruning.until_step {until_step}; choose at most {max(until_step - begin, 1)}"
-            )
+        assert self._rounds >= 1
         self._live = live
         self._criterion = criterion
         self._begin, self._interval = begin, interval
@@ -61,6 +57,13 @@ class Stepwise:
             rewound=self._rewinder is not None,
             is_ticket=self._is_done,
         )
+
+    def state(self) -> MaskingState:
+        return with_weights(MaskingState(Standing(is_done=self._is_done)), self._rewinder)
+
+    def restore(self, standing: Standing, read: Read) -> None:
+        self._is_done = standing.is_done
+        restore_weights(self._rewinder, standing, read)
 
     def _sparsity(self, number: int, final: float) -> float:
         if self._geometric:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,16 @@ class SafetensorsFile:
             text = file.read(length)
         try:
             header: dict[str, Any] = json.loads(text)
-            header.pop("__metadata__", None)
+            metadata = header.pop("__metadata__", None)
             self._places = {name: _place(entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as reason:
             raise DataError(
                 f"{path}: its safetensors header cannot be read ({reason!r}); get it anew"
             ) from reason
@@ -67,18 +74,31 @@ class SafetensorsFile:
         if any(place.stop > size - self._data for place in self._places.values()):
             raise DataError(f"{path}: ends before the last of its tensors; get it anew")
         self.shapes = {name: place.shape for name, place in self._places.items()}
+        self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+        """What the file says beside its tensors; texts, by the format."""
+
+    def described(self, name: str) -> Described:
+        """What a tensor is; KeyError for none of the file."""
+        return Described(self._places[name].dtype, self._places[name].shape)
 
     def read(self, name: str) -> Tensor:
         place = self._places[name]
-        buffer = bytearray(place.stop - place.start)
+        return self.read_part(name, 0, math.prod(place.shape)).view(place.shape)
+
+    def read_part(self, name: str, start: int, stop: int) -> Tensor:
+        """The entries [start, stop) of a tensor, flat, which it has to have."""
+        place = self._places[name]
+        size = place.dtype.itemsize
+        assert 0 <= start <= stop and place.start + stop * size <= place.stop, "no such entries"
+        buffer = bytearray((stop - start) * size)
         with self.path.open("rb") as file:
-            file.seek(self._data + place.start)
+            file.seek(self._data + place.start + start * size)
             read = file.readinto(buffer)
         if read < len(buffer):
             raise DataError(f"{self.path}: became shorter while it was read; get it anew")
         if not buffer:
-            return torch.empty(place.shape, dtype=place.dtype)
-        return torch.frombuffer(buffer, dtype=place.dtype).view(place.shape)
+            return torch.empty(0, dtype=place.dtype)
+        return torch.frombuffer(buffer, dtype=place.dtype)
 
 
 @dataclass(frozen=True)
@@ -167,14 +187,20 @@ class Described:
 
 
 def write_safetensors(
-    path: Path, described: Mapping[str, Described], tensors: Iterator[Tensor]
+    path: Path,
+    described: Mapping[str, Described],
+    tensors: Iterator[Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    written: Callable[[bytes | memoryview], object] = len,
 ) -> None:
     """Write a file and see it on the disk; OSError if that cannot be.
 
     `tensors` come in the order of `described` and as it says; none is held while the next
-    is made.
+    is made. `metadata` stand beside the format's own. `written` is called with every piece of
+    the file in turn, for a hash, say.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, tensor in described.items():
         header[name] = {
@@ -186,9 +212,13 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        head = len(text).to_bytes(8, "little") + text
+        file.write(head)
+        written(head)
         for wanted in described.values():
-            file.write(_contents(next(tensors), wanted))
+            contents = _contents(next(tensors), wanted)
+            file.write(contents)
+            written(contents)
         file.flush()
         os.fsync(file.fileno())
 

@@ -98,6 +98,16 @@ class Survey:
         )
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters in model order, a tied weight once: what tells models apart."""
+        return {
+            p.name: p.shape
+            for layer in self.layers
+            for p in layer.parameters
+            if p.name not in self.ties
+        }
+
+    @property
     def counted(self) -> list[str]:
         """Trained tensors in model order, a tied weight once: those of the gradient norm."""
         return [

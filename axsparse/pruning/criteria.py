@@ -50,12 +50,11 @@ class Criterion:
             generator = keyed_generator(self.seed, name, "mask")
             return torch.rand(torch.Size(shape).numel(), generator=generator), by_value
         assert callable(self.score)
-        scores = self.score(name, weight())
-        if not isinstance(scores, Tensor) or scores.shape != shape:
-            given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        scores = self.score(name, weight().clone())  # which may be written to
+        if not isinstance(scores, Tensor) or scores.shape != shape or not _is_plain(scores):
             raise ConfigError(
-                f"score of {name}: {given}; it must be one number an entry, a tensor of shape "
-                f"{shape}"
+                f"score of {name}: {_described(scores)}; it must be one number an entry, a dense "
+                f"real tensor of shape {shape} on the CPU"
             )
         scores = scores.detach().float().reshape(-1)
         if scores.isnan().any():
@@ -83,3 +82,15 @@ class Criterion:
         mask = torch.zeros(numel, dtype=torch.bool)
         mask[within[selected.mask()]] = True
         return mask
+
+
+def _described(scores: object) -> str:
+    if not isinstance(scores, Tensor):
+        return type(scores).__name__
+    return f"{tuple(scores.shape)} of {scores.dtype}, {scores.layout}, on {scores.device}"
+
+
+def _is_plain(scores: Tensor) -> bool:
+    return (
+        scores.layout == torch.strided and scores.device.type == "cpu" and not scores.is_complex()
+    )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
@@ -48,8 +49,9 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict
     density = min(1, ε · (sum of the dimensions) / (product of the dimensions))
 
     with the one ε that keeps `keep` entries (Evci et al. 2020, RigL, section 3). In whole
-    numbers throughout: largest remainders round up, among equal ones those whose names sort
-    first, so that neither the order of tensors nor rounding errors decide.
+    numbers throughout, rounded by Webster's method: fewer entries in all never mean more of
+    one tensor, which pruning in steps relies on (largest remainders would not do). Among
+    equals names decide, so that neither the order of tensors nor rounding errors do.
     """
     numel = {name: math.prod(shape) for name, shape in shapes.items()}
     sums = {name: sum(shape) for name, shape in shapes.items()}
@@ -65,13 +67,27 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict
         kept.update((name, numel[name]) for name in full)
         left -= sum(numel[name] for name in full)
         free -= full
-    if free:
-        kept.update((name, left * sums[name] // weight) for name in free)
-        missing = left - sum(kept[name] for name in free)
-        by_remainder = sorted(free, key=lambda name: (-(left * sums[name] % weight), name))
-        for name in by_remainder[:missing]:
-            kept[name] += 1
+    for name in free:  # to the nearest: halves up
+        kept[name] = (2 * left * sums[name] + weight) // (2 * weight)
+    _settle(kept, sums, numel, keep)
     return kept
+
+
+def _settle(
+    kept: dict[str, int], sums: Mapping[str, int], numel: Mapping[str, int], keep: int
+) -> None:
+    """Add and take away single entries, where that bends proportions least, until the sum fits."""
+    missing = keep - sum(kept.values())
+    while missing > 0:
+        open_ones = [name for name in sums if kept[name] < numel[name]]
+        name = min(open_ones, key=lambda name: (-Fraction(sums[name], 2 * kept[name] + 1), name))
+        kept[name] += 1
+        missing -= 1
+    while missing < 0:
+        claims = {name: Fraction(sums[name], 2 * kept[name] - 1) for name in sums if kept[name]}
+        weakest = min(claims.values())
+        kept[max(name for name, claim in claims.items() if claim == weakest)] -= 1
+        missing += 1
 
 
 def match(patterns: Sequence[str], names: Sequence[str], where: str) -> list[str]:

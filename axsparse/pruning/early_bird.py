@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.errors import ConfigError
-
 Metric = Literal["churn", "hamming"]
 
 CHUNK = 1 << 20
@@ -71,14 +69,7 @@ class EarlyBird:
         threshold: float = 0.1,
         metric: Metric = "churn",
     ) -> None:
-        """Raises ConfigError where no draw is possible before `max_steps`."""
-        earliest = start_step + length * interval
-        if max_steps < earliest:
-            raise ConfigError(
-                f"pruning.until_step: {max_steps} leaves no room for the {length + 1} masks of an "
-                f"early-bird draw, one every {interval} steps from pruning.at_step {start_step} "
-                f"on; choose at least {earliest}"
-            )
+        assert start_step + length * interval <= max_steps, "no draw would be possible"
         self._interval, self._start, self._max_steps = interval, start_step, max_steps
         self._threshold, self._metric = threshold, metric
         self._masks: dict[str, Tensor] = {}
@@ -118,7 +109,7 @@ class EarlyBird:
         entries, kept entries of one mask. Draws if the queue is full and all of it is below
         the threshold.
         """
-        assert 0 <= mismatched <= 2 * kept and 0 < kept <= total
+        assert 0 <= mismatched <= 2 * kept and 0 < kept <= total, "nothing is kept"
         first, self._last_step = self._last_step is None, successful_steps
         hamming = churn = None
         if not first:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from axsparse.config.schema import PruningConfig
+from axsparse.config.schema import PruningConfig, prunes
 from axsparse.errors import ConfigError
 from axsparse.models.survey import Survey
 from axsparse.pruning.criteria import Shape
@@ -57,6 +57,13 @@ def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     }
     excluded = set(match(pruning.exclude, list(trained), "pruning.exclude"))
     shapes = {name: shape for name, shape in trained.items() if name not in excluded}
+    if not shapes and prunes(pruning) and pruning.ticket is None:
+        raise ConfigError(
+            "pruning.exclude: no tensor is left to prune; leave some in, or set samo.enabled=false"
+            if trained
+            else "pruning.include: blocks, but no block of this model has a matrix; choose all, or "
+            "set samo.enabled=false"
+        )
     own = {}
     for entry in pruning.layers:
         pattern, own_sparsity = _entry(entry)
@@ -67,7 +74,13 @@ def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
         sparsity = 1 - n / m
         for name, shape in shapes.items():
             check_pattern(name, shape, n, m)
-    return Targets(shapes, sparsity, pruning.distribution, own)
+    found = Targets(shapes, sparsity, pruning.distribution, own)
+    if shapes and not any(found.kept().values()):
+        raise ConfigError(
+            f"pruning.sparsity: {sparsity:g} keeps no entry of any of {len(shapes)} tensors; "
+            "choose less, or leave small ones out by pruning.exclude"
+        )
+    return found
 
 
 def _entry(entry: str) -> tuple[str, float]:

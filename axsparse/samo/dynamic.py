@@ -71,6 +71,11 @@ class Regrowth:
         """Whether `regrow` is due after the next step that updates."""
         return self._fraction is not None
 
+    @property
+    def fraction(self) -> float | None:
+        """What it is armed with; None if it is not."""
+        return self._fraction
+
     def arm(self, fraction: float) -> None:
         """Between steps: masks are to move, by this fraction of the kept entries of each tensor."""
         self._fraction = fraction

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.runs import (
     mlp,
+    random_init,
+    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
     vector_data,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
+from axsparse.config.load import load_config
+from axsparse.config.validate import check_config
 from axsparse.errors import AxsparseError, ConfigError, TrainingError
+from axsparse.models.layer import Layer, Model
 
 
 def refusal(g_inter: int = 2, **sections: Any) -> AxsparseError:
@@ -33,9 +39,54 @@ def test_an_interval_that_does_not_fit_is_refused_before_the_first_step() -> Non
 
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "pruning.interval: 4 steps do not fit between pruning.at_step 2 and pruning.until_step 5; "
-        "choose at most 3"
+        "pruning.interval (default): 4 steps do not fit between pruning.at_step 2 and "
+        "pruning.until_step 5; choose at most 3"
     )
+
+
+def test_a_search_that_ends_before_its_last_look_is_refused_and_told_of_the_warm_up() -> None:
+    error = refusal(
+        pruning={"method": "early-bird", "interval": 1, "until_step": 6},
+        schedule={"warmup_steps": 2},
+    )
+
+    assert str(error) == (
+        "pruning.interval (default): 6 looks, one every 1 steps from step 2 on (after warm-up "
+        "and pruning.at_step), end at 7, after pruning.until_step 6; look more often, or search "
+        "longer"
+    )
+
+
+def test_masks_that_would_never_move_are_refused() -> None:
+    error = refusal(pruning={"method": "rigl", "interval": 6, "until_step": 6})
+
+    assert str(error) == (
+        "pruning.interval (default): 6 steps bring no move before pruning.until_step 6; choose "
+        "at most 5, or train longer"
+    )
+
+
+def test_settings_that_leave_nothing_to_prune_or_nothing_of_it_are_refused() -> None:
+    assert "pruning.exclude: no tensor is left to prune; leave some in" in str(
+        refusal(pruning={"exclude": ("*",)})
+    )
+    assert "pruning.sparsity: 0.9999 keeps no entry of any of 8 tensors; choose less" in str(
+        refusal(pruning={"sparsity": 0.9999})
+    )
+    config = tiny_config()
+    heads = Model(
+        [Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)],
+        loss=summed_loss,
+    )
+    with pytest.raises(ConfigError, match=r"pruning\.include: blocks, but no block of this model"):
+        train_in_process(1, 1, heads, config, vector_data())
+
+
+def test_a_sparsity_of_zero_beside_others_is_checked_like_any_other() -> None:
+    settings = ["pruning.sparsity=0", "pruning.pattern=2:4", "pruning.method=gradual"]
+
+    with pytest.raises(ConfigError, match="is drawn once, and pruning"):
+        check_config(load_config(None, settings))
 
 
 def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was() -> None:

@@ -185,6 +185,26 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
+def test_metadata_stand_beside_the_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    metadata = {"by": "me"}
+
+    safetensors.write_safetensors(path, described(TENSORS), iter(TENSORS.values()), metadata)
+
+    file = SafetensorsFile(path)
+    assert file.metadata == {"format": "pt", "by": "me"}
+    assert {name: file.described(name) for name in file.shapes} == described(TENSORS)
+
+
+def test_a_header_with_numbers_beyond_all_bounds_is_refused(tmp_path: Path) -> None:
+    text = b'{"a": {"dtype": "U8", "shape": [1e999], "data_offsets": [0, 0]}}'
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+    with pytest.raises(DataError, match=r"its safetensors header cannot be read \(OverflowError"):
+        SafetensorsFile(path)
+
+
 def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     made: list[weakref.ref[Tensor]] = []
 

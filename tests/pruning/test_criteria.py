@@ -98,14 +98,24 @@ def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> No
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (torch.ones(3), r"score of w: \(3,\); it must be one number an entry, a tensor of shape"),
+        (torch.ones(3), r"score of w: \(3,\) of torch.float32, torch.strided, on cpu; it"),
         (None, "score of w: NoneType; it must be one number an entry"),
+        (torch.ones(2, 3) * 1j, r"of torch.complex64, torch.strided, on cpu; it must be one"),
+        (torch.ones(2, 3).to_sparse(), r"torch.sparse_coo, on cpu; it must be one number an"),
         (torch.full((2, 3), float("nan")), "score of w: NaN, which has no order; return numbers"),
     ],
 )
 def test_a_score_that_does_not_fit_its_tensor_is_refused(wrong: Tensor, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Criterion(lambda name, weight: wrong).mask("w", (2, 3), lambda: torch.ones(2, 3), 3)
+
+
+def test_a_score_may_write_to_the_weights_it_is_given() -> None:
+    weight = torch.tensor([[-3.0, 2.0]])
+
+    Criterion(lambda name, weight: weight.abs_()).mask("w", (1, 2), lambda: weight, 1)
+
+    assert weight.tolist() == [[-3.0, 2.0]]
 
 
 # -- parts of a tensor ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from axsparse.config.schema import ModelConfig
 from axsparse.errors import ConfigError
 from axsparse.models.gpt import gpt
-from axsparse.pruning.distribution import kept_counts, match
+from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, match
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -135,7 +135,21 @@ def test_what_a_full_tensor_cannot_take_may_fill_another() -> None:
     assert kept == {"a": 20, "b": 16, "c": 84}
 
 
-def test_the_largest_remainder_rounds_up() -> None:
+@examples
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
+def test_fewer_entries_in_all_never_mean_more_of_one_tensor(sizes: list[tuple[int, int]]) -> None:
+    shapes = {f"t{number}": shape for number, shape in enumerate(sizes)}
+    total = sum(a * b for a, b in sizes)
+    before = erdos_renyi_kernel(shapes, 0)
+
+    for keep in range(1, total + 1):
+        now = erdos_renyi_kernel(shapes, keep)
+        assert sum(now.values()) == keep
+        assert all(before[name] <= now[name] <= math.prod(shapes[name]) for name in shapes)
+        before = now
+
+
+def test_the_nearest_whole_number_counts() -> None:
     # 171 in the ratio of 20 to 80: 34.2 and 136.8.
     kept = kept_counts({"a": (10, 10), "b": (40, 40)}, 1 - 171 / 1700, distribution=ERK)
 

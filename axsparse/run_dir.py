@@ -1,0 +1,186 @@
+"""The directory of a run: a new one, or that of a run that is gone on with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from axsparse.checkpoint.choose import newest_whole, remains, steps_in, verify_together
+from axsparse.checkpoint.folder import CHECKPOINTS, step_of
+from axsparse.checkpoint.manifest import Progress
+from axsparse.checkpoint.verify import Checkpoint
+from axsparse.comm import Transport
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.data_parallel.agreement import gather_texts
+from axsparse.errors import ConfigError, MissingInputError, OutputError
+from axsparse.job import together
+from axsparse.run_lock import RunLock
+from axsparse.startup import METRICS_FILE, make_run_dir, save_config
+
+AUTO = "auto"
+"""As `resume`: the newest whole checkpoint of the run, if there is one."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where a run writes, and where it goes on from."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    """None: from the start."""
+    notes: tuple[str, ...]
+    """What the user should know of the choice."""
+    lock: RunLock | None
+    """On rank 0."""
+
+    def begin(self, config: Config) -> None:
+        """On rank 0: write the configuration, and take back what a run recorded after the
+        checkpoint. OutputError if that cannot be."""
+        save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
+        progress = None if self.checkpoint is None else self.checkpoint.manifest.progress
+        metrics = self.path / METRICS_FILE
+        try:
+            (self.path / CHECKPOINTS).mkdir(exist_ok=True, mode=0o700)
+            rewind_metrics(metrics, progress)
+        except OSError as reason:
+            raise OutputError(
+                f"{metrics}: cannot be written ({reason.strerror}); choose another --run-dir"
+            ) from reason
+
+
+def open_run_dir(loaded: Loaded, transport: Transport, resume: str | None) -> RunDir:
+    """The run's directory, held by rank 0, and its checkpoint, which all ranks have verified.
+
+    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. Nothing in a
+    directory that exists changes yet. All ranks call this together; raises on all alike.
+    """
+    held: list[RunLock] = []
+
+    def find() -> str:
+        if transport.rank != 0:
+            return ""
+        path, named = _locate(loaded, resume)
+        held.append(RunLock(path))
+        if named is not None:
+            _refuse_older(path, named)
+            return json.dumps([str(path), str(named), [], []])
+        return json.dumps([str(path), None, steps_in(path), remains(path)])
+
+    try:
+        found = together(transport, find)
+        told = gather_texts(transport.world, transport.backoff, found)[0]
+        path, named, steps, notes = json.loads(told)
+        if named is not None:
+            checkpoint: Checkpoint | None = verify_together(transport, Path(named))
+        else:
+            checkpoint, skipped = newest_whole(transport, Path(path), steps)
+            notes = [*notes, *skipped]
+    except BaseException:
+        for lock in held:
+            lock.release()
+        raise
+    if checkpoint is not None:
+        notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}"]
+    elif resume is not None:
+        notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
+    return RunDir(Path(path), checkpoint, tuple(notes), held[0] if held else None)
+
+
+def _locate(loaded: Loaded, resume: str | None) -> tuple[Path, Path | None]:
+    """The run directory, made if it is new, and the checkpoint that is named, if one is."""
+    if resume is None:
+        return make_run_dir(loaded), None
+    if resume == AUTO:
+        there = _run_of(loaded)
+        return (make_run_dir(loaded) if there is None else there), None
+    named = Path(resume)
+    if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
+        if not steps_in(named):
+            raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")
+        return named, None
+    if not named.is_dir():
+        raise MissingInputError(
+            f"--resume {named}: no such folder; name a run, one of its {CHECKPOINTS}/step-<n>, or "
+            "auto"
+        )
+    wanted = loaded.config.run_dir
+    run = named.resolve().parent.parent
+    is_own = named.resolve().parent.name == CHECKPOINTS and (run / METRICS_FILE).is_file()
+    if is_own and (wanted == "auto" or Path(wanted).resolve() == run):
+        return (run if wanted == "auto" else Path(wanted)), named
+    return make_run_dir(loaded), named
+
+
+def _run_of(loaded: Loaded) -> Path | None:
+    """The directory of the run that `auto` means: the one of the configuration, or else the last
+    of its name; None if there is none yet."""
+    wanted = loaded.config.run_dir
+    if wanted != "auto":
+        return Path(wanted) if (Path(wanted) / METRICS_FILE).is_file() else None
+    last = None
+    for number in itertools.count(1):
+        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
+        if not (path / METRICS_FILE).is_file():
+            return last
+        last = path
+    raise AssertionError("numbers do not end")
+
+
+def _refuse_older(run_dir: Path, named: Path) -> None:
+    """A run that went on from the middle would have two pasts."""
+    step = step_of(named)
+    if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:
+        return
+    newest = steps_in(run_dir)[0] if steps_in(run_dir) else step
+    if newest > step:
+        raise ConfigError(
+            f"--resume {named}: the run has a later checkpoint, step-{newest}; give this one "
+            f"another --run-dir, or run `axsparse checkpoint prune {run_dir} --after {step}`"
+        )
+
+
+def rewind_metrics(path: Path, progress: Progress | None) -> None:
+    """Keep the records of what a checkpoint knows of; none without one, nor a torn last line.
+
+    OSError if that cannot be.
+    """
+    if not path.exists():
+        return
+    keeps = _nothing if progress is None else _known_to(progress)
+    partial = path.with_name(path.name + ".tmp")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w") as new:
+        for line in old:
+            if keeps(line):
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    partial.replace(path)
+
+
+def _nothing(line: str) -> bool:
+    del line
+    return False
+
+
+def _known_to(progress: Progress) -> Callable[[str], bool]:
+    def keeps(line: str) -> bool:
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        if not line.endswith("\n"):
+            return False
+        is_past = step < progress.step
+        if "eval_loss" in record:
+            return is_past or (step == progress.step and progress.evaluated)
+        if "masks" in record:
+            return is_past or (step == progress.step and progress.masked)
+        return step <= progress.step
+
+    return keeps

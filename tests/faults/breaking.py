@@ -1,0 +1,169 @@
+"""A training that something happens to: `python breaking.py RUN_DIR GRID STEPS FAULT [RESUME]`.
+
+GRID is stages x replicas, such as 1x2. It saves every second step. FAULT is "none" or
+
+    kill-write:STEP     rank 1 is killed while it writes a file of that step's checkpoint
+    kill-commit:STEP    rank 0 is killed when all is written, before the checkpoint has its name
+    kill-remove:STEP    rank 0 is killed while it removes the checkpoint of that step
+    kill-step:STEP      rank 1 is killed after that step
+    limit:STEP          files of rank 1 may have no more than 2 kB from that step on
+    signal:STEP         the launcher gets SIGUSR1 after that step, from rank 0
+    signal-save:STEP    the launcher gets SIGUSR1 while that step's checkpoint is written
+    signals:STEP        the same, but rank 0's disk takes for ever, and a second SIGUSR1 comes
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from support.runs import mlp, tiny_config, vector_data
+from torch import Tensor
+
+from axsparse.builder import build
+from axsparse.checkpoint import save
+from axsparse.config.load import Loaded
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.grid import Grid
+from axsparse.job import Job, run
+from axsparse.models import safetensors
+from axsparse.models.safetensors import Described
+from axsparse.startup import Datasets
+from axsparse.stopping import StopRequest
+
+SMALLEST_BYTES = 2_000
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("that was the end")
+
+
+def tell_launcher() -> None:
+    # The tests start the launcher as the first process of a session.
+    os.kill(os.getsid(0), signal.SIGUSR1)
+
+
+def break_writing(step: int, happen: Callable[[], None]) -> None:
+    """Something happens after the second piece of a file of a checkpoint."""
+    write = safetensors.write_safetensors
+
+    def breaking(
+        path: Path,
+        described: Mapping[str, Described],
+        tensors: Iterator[Tensor],
+        *,
+        written: Callable[[Any], object],
+    ) -> None:
+        pieces = 0
+
+        def count(piece: Any) -> None:
+            nonlocal pieces
+            written(piece)
+            pieces += 1
+            if pieces == 2 and path.parent.name == f"step-{step}.tmp":
+                happen()
+
+        write(path, described, tensors, written=count)
+
+    vars(save)["write_safetensors"] = breaking
+
+
+def break_renaming(name: str) -> None:
+    rename = Path.rename
+
+    def breaking(self: Path, target: Path) -> Path:
+        if self.name == name:
+            die()
+        return rename(self, target)
+
+    type.__setattr__(Path, "rename", breaking)
+
+
+def break_removing(name: str) -> None:
+    rmtree = shutil.rmtree
+
+    def breaking(path: Path, **options: Any) -> None:
+        if path.name == name:
+            (path / "manifest.json").unlink()
+            die()
+        rmtree(path, **options)
+
+    vars(shutil)["rmtree"] = breaking
+
+
+def break_it(kind: str, step: int, rank: int, stop: StopRequest) -> Callable[[int], None]:
+    """Prepare the fault; what is returned is called after every step."""
+    told = threading.Event()
+
+    def tell_once() -> None:
+        if not told.is_set():
+            told.set()
+            tell_launcher()
+
+    def wait_for_ever() -> None:
+        tell_launcher()
+        while not stop.is_set:
+            os.sched_yield()
+        tell_launcher()
+        threading.Event().wait()
+
+    if kind == "kill-write" and rank == 1:
+        break_writing(step, die)
+    if kind == "kill-commit" and rank == 0:
+        break_renaming(f"step-{step}.tmp")
+    if kind == "kill-remove" and rank == 0:
+        break_removing(f"step-{step}.old")
+    if kind == "signal-save" and rank == 0:
+        break_writing(step, tell_once)
+    if kind == "signals" and rank == 0:
+        break_writing(step, wait_for_ever)
+
+    def after(done: int) -> None:
+        if done != step:
+            return
+        if kind == "kill-step" and rank == 1:
+            die()
+        if kind == "limit" and rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALLEST_BYTES, SMALLEST_BYTES))
+        if kind == "signal" and rank == 0:
+            tell_launcher()
+
+    return after
+
+
+def main(job: Job) -> None:
+    run_dir, grid, steps, fault, *resume = sys.argv[1:]
+    g_inter, g_data = (int(number) for number in grid.split("x"))
+    kind, _, step = fault.partition(":")
+    after = break_it(kind, int(step or 0), job.transport.rank, job.stop)
+    config = tiny_config(
+        run_dir=run_dir,
+        train={"steps": int(steps)},
+        checkpoint={"every": 2, "keep_last": 2},
+        pruning={"method": "gradual", "interval": 2, "until_step": 9},
+    )
+
+    def on_step(done: int, verdict: Verdict) -> None:
+        after(done)
+
+    trainer = build(
+        job,
+        mlp(),
+        lambda: Datasets(vector_data()),
+        Loaded(config, "broken", {"run_dir": "--run-dir"}),
+        grid=Grid(g_inter, g_data),
+        resume=resume[0] if resume else None,
+    )
+    trainer.train(on_step)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,179 @@
+"""What can happen to a run while it saves, on real ranks: the line, the code, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.mpirun import TESTS, Finished, run_mpirun
+
+from axsparse.checkpoint.folder import CHECKPOINTS, saved_steps, unfinished
+from axsparse.checkpoint.verify import is_whole
+
+KILLED = (9, 137)
+"""What the launchers make of a rank that is killed."""
+
+
+def train(run_dir: Path, fault: str, *, grid: str = "1x2", steps: int = 10) -> Finished:
+    g_inter, g_data = map(int, grid.split("x"))
+    script = str(TESTS / "faults" / "breaking.py")
+    return run_mpirun(g_inter * g_data, [script, str(run_dir), grid, str(steps), fault, "auto"])
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert len(found) == len(dict(found)), "a step is recorded twice"
+    return dict(found)
+
+
+def files(run_dir: Path, step: int) -> dict[str, bytes]:
+    folder = run_dir / CHECKPOINTS / f"step-{step}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = train(run_dir, "none")
+    assert done.returncode == 0, str(done)
+    return run_dir
+
+
+def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, whole: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / CHECKPOINTS
+
+    done = train(run, "kill-write:4")
+    assert done.returncode in KILLED, str(done)
+    assert "has no checkpoint; starts from the beginning" in done.stdout
+    assert saved_steps(folder) == [2] and is_whole(folder / "step-2")
+
+    done = train(run, "limit:3", grid="2x2")
+    assert done.returncode == 74, str(done)
+    skipped = f"passed over: checkpoint {folder}/step-4.tmp: was not finished when the run was"
+    assert skipped in done.stdout
+    assert f"goes on from {folder}/step-2, after step 2" in done.stdout
+    assert done.errors == [
+        f"axsparse: error: rank 1 (stage 1, replica 0): checkpoint {folder}/step-4.tmp: cannot be "
+        "written (File too large); free space there, or choose another --run-dir; checkpoints "
+        "before it are still there"
+    ]
+    assert saved_steps(folder) == [2] and unfinished(folder) == []
+
+    done = train(run, "kill-commit:6")
+    assert done.returncode in KILLED, str(done)
+    assert f"goes on from {folder}/step-2, after step 2" in done.stdout
+    assert saved_steps(folder) == [4, 2]
+    assert [path.name for path in unfinished(folder)] == ["step-6.tmp"]
+
+    done = train(run, "kill-remove:4")
+    assert done.returncode in KILLED, str(done)
+    assert f"passed over: checkpoint {folder}/step-6.tmp" in done.stdout
+    assert saved_steps(folder) == [8, 6] and is_whole(folder / "step-8")
+    assert [path.name for path in unfinished(folder)] == ["step-4.old"]
+
+    done = train(run, "kill-step:9")
+    assert done.returncode in KILLED, str(done)
+    assert f"goes on from {folder}/step-8" in done.stdout
+
+    done = train(run, "none", grid="2x2")
+    assert done.returncode == 0, str(done)
+    assert losses(run) == losses(whole)
+    assert list(losses(run)) == list(range(1, 11))
+    assert files(run, 10) == files(whole, 10) != {}
+    assert saved_steps(folder) == [10, 8] and unfinished(folder) == []
+
+
+def mounted(path: Path, *options: str) -> bool:
+    path.mkdir(exist_ok=True)
+    return not subprocess.run(["mount", *options, str(path)], capture_output=True).returncode
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if os.geteuid() != 0 or not mounted(disk, "-t", "tmpfs", "-o", "size=72k", "tmpfs"):
+        pytest.skip("only root may mount a small disk")
+    try:
+        done = train(disk, "none", grid="1x1")
+
+        assert done.returncode == 74, str(done)
+        (line,) = done.errors
+        assert "checkpoint " in line and "cannot be written (No space left on device)" in line
+        newest, *_ = saved_steps(disk / CHECKPOINTS)
+        assert is_whole(disk / CHECKPOINTS / f"step-{newest}")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_place_that_is_read_only_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if os.geteuid() != 0 or not mounted(place, "-t", "tmpfs", "-o", "ro", "tmpfs"):
+        pytest.skip("only root may mount a read-only place")
+    try:
+        done = train(place, "none", grid="1x1")
+
+        assert done.returncode == 74, str(done)
+        (line,) = done.errors
+        assert "cannot be written (Read-only file system); choose another --run-dir" in line
+        assert "step 1/" not in done.stdout
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
+    tmp_path: Path, whole: Path
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / CHECKPOINTS
+
+    done = train(run, "signal-save:4")
+
+    assert done.returncode == 75, str(done)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("axsparse:")]
+    at = int(line.removeprefix("axsparse: stopped after step ").split(",")[0])
+    assert line == f"axsparse: stopped after step {at}, saved in {folder}; --resume auto goes on"
+    assert saved_steps(folder)[0] == at
+    assert all(is_whole(folder / f"step-{step}") for step in saved_steps(folder))
+    assert losses(run) == {step: loss for step, loss in losses(whole).items() if step <= at}
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    done = train(run, "signals:4", grid="1x1")
+
+    assert done.returncode == 138, str(done)
+    assert "axsparse: leaving at once, by a second SIGUSR1" in done.stderr
+    assert saved_steps(run / CHECKPOINTS) == [2]
+
+
+def test_a_second_job_in_the_same_directory_is_told_who_has_it(tmp_path: Path) -> None:
+    holder = (
+        "import sys, pathlib; from axsparse.run_lock import RunLock\n"
+        "lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "SLURM_JOB_ID": "4711"},
+        text=True,
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+
+        done = train(run, "none", grid="1x1")
+    finally:
+        other.communicate("\n")
+
+    assert done.returncode == 74, str(done)
+    (line,) = done.errors
+    assert f"{run}: is in use by job 4711, process {other.pid} on " in line
+    assert line.endswith("wait for its end, or choose another --run-dir")

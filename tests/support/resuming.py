@@ -1,0 +1,159 @@
+"""Runs that save, stop and go on, in this process, and all that they leave."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.runs import tiny_gpt, token_data
+from torch import Tensor
+
+from axsparse.builder import build
+from axsparse.checkpoint.manifest import Progress
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.errors import AxsparseError, StoppedError
+from axsparse.grid import Grid
+from axsparse.job import Job
+from axsparse.local import LocalWorld
+from axsparse.models.buffers import slots
+from axsparse.models.layer import Model
+from axsparse.startup import Datasets
+from axsparse.trainer import Trainer
+from axsparse.transport import LocalTransport
+
+Layout = tuple[int, int]
+
+
+@dataclass
+class Ran:
+    """What a run did, and where it stood at its end."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Weights, masters, moments and kept positions of all stages, by kind and global name."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """The first replica's."""
+    progress: Progress | None = None
+    stopped: str | None = None
+
+
+def ran(
+    layout: Layout,
+    config: Config,
+    run_dir: Path,
+    *,
+    model: Callable[[Config], Model] = tiny_gpt,
+    data: Dataset | None = None,
+    validation: Dataset | None = None,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    look: Callable[[Trainer], None] = lambda trainer: None,
+) -> Ran:
+    """Train, until a signal after a step if one is given; `look` sees each trainer at the start."""
+    world: LocalWorld[None] = LocalWorld(layout[0] * layout[1])
+    found, failures = Ran(), list[AxsparseError]()
+    config = config.model_copy(update={"run_dir": str(run_dir)})
+    source = Loaded(config, "tiny", {"run_dir": "--run-dir"})
+    datasets = Datasets(data or token_data(), validation)
+
+    def body(rank: int) -> None:
+        job = Job(LocalTransport(world, rank))
+        trainer = build(
+            job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume
+        )
+        look(trainer)
+        if stop_after == trainer.steps_done + 1 and rank == world.size - 1:
+            job.stop.hear(signal.SIGUSR1)
+
+        def note(step: int, verdict: Verdict) -> None:
+            found.losses[step] = verdict.loss
+            found.norms[step] = verdict.grad_norm
+            found.scales[step] = trainer.parts.loss_scale.scale
+            # One rank hears of it while a step is under way; all stop after that step.
+            if stop_after is not None and step == stop_after - 1 and rank == world.size - 1:
+                job.stop.hear(signal.SIGUSR1)
+
+        try:
+            trainer.train(note)
+        except StoppedError as stopped:
+            found.stopped = str(stopped)
+        except AxsparseError as failure:
+            if not failure.on_all_ranks:
+                raise
+            # The others are still to raise it; a failure here and now would end them.
+            failures.append(failure)
+        note_state(found, trainer)
+
+    world.run(body)
+    assert len(failures) in (0, world.size), "some ranks did not hear of the failure"
+    if failures:
+        raise failures[0]
+    return found
+
+
+def note_state(found: Ran, trainer: Trainer) -> None:
+    """Add the state of one rank to that of the others."""
+    found.progress = trainer._progress()
+    for layer in trainer.parts.layers:
+        for tensor in layer.state.owned:
+            values = {
+                "weight": tensor.parameter.detach(),
+                "kept": tensor.index.positions(),
+                "master": layer.state.master(tensor.name),
+                **{m: layer.state.moment(tensor.name, m) for m in layer.state.moments_K},
+            }
+            for kind, value in values.items():
+                before = found.state.setdefault(f"{kind}/{tensor.name}", value.clone())
+                assert torch.equal(before, value), f"replicas differ in {kind} of {tensor.name}"
+        if trainer.parts.place.replica == 0:
+            for slot in slots(layer.module):
+                found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone()
+
+
+def same(ours: Ran, reference: Ran) -> None:
+    """Losses, norms, loss scales of the steps that `ours` did, and all state: the same bits."""
+    assert ours.losses and ours.losses.keys() <= reference.losses.keys()
+    for name in ("losses", "norms", "scales"):
+        mine, other = getattr(ours, name), getattr(reference, name)
+        # As text: NaN is no other than itself.
+        assert str(mine) == str({step: other[step] for step in mine}), name
+    assert ours.progress == reference.progress
+    same_state(ours, reference)
+
+
+def same_state(ours: Ran, reference: Ran) -> None:
+    """All state is the same bits; the second use of the tied weight is where stages need it."""
+    assert ours.state
+    for key, value in ours.state.items():
+        expected = reference.state.get(key)
+        if expected is None:
+            expected = reference.state[key.replace("head.weight", "embed.token.weight")]
+        assert _bits(value).equal(_bits(expected)), key
+    assert ours.buffers.keys() == reference.buffers.keys()
+    for key, value in ours.buffers.items():
+        assert value.equal(reference.buffers[key]), key
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def settings(config: Config, **sections: Any) -> Config:
+    """A configuration with some keys of its sections changed."""
+    return config.model_copy(
+        update={
+            name: getattr(config, name).model_copy(update=value)
+            if isinstance(value, dict)
+            else value
+            for name, value in sections.items()
+        }
+    )
