@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from axsparse.models.sequential import from_sequential as from_sequential
     from axsparse.models.weights import open_weights as open_weights
     from axsparse.models.weights import start_from as start_from
+    from axsparse.planning import plan_for as plan_for
     from axsparse.saving import save_hf_gpt2 as save_hf_gpt2
     from axsparse.startup import Datasets as Datasets
     from axsparse.trainer import Trainer as Trainer
@@ -49,6 +50,7 @@ _HOMES = {
     "count_top1": "axsparse.models.layer",
     "from_sequential": "axsparse.models.sequential",
     "open_weights": "axsparse.models.weights",
+    "plan_for": "axsparse.planning",
     "run": "axsparse.job",
     "save_hf_gpt2": "axsparse.saving",
     "start_from": "axsparse.models.weights",

@@ -12,8 +12,15 @@ USAGE = """\
 usage: axsparse COMMAND ...
 
 commands:
-  train    train what a configuration file describes (axsparse train --help)
-  data     turn text files into tokens (axsparse data prepare --help)
+  train      train what a configuration file describes (axsparse train --help)
+  plan       find a layout, its memory and its time, without a GPU (axsparse plan --help)
+  calibrate  measure this machine, for plans of it (axsparse calibrate --help)
+  trace      hold traces of steps against each other (axsparse trace --help)
+  data       turn text files into tokens (axsparse data prepare --help)
+  ticket     say what a file of masks holds (axsparse ticket show --help)
+  checkpoint look at what a run saved (axsparse checkpoint --help)
+  submit     give a training run to SLURM or LSF (axsparse submit --help)
+  doctor     look whether this machine is fit for training (axsparse doctor --help)
 """
 
 
@@ -24,10 +31,38 @@ def main() -> NoReturn:
         from axsparse import train
 
         train.main(sys.argv[2:])
+    if command == "plan":
+        from axsparse import plan
+
+        plan.main(sys.argv[2:])
+    if command == "calibrate":
+        from axsparse import calibrate
+
+        calibrate.main(sys.argv[2:])
+    if command == "trace":
+        from axsparse import trace_command
+
+        trace_command.main(sys.argv[2:])
     if command == "data":
         from axsparse import data_command
 
         data_command.main(sys.argv[2:])
+    if command == "ticket":
+        from axsparse import ticket_command
+
+        ticket_command.main(sys.argv[2:])
+    if command == "checkpoint":
+        from axsparse import checkpoint_command
+
+        checkpoint_command.main(sys.argv[2:])
+    if command == "submit":
+        from axsparse import submit
+
+        submit.main(sys.argv[2:])
+    if command == "doctor":
+        from axsparse import doctor
+
+        doctor.main(sys.argv[2:])
     if command in ("-h", "--help"):
         sys.stdout.write(USAGE if speaks() else "")
         sys.exit(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +13,16 @@ from pathlib import Path
 
 import torch
 
+from axsparse.checkpoint.compare import (
+    refuse_other_data,
+    refuse_other_model,
+    refuse_other_settings,
+)
+from axsparse.checkpoint.folder import CHECKPOINTS
+from axsparse.checkpoint.manifest import DataEntry
+from axsparse.checkpoint.restore import CheckpointMasks, Files, load_layers
+from axsparse.checkpoint.save import Facts, Saver
+from axsparse.checkpoint.verify import Checkpoint
 from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
@@ -19,6 +31,7 @@ from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync, StageTie, Use
+from axsparse.errors import ConfigError
 from axsparse.grid import Grid
 from axsparse.job import Job, together
 from axsparse.masking.choose import choose_masking
@@ -26,16 +39,19 @@ from axsparse.masking.live import Live, masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.banner import banner
-from axsparse.observe.console import format_count, make_console
+from axsparse.observe.console import format_bytes, format_count, make_console
+from axsparse.observe.memory import host_memory_bytes, resident_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import Phases
-from axsparse.observe.recorder import Recorder, RunFigures
+from axsparse.observe.recorder import Predicted, Recorder, RunFigures
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
+from axsparse.planner.configured import Prediction
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.masks import Masks
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
+from axsparse.run_dir import RunDir, open_run_dir
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
@@ -44,9 +60,10 @@ from axsparse.startup import (
     Data,
     Datasets,
     facts_of,
+    git_hash,
     open_data,
-    prepare_run_dir,
     refuse_odd_rank,
+    versions,
 )
 from axsparse.trainer import Parts, Trainer
 
@@ -60,13 +77,15 @@ def build(
     grid: Grid | None = None,
     score: Score | None = None,
     quiet: bool = False,
+    resume: str | None = None,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
     `open_datasets` is called on first and last stages only. Without `grid`, the layout of
     the configuration decides. `score` is a pruning criterion of one's own: a function from a
     tensor's name and fp32 weights to a score an entry, of which the highest are kept. `quiet`
-    neither prints nor writes anything.
+    neither prints nor writes anything. `resume`: "auto" goes on from the run directory's newest
+    whole checkpoint, if there is one; a path from that run or checkpoint.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
     """
@@ -74,12 +93,19 @@ def build(
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
     together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
-    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid, score))
+    found = _found_memory(loaded.config, transport)
+    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid, score, found))
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
     data = open_data(run, loaded, transport, open_datasets)
-    job.run_dir = None if quiet else prepare_run_dir(run.config, loaded, transport)
+    if quiet and resume is not None:
+        raise ConfigError(
+            "build: resume goes on in a run directory, and quiet has none; leave one of them out"
+        )
+    facts = _facts(run, data)
+    opened = None if quiet else _open_run_dir(run, loaded, facts, job, resume)
+    checkpoint = None if opened is None else opened.checkpoint
     column = run.place.grid.column(run.place.stage)
     replicas = Replicas(
         transport.collective(f"agreements of stage {run.place.stage}", column),
@@ -88,13 +114,89 @@ def build(
     )
     options = _options(run, model, replicas)
     own = [model.layers[number] for number in run.stages[run.place.stage]]
-    masks = _masks_of_start(run, own, options, transport)
+    masks: Masks | None
+    if checkpoint is None:
+        masks = _masks_of_start(run, own, options, transport)
+    else:
+        masks = CheckpointMasks(checkpoint)
     layers = together(
         transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
     )
     recorder = _recorder(run, model.name, layers, data, transport, job.run_dir)
-    parts = _join(run, model, layers, options, data, transport, recorder)
-    return Trainer(run.config, parts)
+    parts = _join(run, model, layers, options, data, transport, recorder, job.run_dir)
+    if checkpoint is not None:
+        together(transport, partial(_load, checkpoint, parts))
+    if opened is None:
+        return Trainer(run.config, parts)
+    progress = None if checkpoint is None else checkpoint.manifest.progress
+    saver = Saver(
+        opened.path / CHECKPOINTS,
+        run.config.checkpoint,
+        facts,
+        transport=transport,
+        place=run.place,
+        survey=run.survey,
+        layers=layers,
+        buffers=parts.buffers,
+        masking=parts.masking,
+        lock=opened.lock,
+        resumed_at=None if progress is None else progress.step,
+    )
+    return Trainer(run.config, parts, saver=saver, stop=job.stop, progress=progress)
+
+
+def _facts(run: Resolved, data: Data) -> Facts:
+    """What a checkpoint says of the run; git is asked on the rank that writes it."""
+    return Facts(
+        data=DataEntry(
+            name=data.name,
+            fingerprint=data.fingerprint,
+            samples=data.training.num_samples,
+            position=0,
+        ),
+        samples_per_step=run.config.batch.global_batch_size,
+        config=run.config.model_dump(mode="json"),
+        versions=versions(),
+        git=git_hash() if run.place.rank == 0 else None,
+    )
+
+
+def _open_run_dir(
+    run: Resolved, loaded: Loaded, facts: Facts, job: Job, resume: str | None
+) -> RunDir:
+    """The run directory, with all that is known at the start in it; signals save from here on.
+
+    A checkpoint that does not fit is refused before anything in the directory changes.
+    """
+    transport = job.transport
+    opened = open_run_dir(loaded, transport, resume)
+
+    def fits() -> list[str]:
+        if opened.checkpoint is None:
+            return []
+        refuse_other_model(opened.checkpoint, run.survey)
+        refuse_other_data(opened.checkpoint, facts.data)
+        return refuse_other_settings(opened.checkpoint, run.config, loaded)
+
+    def begin() -> None:
+        if transport.rank == 0:
+            opened.begin(run.config)
+
+    told = together(transport, fits)
+    together(transport, begin)
+    if transport.rank == 0:
+        for line in (*opened.notes, *told):
+            print(f"axsparse: {line}", flush=True)
+    job.run_dir = opened.path
+    job.stop.listen()
+    return opened
+
+
+def _load(checkpoint: Checkpoint, parts: Parts) -> None:
+    """The state of this rank, and where its pruning method stood."""
+    load_layers(checkpoint, parts.layers, parts.survey.ties)
+    if parts.masking is not None:
+        parts.masking.restore(checkpoint.manifest.standing, Files(checkpoint).read_masking)
 
 
 def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
@@ -150,6 +252,7 @@ def _join(
     data: Data,
     transport: Transport,
     recorder: Recorder,
+    run_dir: Path | None,
 ) -> Parts:
     """The parts of one rank, each given the others that it needs."""
     place, config, phases, replicas = run.place, run.config, Phases(), options.replicas
@@ -187,11 +290,10 @@ def _join(
     )
     collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
 
-    def live() -> Live:
-        assert run.targets is not None
+    live = None
+    if run.targets is not None:
         pattern = run.criterion.pattern
-        return Live(layers, run.survey.ties, run.targets, pattern, options, place, transport)
-
+        live = Live(layers, run.survey.ties, run.targets, pattern, options, place, transport)
     return Parts(
         transport=transport,
         place=place,
@@ -207,12 +309,14 @@ def _join(
         buffers=StageBuffers([layer.module for layer in layers], replicas),
         optimizer=run.optimizer,
         loss_scale=loss_scale(config),
-        masking=choose_masking(run, live, collector, ties),
+        live=live,
+        masking=None if live is None else choose_masking(run, live, collector, ties),
         training=data.training,
         validation=data.validation,
         metrics=tuple(model.metrics),
         phases=phases,
         recorder=recorder,
+        run_dir=run_dir,
     )
 
 
@@ -250,7 +354,8 @@ def _recorder(
     config, survey = run.config, run.survey
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
-    own = [live, _matrix_peak(run.dtype) if peak == "auto" else peak]
+    own = [live, matrix_peak(run.dtype) if peak == "auto" else peak]
+    own.append(max(0, resident_memory_bytes() - live))
     rows = sum_by_owner(transport.world, transport.backoff, own)
     sequences = config.batch.global_batch_size
     figures = RunFigures(
@@ -260,6 +365,7 @@ def _recorder(
         flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
+        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
     )
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
@@ -278,13 +384,46 @@ def _recorder(
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
+        planned=_planned(run.prediction, figures.predicted),
     )
     for line in lines:
         console.line(line)
     return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
 
 
-def _matrix_peak(dtype: torch.dtype) -> float:
+def _found_memory(config: Config, transport: Transport) -> float | None:
+    """Bytes that every host leaves to each of its ranks, the least of all; None if it decides
+    nothing."""
+    layout = config.layout
+    if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
+        return None
+    own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    texts = gather_texts(transport.world, transport.backoff, own)
+    hosts = [text.split(maxsplit=2) for text in texts]
+    ranks = Counter(host for _, _, host in hosts)
+    return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)
+
+
+def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | None:
+    """`overhead`: what the fullest process holds beside its model state, libraries above all."""
+    if prediction is None:
+        return None
+    return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
+
+
+def _planned(prediction: Prediction | None, predicted: Predicted | None) -> str:
+    """What the banner says of it."""
+    if prediction is None or predicted is None:
+        return ""
+    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
+    if predicted.step_seconds is not None:
+        text += f" · step ~{predicted.step_seconds:.3g} s"
+    if prediction.reason is not None:
+        text += f" · g_inter auto: {prediction.reason}"
+    return text
+
+
+def matrix_peak(dtype: torch.dtype) -> float:
     """Flop/s of a square matrix product in this rank, the best of a few."""
     size = 1024
     left = torch.ones(size, size, dtype=dtype)

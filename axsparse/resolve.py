@@ -5,45 +5,53 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from axsparse.comm import Transport
 from axsparse.config.load import Loaded
-from axsparse.config.schema import Config, OptimizerConfig
-from axsparse.config.validate import check_batch, resolve_grid
+from axsparse.config.schema import Config, OptimizerConfig, prunes
+from axsparse.config.validate import check_batch, check_rounds, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.observe.console import format_bytes
 from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.planner.choose import DEFAULT_SLACK, Rejected
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.configured import (
+    AUTO_INDEX,
+    Choice,
+    Prediction,
+    choose_layout,
+    has_costs,
+    predict,
+    workload,
+)
 from axsparse.planner.memory import activation_bytes
+from axsparse.planner.surveyed import SurveyedModel
 from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.pattern import parse_pattern
 from axsparse.pruning.targets import Targets, targets
+from axsparse.pruning.ticket import Ticket, open_ticket
 from axsparse.samo.adamw import ADAMW
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.lamb import LAMB
 from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import IndexKind
 from axsparse.samo.optimizer import Optimizer
+from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.sgd import sgd
-
-if TYPE_CHECKING:
-    from axsparse.pruning.ticket import Ticket
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
-MOST_HALF_MICROBATCHES = 8
-"""Up to here accumulation in half precision errs by less than 0.4 %."""
-DEFAULT_SLACK = 1
 FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
 """Methods whose first masks ask for nothing but the weights."""
+ASSUMED_CLUSTER = "laptop"
+"""By which a layout is found where no cluster is named: memory alone decides, no time is told."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """Part of the steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
-AUTO_INDEX: IndexKind = "uint16"
-"""Half of int32 at no time that shows in a step: docs/decisions/009-index-encodings.md."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Resolved:
     """Of gradient accumulation."""
     index: IndexKind
     """How the positions of kept entries are stored."""
+    prediction: Prediction | None = None
+    """Of memory and time; None for a model without example."""
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
@@ -76,19 +86,13 @@ class Resolved:
     @property
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
-        pruning = self.config.pruning
-        if self.targets is None:
-            return False
-        return self.ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+        return starts_pruned(self.config, self.targets, self.ticket)
 
     @property
     def kept_at_start(self) -> Mapping[str, int]:
         """Entries of the pruned tensors that state is built with; of a threshold for all the even
         spread."""
-        if not self.starts_pruned:
-            return {}
-        assert self.targets is not None
-        return self.targets.kept() if self.ticket is None else self.ticket.kept
+        return _kept_at_start(self.config, self.targets, self.ticket)
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
@@ -116,15 +120,29 @@ def resolve(
     transport: Transport,
     grid: Grid | None,
     score: Score | None = None,
+    found_memory: float | None = None,
 ) -> Resolved:
     """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
     this transport, number of ranks or model cannot run.
 
     `grid` comes before the layout of the configuration. `score` is one's own criterion.
+    `found_memory`: bytes that this machine leaves to every rank, the same on all.
     """
     config = loaded.config
     _check_transport(loaded, transport)
     num_layers = len(surveyed.layers)
+    wanted, ticket = what_is_pruned(config, surveyed)
+    cluster = _cluster(config)
+    subject = None
+    if has_costs(surveyed):
+        start = _kept_at_start(config, wanted, ticket)
+        optimizer = optimizer_of(config.optimizer)
+        subject = workload(config, surveyed, loaded.name, start, optimizer)
+    choice = None
+    if subject is not None and grid is None:
+        choice = _choice(loaded, subject, cluster, transport.size, found_memory)
+    if choice is not None:
+        loaded = replace(loaded, config=_with(config, {"layout.g_inter": choice.row.grid.g_inter}))
     if grid is None:
         grid = resolve_grid(loaded, transport.size, num_layers)
     else:
@@ -133,15 +151,6 @@ def resolve(
     gradient = _gradient(config, grid)
     index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
     pruning = config.pruning
-    wanted = targets(surveyed, pruning) if config.samo.enabled else None
-    if wanted is not None and not any([wanted.sparsity, *wanted.own.values(), pruning.ticket]):
-        wanted = None
-    ticket = None
-    if wanted is not None and pruning.ticket is not None:
-        from axsparse.pruning.ticket import open_ticket
-
-        ticket = open_ticket(pruning.ticket)
-        ticket.check(_shapes(surveyed))
     until = round(config.train.steps * UNTIL.get(pruning.method, 0.5))
     run = Resolved(
         config=_with(
@@ -152,7 +161,10 @@ def resolve(
                 ),
                 "layout.g_inter": grid.g_inter,
                 "layout.g_data": grid.g_data,
-                "pipeline.slack": _unless_auto(config.pipeline.slack, DEFAULT_SLACK),
+                "pipeline.slack": _unless_auto(
+                    config.pipeline.slack,
+                    DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
+                ),
                 "pruning.rewind_step": _unless_auto(
                     pruning.rewind_step, 0 if pruning.method == "iterative" else "never"
                 ),
@@ -172,15 +184,106 @@ def resolve(
         targets=wanted,
         criterion=_criterion(loaded, score),
         ticket=ticket,
-        optimizer=_optimizer(config.optimizer),
+        optimizer=optimizer_of(config.optimizer),
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
         index=index,
     )
+    if wanted is not None and (ticket is None or pruning.method in UNTIL):
+        check_rounds(loaded, run.config)
     split = config.layout.split
     stages = _balanced(loaded, run) if split == "auto" else split_by_hand(split)
     sizes = tuple(len(stage) for stage in stages)
-    return replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
+    config = _with(run.config, {"layout.split": sizes})
+    prediction = None
+    if subject is not None:
+        slack = config.pipeline.slack
+        assert slack != "auto", "it is resolved"
+        settled = replace(subject, split=sizes)
+        reason = None if choice is None else choice.reason
+        prediction = predict(settled, cluster, config, grid, slack, reason)
+    return replace(run, config=config, stages=stages, prediction=prediction)
+
+
+def _cluster(config: Config) -> Cluster | None:
+    """The constants by which times are predicted; what the process holds already is no matter."""
+    name = config.layout.cluster
+    return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
+
+
+def _choice(
+    loaded: Loaded,
+    subject: SurveyedModel,
+    cluster: Cluster | None,
+    ranks: int,
+    found_memory: float | None,
+) -> Choice | None:
+    """What `layout.g_inter: auto` takes; None where it is given, or nothing limits it."""
+    config = loaded.config
+    layout = config.layout
+    if not layout.g_inter == layout.g_data == layout.split == "auto":
+        return None
+    batch = config.batch
+
+    def divides(stages: int) -> bool:
+        share, rest = divmod(batch.global_batch_size, ranks // stages)
+        return not rest and share % batch.microbatch_size == 0
+
+    stages = [n for n in range(1, subject.most_stages + 1) if ranks % n == 0]
+    if layout.memory_per_rank != "auto":
+        room = layout.memory_per_rank * 1e9
+    elif found_memory is not None:
+        # Shared with all else on the host, it is a bound and no promise: never fewer than usual.
+        room, usual = found_memory, 2 if 2 in stages else 1
+        if not divides(usual):
+            return None
+        stages = [n for n in stages if n >= usual]
+    else:
+        return None
+    stages = [n for n in stages if divides(n)]
+    if not stages:
+        return None
+    assumed = cluster or replace(load_cluster(ASSUMED_CLUSTER), overhead_bytes=0.0)
+    has_times = cluster is not None
+    found = choose_layout(subject, assumed, config, ranks, stages, room, has_times=has_times)
+    if isinstance(found, Rejected):
+        raise ConfigError(
+            f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
+            f"that fits {format_bytes(room)} a rank; with {found.g_inter}, {found.reason}; take "
+            "more ranks, prune more, recompute activations (pipeline.checkpoint_activations), or "
+            "set layout.g_inter to try all the same"
+        )
+    return found
+
+
+def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
+    """The pruned tensors, None for dense training, and the ticket that is used from the start."""
+    pruning = config.pruning
+    wanted = targets(surveyed, pruning) if config.samo.enabled else None
+    if wanted is not None and not prunes(pruning):
+        wanted = None
+    if wanted is None or pruning.ticket is None:
+        return wanted, None
+    ticket = open_ticket(pruning.ticket)
+    ticket.check(surveyed.shapes)
+    shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
+    return replace(wanted, shapes=shapes, own={}), ticket
+
+
+def starts_pruned(config: Config, wanted: Targets | None, ticket: Ticket | None) -> bool:
+    """Whether state is built compressed; otherwise it is dense until the first pruning."""
+    pruning = config.pruning
+    if wanted is None:
+        return False
+    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+
+
+def _kept_at_start(
+    config: Config, wanted: Targets | None, ticket: Ticket | None
+) -> Mapping[str, int]:
+    if wanted is None or not starts_pruned(config, wanted, ticket):
+        return {}
+    return wanted.kept() if ticket is None else ticket.kept
 
 
 def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
@@ -228,7 +331,7 @@ def _criterion(loaded: Loaded, score: Score | None) -> Criterion:
     """The score by which the method of the configuration prunes."""
     config = loaded.config
     pruning = config.pruning
-    if pruning.method == "custom" and score is None:
+    if pruning.method == "custom" and score is None and pruning.ticket is None:
         raise ConfigError(
             f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
             "in Python (score=…), or choose magnitude"
@@ -245,15 +348,6 @@ def _criterion(loaded: Loaded, score: Score | None) -> Criterion:
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 
-def _shapes(surveyed: Survey) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, in model order."""
-    return {
-        parameter.name: tuple(parameter.shape)
-        for layer in surveyed.layers
-        for parameter in layer.parameters
-    }
-
-
 def loss_scale(config: Config) -> LossScale:
     """The loss scale of a run's first step."""
     settings = config.loss_scale
@@ -267,7 +361,8 @@ def loss_scale(config: Config) -> LossScale:
     )
 
 
-def _optimizer(settings: OptimizerConfig) -> Optimizer:
+def optimizer_of(settings: OptimizerConfig) -> Optimizer:
+    """The update rule and its moments."""
     if settings.name == "sgd":
         return sgd(settings.momentum, nesterov=settings.nesterov)
     return OPTIMIZERS[settings.name]
@@ -281,7 +376,7 @@ def _gradient(config: Config, grid: Grid) -> str:
         return config.samo.gradient
     batch = config.batch
     microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    return "half" if microbatches <= MOST_HALF_MICROBATCHES else "fp32"
+    return "half" if accumulates_in_half(microbatches) else "fp32"
 
 
 def _check_transport(loaded: Loaded, transport: Transport) -> None:

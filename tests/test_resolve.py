@@ -108,6 +108,68 @@ def limited(limit: float | str, ranks: int = 4, **sections: Any) -> Resolved:
     return resolved(config, ranks, Grid(ranks, 1))
 
 
+def auto(
+    ranks: int = 4, limit: float | str = "auto", found: float | None = None, **sections: Any
+) -> Resolved:
+    layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
+    config = tiny_config(layout=layout, **sections)
+    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
+    return resolve(Loaded(config, "test", {}), surveyed, transport(ranks), None, None, found)
+
+
+def stages(run: Resolved) -> int:
+    return run.place.grid.g_inter
+
+
+def test_auto_takes_the_fewest_stages_that_fit_the_limit() -> None:
+    roomy = auto(limit=1.0)
+    assert roomy.prediction is not None
+    tight = auto(limit=0.8 * roomy.prediction.memory_bytes / 1e9)
+    assert tight.prediction is not None
+
+    assert (stages(roomy), stages(tight)) == (1, 2)
+    assert roomy.prediction.reason == "fits 1.0 GB a rank"
+    assert (tight.prediction.reason or "").startswith("the fewest that fit ")
+    assert tight.prediction.memory_bytes <= 0.8 * roomy.prediction.memory_bytes
+
+
+def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_fewer() -> None:
+    deep: dict[str, Any] = {"model": {"num_layers": 10}}
+    usual = auto(found=1e9, **deep)
+    assert usual.prediction is not None
+    more = auto(found=0.7 * usual.prediction.memory_bytes, **deep)
+
+    assert (stages(usual), stages(more)) == (2, 4)
+    assert stages(auto(3, found=1e9)) == 1
+
+
+def test_a_machine_that_is_too_small_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"auto finds no number of stages of 4 ranks that fits"):
+        auto(found=1e4)
+
+
+def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
+    run = auto(layout={"g_inter": 4}, limit=1.0)
+
+    assert stages(run) == 4
+    assert run.prediction is not None and run.prediction.reason is None
+
+
+def test_a_batch_that_no_replicas_divide_is_still_told_of() -> None:
+    with pytest.raises(ConfigError, match="does not divide evenly over"):
+        auto(5, limit=1.0, batch={"global_batch_size": 12, "microbatch_size": 5})
+
+
+def test_with_a_cluster_time_is_predicted_and_slack_is_what_pays() -> None:
+    timed = auto(limit=1.0, layout={"cluster": "laptop"})
+    without = auto(limit=1.0)
+
+    assert timed.prediction is not None and without.prediction is not None
+    assert timed.prediction.step_seconds is not None and timed.prediction.step_seconds > 0
+    assert without.prediction.step_seconds is None
+    assert (timed.config.pipeline.slack, without.config.pipeline.slack) == (0, 1)
+
+
 def test_without_a_limit_the_work_is_balanced_whatever_it_takes() -> None:
     run = limited("auto")
 

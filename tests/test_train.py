@@ -126,7 +126,7 @@ def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, tmp_
 def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
     tmp_path: Path,
 ) -> None:
-    _, records = train(2, tmp_path, "--set", "pruning.at_step=2", "--set", "layout.g_inter=1")
+    screen, records = train(2, tmp_path, "--set", "pruning.at_step=2", "--set", "layout.g_inter=1")
     (tmp_path / "start").mkdir()
     _, start = train(2, tmp_path / "start", "--set", "layout.g_inter=1")
     (tmp_path / "dense").mkdir()
@@ -140,6 +140,15 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
         dense[0]["model_state_bytes"],
         start[0]["model_state_bytes"],
     ]
+    [change] = [record for record in records if "masks" in record]
+    assert change == {
+        "step": 2,
+        "masks": "pruned",
+        "sparsity": pytest.approx(0.9, abs=1e-4),
+        "model_state_bytes_before": dense[0]["model_state_bytes"],
+        "model_state_bytes": start[0]["model_state_bytes"],
+    }
+    assert "step 2/3  pruned  sparsity 90 %  model state/rank " in screen
 
 
 def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:

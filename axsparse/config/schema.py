@@ -118,7 +118,8 @@ class LayoutConfig(Section):
     """How the ranks are arranged: world = g_inter × g_data."""
 
     g_inter: Count | Auto = "auto"
-    """Pipeline stages; `auto` takes 2 where that divides the ranks, else 1."""
+    """Pipeline stages; `auto` takes the fewest that fit `memory_per_rank`. Without that limit 2
+    where that divides the ranks, else 1, and more only where a host's memory asks for it."""
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / g_inter."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
@@ -127,6 +128,9 @@ class LayoutConfig(Section):
     memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """GB (10⁹ bytes) that model state and activations of a rank may take; `auto` sets no limit.
     The memory of Python, torch and MPI (some 0.3 GB) comes on top."""
+    cluster: str | None = None
+    """A cluster file (`axsparse calibrate` measures one), or the name of a bundled one: its
+    constants predict the time of a step. null predicts memory only."""
 
 
 class PipelineConfig(Section):
@@ -139,7 +143,8 @@ class PipelineConfig(Section):
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: what runs when a forward and a backward have both arrived."""
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1."""
+    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 where
+    memory asks for it. With `layout.cluster`: what the simulated step gains by, if it fits."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
 
@@ -181,8 +186,9 @@ class PruningConfig(Section):
     """Sparsities of their own for some parameters, as `block0.*=0.5`; where several patterns fit,
     the last one counts. `sparsity` is that of all others."""
     at_step: Annotated[int, Field(ge=0)] = 0
-    """Steps done before the first pruning, or before the search begins. 0 prunes while building
-    and never holds dense state, where the method looks at nothing but weights."""
+    """Steps done before the first pruning, or before the search begins (which waits for the end of
+    the warm-up). 0 prunes while building and never holds dense state, where the method looks at
+    nothing but weights."""
     interval: Count = 100
     """Steps between two looks (early-bird), prunings (gradual, iterative) or changes of the mask
     (set, rigl)."""
@@ -207,8 +213,14 @@ class PruningConfig(Section):
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""
     ticket: str | None = None
-    """A ticket file, whose masks are used from the start, under any layout; `set` and `rigl` go
-    on from there, other methods search for nothing any more."""
+    """A ticket file, whose masks are used from the start, under any layout. It decides: what this
+    section says of methods and sparsities is not looked at, except that `set` and `rigl` go on
+    from there."""
+
+
+def prunes(pruning: PruningConfig) -> bool:
+    """Whether anything is to be pruned at all."""
+    return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.ticket)
 
 
 class SamoConfig(Section):
@@ -302,6 +314,24 @@ class TrainConfig(Section):
     """Torch's CPU threads in each rank; part of the numerics, hence fixed."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
+    trace: Annotated[int, Field(ge=0)] = 0
+    """Steps after the first one whose every moment goes to `trace/` of the run directory, for
+    Perfetto and `axsparse trace compare`."""
+
+
+class CheckpointConfig(Section):
+    """What a run saves of itself to go on from, in `checkpoints/` of its run directory."""
+
+    every: Annotated[int, Field(ge=0)] = 500
+    """Steps between two checkpoints; the last step is saved, too. 0 saves only when the run is
+    told to stop (SIGUSR1, SIGTERM)."""
+    keep_last: Count = 3
+    """Newest checkpoints that stay; those that are not whole do not count."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints at multiples of so many steps stay for good; 0: no others than `keep_last`."""
+    buffer: Annotated[float, Field(gt=0.0)] = 1.0
+    """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
+    the disk only where a rank has more to save."""
 
 
 class Config(Section):
@@ -331,6 +361,8 @@ class Config(Section):
     """How the learning rate moves."""
     train: TrainConfig = TrainConfig()
     """How long the run is and what it reports."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What it saves of itself."""
     transport: Literal["auto", "mpi", "local"] = "auto"
     """How ranks talk: `mpi`, or `local` for a single process; `auto` takes MPI if there is one."""
     seed: Annotated[int, Field(ge=0)] = 1234

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from math import isqrt
 
 from axsparse.config.load import Loaded
-from axsparse.config.schema import MODEL_FIELDS, ModelConfig
+from axsparse.config.schema import MODEL_FIELDS, Config, ModelConfig, prunes
 from axsparse.errors import ConfigError, DataError
 from axsparse.grid import Grid
 
+DISTANCES = 5
+"""Between masks, which have to be small for an Early-Bird ticket to be drawn."""
 ONCE = ("magnitude", "random", "custom", "snip")
 """Pruning methods that draw one mask and keep it."""
 
@@ -54,7 +56,7 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "
             "nothing to look ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
         )
-    if config.samo.enabled and config.pruning.sparsity > 0:
+    if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
         _check_pruning(loaded)
     if config.samo.split_master and config.precision != "bf16":
         raise ConfigError(
@@ -115,6 +117,34 @@ def _check_pruning(loaded: Loaded) -> None:
         raise ConfigError(
             f"{loaded.where('pruning.rewind_step')}: {pruning.rewind_step} is above "
             f"pruning.at_step {pruning.at_step}, the first pruning; choose at most that"
+        )
+
+
+def check_rounds(loaded: Loaded, config: Config) -> None:
+    """Whether steps and intervals leave pruning over time something to do; `config` is resolved.
+
+    Raises ConfigError if not.
+    """
+    pruning, where = config.pruning, loaded.where("pruning.interval")
+    begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
+    assert until != "auto"
+    if pruning.method in ("gradual", "iterative") and begin + every > until:
+        raise ConfigError(
+            f"{where}: {every} steps do not fit between pruning.at_step {begin} and "
+            f"pruning.until_step {until}; choose at most {max(until - begin, 1)}"
+        )
+    if pruning.method in ("set", "rigl") and every >= until:
+        raise ConfigError(
+            f"{where}: {every} steps bring no move before pruning.until_step {until}; choose at "
+            f"most {max(until - 1, 1)}, or train longer"
+        )
+    first = max(begin, config.schedule.warmup_steps)
+    last = first + DISTANCES * every
+    if pruning.method == "early-bird" and last > until:
+        raise ConfigError(
+            f"{where}: {DISTANCES + 1} looks, one every {every} steps from step {first} on (after "
+            f"warm-up and pruning.at_step), end at {last}, after pruning.until_step {until}; "
+            "look more often, or search longer"
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import axsparse
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, prunes
+from axsparse.config.validate import ONCE
 from axsparse.grid import Grid
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.observe.console import format_bytes, format_count
@@ -24,8 +25,12 @@ def banner(
     live_bytes: int,
     data: str,
     metrics: Path,
+    planned: str = "",
 ) -> Iterator[str]:
-    """The lines in order. `config` has every `auto` resolved; bytes are the fullest rank's."""
+    """The lines in order. `config` has every `auto` resolved; bytes are the fullest rank's.
+
+    `planned` is what was predicted, and why this layout.
+    """
     parameters = f"{format_count(survey.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
     yield (
@@ -36,7 +41,8 @@ def banner(
         f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"
         for number, stage in enumerate(stages)
     )
-    yield f"model state/rank: {_state(config, dense_bytes, live_bytes)}"
+    beside = f" · {planned}" if planned else ""
+    yield f"model state/rank: {_state(config, dense_bytes, live_bytes)}{beside}"
     batch = config.batch
     per_replica = batch.global_batch_size // grid.g_data
     yield (
@@ -50,18 +56,23 @@ def _pruning(config: Config) -> str:
     if not config.samo.enabled:
         return "dense (samo.enabled is false)"
     pruning = config.pruning
-    if pruning.sparsity == 0:
+    if not prunes(pruning):
         return "dense (pruning.sparsity is 0)"
     what = "of the block weights" if pruning.include == "blocks" else "of all matrices"
+    if pruning.ticket is not None:
+        return f"pruned by the ticket {pruning.ticket}"
     when = f" after step {pruning.at_step}" if pruning.at_step else ""
+    if pruning.pattern is not None:
+        return f"{pruning.pattern} {what} kept by {pruning.method}{when}"
     return f"{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
 
 
 def _state(config: Config, dense_bytes: int, live_bytes: int) -> str:
     if live_bytes == dense_bytes:
-        later = config.samo.enabled and config.pruning.sparsity > 0 and config.pruning.at_step
-        until = f" until step {config.pruning.at_step}, then SAMO" if later else ""
-        return f"dense {format_bytes(dense_bytes)}{until}"
+        later = config.samo.enabled and prunes(config.pruning)
+        at_step = config.pruning.at_step
+        when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
+        return f"dense {format_bytes(dense_bytes)}" + f" until {when}, then SAMO" * later
     return f"dense {format_bytes(dense_bytes)} → SAMO {format_bytes(live_bytes)}"
 
 

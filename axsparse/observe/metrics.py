@@ -80,6 +80,21 @@ class MaskRecord:
     model_state_bytes_before: int
 
 
+@dataclass(frozen=True)
+class PlanRecord:
+    """What the planner predicted, and what the first steps took."""
+
+    step: int
+    """Optimizer steps done before it."""
+    predicted_peak_memory_bytes: float
+    """Of the fullest rank."""
+    measured_peak_memory_bytes: int
+    predicted_step_seconds: float | None
+    """None without `layout.cluster`."""
+    measured_step_seconds: float
+    """Median of the first steps but one."""
+
+
 def perplexity(eval_loss: float) -> float:
     """exp(eval_loss); infinity where that is no float."""
     try:
@@ -99,7 +114,7 @@ class MetricsFile:
         except OSError as error:
             raise self._failure(error) from error
 
-    def write(self, record: StepRecord | EvalRecord | MaskRecord) -> None:
+    def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord) -> None:
         """Append one line of strict JSON, with null for what is not finite."""
         values = asdict(record)
         values |= values.pop("metrics", {})
@@ -130,6 +145,8 @@ class MetricsFile:
         )
 
 
-def _finite(value: float | bool | str) -> float | bool | str | None:
+def _finite(value: float | bool | str | None) -> float | bool | str | None:
     """The value, or None for NaN and infinities, which strict JSON cannot say."""
-    return value if isinstance(value, str) or math.isfinite(value) else None
+    if value is None or isinstance(value, str) or math.isfinite(value):
+        return value
+    return None

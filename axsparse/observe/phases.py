@@ -21,7 +21,17 @@ class Phases:
     runs in a thread of its own, while its caller waits, is an inner block too.
     """
 
-    __slots__ = ("_began", "_blocks", "_clock", "_current", "_interrupted", "_seconds", "_since")
+    __slots__ = (
+        "_began",
+        "_blocks",
+        "_clock",
+        "_current",
+        "_interrupted",
+        "_seconds",
+        "_since",
+        "_spans",
+        "action",
+    )
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -32,6 +42,9 @@ class Phases:
         self._seconds = [0.0] * len(PHASES)
         self._since = clock()
         self._began: float | None = None
+        self._spans: list[tuple[str, str, float, float]] | None = None
+        self.action = ""
+        """What spans are named by, such as "F3"; empty: by their phase."""
 
     def __call__(self, name: str) -> _Block:
         """The with-block of a phase; KeyError if there is no such phase."""
@@ -51,12 +64,35 @@ class Phases:
         self._began = None
         return seconds
 
+    def start_spans(self) -> None:
+        """Keep from now on every stretch of a phase, not their sums alone."""
+        self._spans = []
+
+    def take_spans(self) -> list[tuple[str, str, float, float]]:
+        """Phase, name, begin and end of every stretch since `start_spans`, which ends."""
+        spans, self._spans = self._spans, None
+        assert spans is not None, "take_spans without start_spans"
+        return spans
+
     def _switch(self, number: int) -> None:
         """Charge the time since the last switch to the running phase, and run another."""
         now = self._clock()
+        if self._spans is not None:
+            self._keep(self._spans, now)
         self._seconds[self._current] += now - self._since
         self._since = now
         self._current = number
+
+    def _keep(self, spans: list[tuple[str, str, float, float]], now: float) -> None:
+        """Add the stretch that ends now, or lengthen the last one that it goes on with."""
+        if now <= self._since:
+            return
+        phase = PHASES[self._current]
+        name = self.action or phase
+        if spans and spans[-1][:2] == (phase, name) and spans[-1][3] == self._since:
+            spans[-1] = (phase, name, spans[-1][2], now)
+        else:
+            spans.append((phase, name, self._since, now))
 
 
 class _Block:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from axsparse.comm import Backoff, Collective
 from axsparse.observe.console import Console, Unit, eval_line, format_bytes, step_line
 from axsparse.observe.gather import Gathered, StepGather
-from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
+from axsparse.observe.metrics import (
+    EvalRecord,
+    MaskRecord,
+    MetricsFile,
+    PlanRecord,
+    StepRecord,
+    perplexity,
+)
+
+COMPARED_STEPS = 5
+"""After so many steps what was predicted is held against what was measured."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,16 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """Of a step, by the planner."""
+
+    memory_bytes: float
+    """Peak of the fullest rank."""
+    step_seconds: float | None
+    """None where nobody knows the machine."""
+
+
+@dataclass(frozen=True)
 class RunFigures:
     """What does not change from step to step."""
 
@@ -41,12 +60,8 @@ class RunFigures:
     """Of all ranks together."""
     unit: Unit
     """What a target is: a token, or a sample that is none."""
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that this process has had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    predicted: Predicted | None = None
+    """What the plan says of memory and time."""
 
 
 class Recorder:
@@ -67,12 +82,16 @@ class Recorder:
         self._console = console
         self._known: dict[int, StepFigures] = {}
         self._began = time.perf_counter()
+        self._seconds: list[float] = []
+        self._first: int | None = None
 
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], most: Mapping[str, int]
     ) -> None:
         """Push one step: `seconds` from `Phases.end_step`, `most` whose maximum is recorded."""
         self._known[figures.step] = figures
+        if self._first is None:
+            self._first = figures.step
         self._write(self._gather.push(figures.step, seconds, most))
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
@@ -152,10 +171,37 @@ class Recorder:
             self._file.write(record)
         if self._console is not None:
             self._show(self._console, record, figures.culprit)
+        if run.predicted is not None and len(self._seconds) < COMPARED_STEPS:
+            self._seconds.append(seconds)
+            if len(self._seconds) == COMPARED_STEPS:
+                self._compare(run.predicted, record)
+
+    def _compare(self, predicted: Predicted, record: StepRecord) -> None:
+        """Say how far the plan was off; a first step that allocates is none to go by."""
+        own = PlanRecord(
+            step=record.step,
+            predicted_peak_memory_bytes=predicted.memory_bytes,
+            measured_peak_memory_bytes=record.peak_memory_bytes,
+            predicted_step_seconds=predicted.step_seconds,
+            measured_step_seconds=median(self._seconds[1:]),
+        )
+        if self._file is not None:
+            self._file.write(own)
+        text = (
+            f"peak memory {format_bytes(own.measured_peak_memory_bytes)}, predicted "
+            f"{format_bytes(own.predicted_peak_memory_bytes)}"
+        )
+        if own.predicted_step_seconds is not None:
+            text += (
+                f"; {own.measured_step_seconds:.3g} s a step, predicted "
+                f"{own.predicted_step_seconds:.3g}"
+            )
+        self.say(f"step {record.step}/{self._run.steps}  {text}")
 
     def _show(self, console: Console, record: StepRecord, culprit: str | None) -> None:
         run = self._run
-        each = (time.perf_counter() - self._began) / record.step
+        assert self._first is not None, "a step has been pushed"
+        each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
         line = step_line(
             record.step,
             run.steps,

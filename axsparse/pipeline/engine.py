@@ -108,7 +108,9 @@ class Engine:
             self._take_in(policy)
             action = None if congested else policy.next()
             if action is not None:
+                self._phases.action = str(action)
                 run(action)
+                self._phases.action = ""
                 self._backoff.reset()
             else:
                 with self._phases("bubble"):

@@ -17,7 +17,7 @@ from axsparse.grid import Grid
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cost import StepCosts, step_costs
-from axsparse.planner.memory import StageMemory, most_in_flight, stage_memory
+from axsparse.planner.memory import StageMemory, most_in_flight, needed, stage_memory
 from axsparse.planner.step import StepRun, simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 
@@ -126,6 +126,46 @@ def plan(
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     room = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    rows, rejected = try_layouts(
+        workload,
+        cluster,
+        gpus,
+        global_batch_size=global_batch_size,
+        schedule=schedule,
+        g_inter=g_inter,
+        microbatch_sizes=microbatch_sizes,
+        room=room,
+        costing=costing,
+    )
+    if not rows:
+        last = rejected[-1]
+        raise ConfigError(
+            f"gpus: {workload.name} fits no layout of {gpus} devices of {cluster.name}; with "
+            f"{last.g_inter} stages {last.reason}; take more devices, or prune more"
+        )
+    fewest = min(row.grid.g_inter for row in rows)
+    best = min((r for r in rows if r.grid.g_inter == fewest), key=lambda row: row.seconds)
+    others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
+    curve: list[SlackPoint] = []
+    if schedule is None:
+        curve = slack_curve(cluster, best, room)
+        best = with_slack(cluster, best, chosen_slack(curve))
+    return Plan(workload, cluster, gpus, room, [best, *others], rejected, curve)
+
+
+def try_layouts(
+    workload: Workload,
+    cluster: Cluster,
+    gpus: int,
+    *,
+    global_batch_size: int,
+    schedule: Schedule | None,
+    g_inter: Sequence[int] | None,
+    microbatch_sizes: Sequence[int] | None,
+    room: float,
+    costing: Costing = step_costs,
+) -> tuple[list[Row], list[Rejected]]:
+    """What fits, and what does not; arguments as for `plan`."""
     tried = schedule or Schedule("message-driven", DEFAULT_SLACK, "alternate")
     rows: list[Row] = []
     rejected: list[Rejected] = []
@@ -150,20 +190,7 @@ def plan(
             rejected.append(found)
             if microbatch_sizes is None:
                 break  # larger ones need more
-    if not rows:
-        last = rejected[-1]
-        raise ConfigError(
-            f"gpus: {workload.name} fits no layout of {gpus} devices of {cluster.name}; with "
-            f"{last.g_inter} stages {last.reason}; take more devices, or prune more"
-        )
-    fewest = min(row.grid.g_inter for row in rows)
-    best = min((r for r in rows if r.grid.g_inter == fewest), key=lambda row: row.seconds)
-    others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    curve: list[SlackPoint] = []
-    if schedule is None:
-        curve = slack_curve(cluster, best, room)
-        best = with_slack(cluster, best, chosen_slack(curve))
-    return Plan(workload, cluster, gpus, room, [best, *others], rejected, curve)
+    return rows, rejected
 
 
 def needs(
@@ -263,7 +290,7 @@ def _row(
         found = _stage_needs(stage, load, schedule, cluster, grid, microbatch_size, microbatches)
         return found.total <= room
 
-    balanced = workload.stages(grid.g_inter, grid.g_data)
+    balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
     assert balanced is not None, "there is no limit"
     memory = needs(balanced, schedule, cluster, microbatch_size, microbatches)
     most, fullest = max((stage.total, number) for number, stage in enumerate(memory))
@@ -271,9 +298,9 @@ def _row(
     if most > room:
         loads = None
         if sum(load.state.total for load in balanced) <= room * grid.g_inter:
-            loads = workload.stages(grid.g_inter, grid.g_data, has_room)
+            loads = workload.stages(grid.g_inter, grid.g_data, has_room, microbatches=microbatches)
     if loads is None:
-        return refused(f"stage {fullest} needs {most / 1e9:.1f} GB of {room / 1e9:.1f}")
+        return refused(f"stage {fullest} needs {needed(most, room)}")
     costs = costing(workload, loads, cluster, grid, microbatch_size)
     run = _played(costs, cluster, grid, schedule, microbatches)
     flops = grid.g_data * share * workload.sample_flops

@@ -75,9 +75,12 @@ class GptFormula:
     def num_params(self) -> int:
         return self.body_params + self.embedding_params
 
-    def stages(self, g_inter: int, g_data: int, fits: Fits | None = None) -> list[StageLoad] | None:
-        """Equal loads but for the loss; `g_data` changes nothing without sharding."""
-        assert g_data >= 1
+    def stages(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[StageLoad] | None:
+        """Equal loads but for the loss; `g_data` changes nothing without sharding, and gradients
+        are in fp32 for any number of microbatches."""
+        assert g_data >= 1 and microbatches >= 1
         loads = [self._stage(stage, g_inter) for stage in range(g_inter)]
         if fits is not None and not all(map(fits, range(g_inter), loads)):
             return None

@@ -61,9 +61,23 @@ def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches
     """Microbatches whose activations a stage holds at a time, at most."""
     if schedule.name == "gpipe":
         return microbatches
-    if schedule.name == "1f1b" and stage == g_inter - 1:
-        return 1  # it has nothing to wait for
+    if stage == g_inter - 1:
+        return 1  # it runs each backward directly after its forward
     return min(microbatches, g_inter - stage + schedule.slack)
+
+
+def gigabytes(n: float) -> str:
+    """12_340_000_000 is "12.3", and so are small numbers told apart: 1_234_000 is "0.0012"."""
+    return f"{n / 1e9:.1f}" if n >= 1e8 else f"{n / 1e9:.2g}"
+
+
+def needed(need: float, room: float) -> str:
+    """ "18.2 GB of 16.0", with as many digits as tell the two apart."""
+    for digits in range(1, 10):
+        texts = f"{need / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
+        if texts[0] != texts[1]:
+            break
+    return f"{texts[0]} GB of {texts[1]}"
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class StageRun:
     its gradients."""
     most_in_flight: int
     """Most forwards at a time without their backward."""
+    handled: list[tuple[float, float]]
+    """When each message that takes time was handled: begin and end."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def simulate(
         edges = [Edge()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
     policies = [new_policy(stage) for stage in range(g_inter)]
-    runs = [StageRun([], [], [], 0.0, 0.0, 0.0, 0) for _ in range(g_inter)]
+    runs = [StageRun([], [], [], 0.0, 0.0, 0.0, 0, []) for _ in range(g_inter)]
     in_flight = [0] * g_inter
     inboxes: list[list[Action]] = [[] for _ in range(g_inter)]
     idle = [True] * g_inter
@@ -121,8 +123,10 @@ def simulate(
             for message in inbox:
                 policy.arrived(message.direction, message.microbatch)
                 handling = edges[stage - 1 if message.direction is FORWARD else stage].handling
-                run.p2p += handling
-                now += handling
+                if handling:
+                    run.p2p += handling
+                    run.handled.append((now, now + handling))
+                    now += handling
             inbox.clear()
         action = policy.next()
         if action is None:
@@ -145,8 +149,10 @@ def simulate(
             target = between = stage - 1
         if 0 <= target < g_inter:
             edge = edges[between]
-            end += edge.handling
-            run.p2p += edge.handling
+            if edge.handling:
+                run.p2p += edge.handling
+                run.handled.append((end, end + edge.handling))
+                end += edge.handling
             number += 1
             heapq.heappush(events, (end + edge.latency, 0, number, target, action))
         run.end = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,7 @@ from axsparse.planner.memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.memory import IndexKind
+from axsparse.samo.precision import accumulates_in_half
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -34,8 +36,8 @@ class SurveyedModel:
     kept: Mapping[str, int]
     """Kept entries of the pruned tensors, by the name of a weight's first use; empty is dense."""
     precision: Precision
-    gradient: Precision
-    """Of gradient accumulation."""
+    gradient: Precision | Literal["auto"]
+    """Of gradient accumulation; `auto` goes by the number of microbatches."""
     moments: int
     """Of the optimizer."""
     index: IndexKind
@@ -45,7 +47,7 @@ class SurveyedModel:
     """Every so-manieth layer of a stage is recomputed; 0: none."""
     split: Sequence[int] | None = None
     """Layers of each stage; None balances their work."""
-    _loads: dict[tuple[range, int], StageLoad] = field(
+    _loads: dict[tuple[range, int, Precision], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -66,11 +68,18 @@ class SurveyedModel:
         )
         return 3 * self.survey.flops + again
 
-    def stages(self, g_inter: int, g_data: int, fits: Fits | None = None) -> list[StageLoad] | None:
+    def stages(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[StageLoad] | None:
         replicas = g_data if self.shard_optimizer else 1
+        gradient: Precision = "fp32"
+        if self.gradient != "auto":
+            gradient = self.gradient
+        elif accumulates_in_half(microbatches):
+            gradient = self.precision
 
         def held(stage: int, layers: range) -> bool:
-            return fits is None or fits(stage, self._load(layers, replicas))
+            return fits is None or fits(stage, self._load(layers, replicas, gradient))
 
         if self.split is not None:
             found: list[range] | None = split_by_hand(self.split)
@@ -80,16 +89,18 @@ class SurveyedModel:
         else:
             work = [layer.work for layer in self.survey.layers]
             found = partition(work, g_inter, None if fits is None else held)
-        return None if found is None else [self._load(layers, replicas) for layers in found]
+        if found is None:
+            return None
+        return [self._load(layers, replicas, gradient) for layers in found]
 
-    def _load(self, held: range, replicas: int) -> StageLoad:
+    def _load(self, held: range, replicas: int, gradient: Precision) -> StageLoad:
         """Made once: the search for a split asks for the same layers over and over."""
-        key = (held, replicas)
+        key = (held, replicas, gradient)
         if key not in self._loads:
-            self._loads[key] = self._made(held, replicas)
+            self._loads[key] = self._made(held, replicas, gradient)
         return self._loads[key]
 
-    def _made(self, held: range, replicas: int) -> StageLoad:
+    def _made(self, held: range, replicas: int, gradient: Precision) -> StageLoad:
         layers = [self.survey.layers[number] for number in held]
         again = [
             layer
@@ -114,7 +125,7 @@ class SurveyedModel:
                 self.survey.ties,
                 self.kept,
                 dtype=DTYPES[self.precision],
-                gradient_dtype=DTYPES[self.gradient],
+                gradient_dtype=DTYPES[gradient],
                 moments=self.moments,
                 index=self.index,
                 split_master=self.split_master,

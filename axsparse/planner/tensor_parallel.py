@@ -55,8 +55,10 @@ class TensorParallel:
     def most_stages(self) -> int:
         return self.gpt.most_stages
 
-    def stages(self, g_inter: int, g_data: int, fits: Fits | None = None) -> list[StageLoad] | None:
-        whole = self.gpt.stages(g_inter, g_data)
+    def stages(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[StageLoad] | None:
+        whole = self.gpt.stages(g_inter, g_data, microbatches=microbatches)
         assert whole is not None, "there is no limit"
         loads = [self._part(load, g_data) for load in whole]
         if fits is not None and not all(map(fits, range(g_inter), loads)):

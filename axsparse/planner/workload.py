@@ -77,8 +77,13 @@ class Workload(Protocol):
         """A pipeline cannot have more."""
         ...
 
-    def stages(self, g_inter: int, g_data: int, fits: Fits | None = None) -> list[StageLoad] | None:
-        """The loads of the stages, the dearest as cheap as can be; None if no split fits."""
+    def stages(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[StageLoad] | None:
+        """The loads of the stages, the dearest as cheap as can be; None if no split fits.
+
+        `microbatches` of a replica may decide in which precision gradients add up.
+        """
         ...
 
 

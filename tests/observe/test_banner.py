@@ -32,6 +32,7 @@ def lines(
     stages: tuple[range, ...] = (range(3), range(3, 7)),
     surveyed: Survey | None = None,
     live_bytes: int = 900_000,
+    planned: str = "",
 ) -> list[str]:
     return list(
         banner(
@@ -45,6 +46,7 @@ def lines(
             live_bytes=live_bytes,
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
+            planned=planned,
         )
     )
 
@@ -110,3 +112,9 @@ def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
     text = lines(config(), surveyed=survey(model), stages=(range(9),))[1]
 
     assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9, 100 % of the work)"
+
+
+def test_what_was_predicted_stands_beside_the_state() -> None:
+    found = lines(config(), planned="peak of a rank ~1.2 GB")
+
+    assert found[2] == ("model state/rank: dense 4.0 MB → SAMO 900 kB · peak of a rank ~1.2 GB")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from axsparse.errors import OutputError
-from axsparse.observe.metrics import EvalRecord, MetricsFile, StepRecord, perplexity
+from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
 from axsparse.observe.phases import PHASES
 
 FIELDS = [
@@ -159,3 +159,18 @@ def test_a_full_disk_is_named_when_the_line_is_written_and_when_the_file_is_clos
         metrics.write(RECORD)
     with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
         metrics.close()
+
+
+def test_a_change_of_masks_is_a_line_with_its_figures_as_keys(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(MaskRecord(7, "pruned", {"sparsity": 0.9, "churn": math.inf}, 10, 80))
+
+    assert json.loads(path.read_text()) == {
+        "step": 7,
+        "masks": "pruned",
+        "sparsity": 0.9,
+        "churn": None,
+        "model_state_bytes": 10,
+        "model_state_bytes_before": 80,
+    }

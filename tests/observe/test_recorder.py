@@ -13,9 +13,10 @@ import pytest
 
 from axsparse.local import LocalWorld
 from axsparse.observe.console import Console
+from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
-from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, peak_memory_bytes
+from axsparse.observe.recorder import Predicted, Recorder, RunFigures, StepFigures
 from axsparse.transport import LocalTransport
 
 RUN = RunFigures(
@@ -75,6 +76,41 @@ class Screen:
     @property
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def compared(folder: Path, predicted: Predicted) -> Screen:
+    """Six steps of 9, 2, 2, 2, 3 and 2 seconds."""
+    screen = Screen(folder, run=replace(RUN, predicted=predicted))
+    for step, length in enumerate([9.0, 2.0, 2.0, 2.0, 3.0, 2.0], 1):
+        screen.recorder.step(figures(step), seconds(length), MOST)
+    screen.recorder.flush()
+    screen.recorder.close()
+    return screen
+
+
+def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: Path) -> None:
+    screen = compared(tmp_path, Predicted(40.0, 1.8))
+
+    [record] = [each for each in screen.records if "predicted_step_seconds" in each]
+    assert record == {
+        "step": 5,
+        "predicted_peak_memory_bytes": 40.0,
+        "measured_peak_memory_bytes": 44,
+        "predicted_step_seconds": 1.8,
+        "measured_step_seconds": 2.0,
+    }
+    assert screen.records.index(record) == 5
+    [line] = [line for line in screen.lines if "predicted" in line]
+    assert line.endswith("peak memory 44 B, predicted 40 B; 2 s a step, predicted 1.8")
+
+
+def test_time_is_not_compared_where_none_was_predicted(tmp_path: Path) -> None:
+    screen = compared(tmp_path, Predicted(40.0, None))
+
+    [record] = [each for each in screen.records if "predicted_step_seconds" in each]
+    assert record["predicted_step_seconds"] is None
+    [line] = [line for line in screen.lines if "predicted" in line]
+    assert line.endswith("peak memory 44 B, predicted 40 B")
 
 
 def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from axsparse.models.cost import Activations
 from axsparse.models.survey import LayerInfo
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
-from axsparse.planner.memory import activation_bytes, most_in_flight, stage_memory
+from axsparse.planner.memory import (
+    activation_bytes,
+    gigabytes,
+    most_in_flight,
+    needed,
+    stage_memory,
+)
 from axsparse.planner.simulator import Durations, simulate
 from axsparse.planner.workload import StageLoad
 from axsparse.samo.memory import StateBytes
@@ -95,3 +101,34 @@ def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: Schedul
             assert done.most_in_flight <= bound
             if stage == 0 and g_inter > 1:
                 assert done.most_in_flight == bound
+
+
+@pytest.mark.parametrize(
+    ("need", "room", "text"),
+    [
+        (18.24e9, 16e9, "18.2 GB of 16.0"),
+        (17.184e9, 17.18e9, "17.184 GB of 17.180"),
+        (3.2e6, 3e6, "0.0032 GB of 0.0030"),
+    ],
+)
+def test_a_need_is_told_apart_from_the_room(need: float, room: float, text: str) -> None:
+    assert needed(need, room) == text
+    assert gigabytes(12.34e9) == "12.3"
+    assert gigabytes(1_234_000) == "0.0012"
+
+
+def test_the_last_stage_holds_one_microbatch_and_no_stage_more_than_is_counted() -> None:
+    schedule = Schedule("message-driven", 3, "alternate")
+    run = simulate(
+        lambda stage: schedule.policy(stage=stage, g_inter=3, microbatches=8),
+        Durations.uniform(3, 8, 1.0, 2.0),
+    )
+    counted = [
+        most_in_flight(schedule, stage=stage, g_inter=3, microbatches=8) for stage in range(3)
+    ]
+
+    assert counted == [6, 5, 1]
+    assert all(
+        stage.most_in_flight <= most for stage, most in zip(run.stages, counted, strict=True)
+    )
+    assert run.stages[2].most_in_flight == 1

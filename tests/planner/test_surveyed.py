@@ -7,33 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support.planner_cases import cluster
+from support.surveys import KEPT, SURVEY, layer
 
-from axsparse.models.cost import Activations
-from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
+from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.choose import Row, plan
 from axsparse.planner.surveyed import SurveyedModel
 from axsparse.samo.footprint import stage_bytes
 
-
-def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
-    return LayerInfo(
-        name,
-        "block",
-        (
-            ParameterInfo(f"{name}.weight", (rows, 10), trained=True),
-            ParameterInfo(f"{name}.frozen", (7,), trained=False),
-        ),
-        flops,
-        activations=Activations(inputs=20, saved=saved, outputs=30),
-    )
-
-
-SURVEY = Survey(
-    [layer("a", 10, 1e3), layer("b", 40, 4e3, 700), layer("c", 20, 2e3), layer("d", 10, 3e3)],
-    ties={},
-)
-KEPT = {"b.weight": 40, "c.weight": 20}
 MODEL = SurveyedModel(
     name="four layers",
     survey=SURVEY,
@@ -90,6 +71,14 @@ def test_state_is_what_a_run_would_build(shards: bool) -> None:
     )
 
     assert sum(load.state.total for load in loads) == expected.total
+
+
+@pytest.mark.parametrize(("microbatches", "width"), [(8, 2), (9, 4)])
+def test_auto_accumulates_in_the_precision_of_a_run(microbatches: int, width: int) -> None:
+    loads = replace(MODEL, gradient="auto").stages(1, 1, microbatches=microbatches)
+    assert loads is not None
+
+    assert loads[0].state.gradient == width * (40 + 20 + 100 + 100)
 
 
 def test_stages_are_balanced_by_work_unless_that_does_not_fit() -> None:

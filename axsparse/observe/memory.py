@@ -1,0 +1,42 @@
+"""Memory of this process and of its machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of a cgroup's second and first version, as a container sees its own."""
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """What this process has resident now; its peak where the system does not say."""
+    try:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_memory_bytes()
+
+
+def host_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory of this machine, or what a container may have of it."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits(cgroup)])
+
+
+def _limits(cgroup: Path) -> Iterator[int]:
+    for name in LIMITS:
+        try:
+            text = (cgroup / name).read_text()
+        except OSError:
+            continue
+        if text.strip().isdigit():
+            yield int(text)

@@ -1,0 +1,221 @@
+"""`axsparse plan`: which layout a model should train in, why, and how fast, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError, OutputError
+from axsparse.transport import speaks
+
+if TYPE_CHECKING:
+    from axsparse.planner.cluster import Cluster
+    from axsparse.planner.report import Answer
+    from axsparse.planning import Method, Subject
+
+DESCRIPTION = """\
+Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
+
+  axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
+  axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
+  axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
+"""
+EPILOG = """\
+A layout is stages × replicas. The fewest stages that fit are recommended, at their fastest
+microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
+
+A configuration with layout.g_inter, layout.g_data or layout.split leaves only those layouts.
+A cluster file says where each constant comes from; axsparse calibrate measures one.
+
+exit codes:
+  0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
+"""
+METHODS = ("dense", "samo")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CONFIG)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    arguments = _Parser(
+        prog="axsparse plan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = arguments.add_argument
+    add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one key; may be repeated",
+    )
+    add("--gpus", metavar="N[,N…]", required=True, help="devices; several are a scaling study")
+    add(
+        "--cluster",
+        metavar="NAME",
+        default="laptop",
+        help="a bundled cluster (summit, a100-pod, h200-node, laptop) or a file "
+        "(default %(default)s)",
+    )
+    add(
+        "--microbatch-size",
+        metavar="N[,N…]",
+        help="sizes to try; by default every power of two that divides the batch of a replica",
+    )
+    add("--compare", metavar="METHODS", help="dense,samo: plan both, side by side")
+    add("--json", action="store_true", help="print everything as one JSON object")
+    add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
+    add("--html", metavar="FILE", type=Path, help="write timeline, memory and curves as a page")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Plan, and end the process with its exit code; one of many ranks works."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not speaks():
+        sys.exit(0)
+    arguments = parser().parse_args(argv)
+    try:
+        _plan(arguments)
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.exit(0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    gpus = _numbers("--gpus", arguments.gpus)
+    sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
+    methods = _methods(arguments.compare)
+    # Late, so that --help and mistakes in arguments cost no torch.
+    from axsparse.config.load import load_config
+    from axsparse.observe import trace
+    from axsparse.planner.cluster import load_cluster
+    from axsparse.planner.timeline import spans
+    from axsparse.planning import subject
+
+    cluster = load_cluster(arguments.cluster)
+    loaded = load_config(arguments.config, arguments.overrides)
+    asked = subject(loaded, cluster)
+    answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+    _print(answers, asked.notes, as_json=arguments.json, is_study=len(gpus) > 1)
+    if arguments.trace is not None:
+        last = answers[-1]
+        source = f"simulated: {last.plan.workload.name} ({last.method}), {last.plan.gpus} devices"
+        trace.write(arguments.trace, spans(last.plan.recommended), source)
+    if arguments.html is not None:
+        _write_page(arguments.html, answers, asked.notes)
+
+
+def _answers(
+    asked: Subject,
+    cluster: Cluster,
+    gpus: Sequence[int],
+    methods: Sequence[Method],
+    sizes: Sequence[int] | None,
+) -> Iterator[Answer]:
+    """Method by method; in a study, numbers of devices of which nothing fits are left out, as
+    long as something else fits."""
+    from axsparse.planner.report import Answer
+
+    failure: ConfigError | None = None
+    found = False
+    for number in gpus:
+        for method in methods:
+            try:
+                plan = asked.plan(method, cluster, number, sizes)
+            except ConfigError as error:
+                if len(gpus) == len(methods) == 1:
+                    raise
+                print(f"axsparse: {method}: {error}", file=sys.stderr, flush=True)
+                failure = error
+                continue
+            found = True
+            name = method
+            if method == "start":
+                name = "samo" if plan.workload.is_pruned else "dense"
+            yield Answer(name, plan)
+    if not found:
+        assert failure is not None, "something was asked"
+        raise failure
+
+
+def _print(
+    answers: Sequence[Answer], notes: Sequence[str], *, as_json: bool, is_study: bool
+) -> None:
+    from axsparse.planner import report
+
+    if as_json:
+        everything = {"plans": [report.as_json(answer) for answer in answers], "notes": notes}
+        print(json.dumps(everything))
+        return
+    if not is_study:
+        print("\n".join(report.lines(answers, notes)))
+        return
+    plan = answers[0].plan
+    print(f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}\n")
+    print("\n".join(report.scaling(answers)))
+    for note in notes:
+        print(f"note: {note}")
+
+
+def _write_page(path: Path, answers: Sequence[Answer], notes: Sequence[str]) -> None:
+    from axsparse.planner.drawing import page
+
+    try:
+        path.write_text(page(answers, notes), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"--html {path}: cannot be written ({error.strerror}); choose another place"
+        ) from None
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers between commas."""
+    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
+    if min(found) < 1:
+        raise ConfigError(
+            f"{flag}: {text!r} is no number of at least 1, nor several with commas in between; "
+            "write 512 or 64,128"
+        )
+    return found
+
+
+def _methods(text: str | None) -> list[Method]:
+    if text is None:
+        return ["start"]
+    found: list[Method] = []
+    for part in text.split(","):
+        if part == "dense":
+            found.append("dense")
+        elif part == "samo":
+            found.append("samo")
+        else:
+            raise ConfigError(
+                f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
+            )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A simulated step as the spans of a trace, by the schema of real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from axsparse.observe.trace import Span
+from axsparse.pipeline.policy import BACKWARD
+from axsparse.planner.choose import Row
+from axsparse.planner.simulator import StageRun
+
+
+def spans(row: Row) -> list[Span]:
+    """Every moment of every stage of the replicas that were played; the bubble fills the rest.
+
+    A stage compresses at the end of each backward. All stages update after the slowest
+    all-reduce, as in `step.simulate_step`.
+    """
+    return [
+        span
+        for replica, pipeline in row.run.pipelines.items()
+        for stage, run in enumerate(pipeline.stages)
+        for span in _whole(row, replica, stage, run)
+    ]
+
+
+def _whole(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
+    """The busy spans of a stage in order, with bubbles in between."""
+    now = 0.0
+    for phase, name, begin, end in sorted(_busy(row, stage, run), key=lambda each: each[2]):
+        if begin > now:
+            yield Span(1, replica, stage, "bubble", "bubble", now, begin)
+        if end > begin:
+            yield Span(1, replica, stage, phase, name, begin, end)
+        now = max(now, end)
+    if row.seconds > now:
+        yield Span(1, replica, stage, "bubble", "bubble", now, row.seconds)
+
+
+def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
+    costs = row.costs.stages[stage]
+    share = costs.compress / costs.backward if costs.backward else 0.0
+    for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
+        # Jitter lengthens compression like everything else.
+        compress = share * (end - begin) if action.direction is BACKWARD else 0.0
+        yield "compute", str(action), begin, end - compress
+        yield "compress", str(action), end - compress, end
+    for begin, end in run.handled:
+        yield "p2p", "p2p", begin, end
+    column = max(pipeline.stages[stage].end for pipeline in row.run.pipelines.values())
+    yield "collective", "collective", column, column + row.costs.all_reduce[stage]
+    updated = row.seconds - max(row.costs.optimizer)
+    yield "optimizer", "optimizer", updated, updated + row.costs.optimizer[stage]

@@ -1,0 +1,204 @@
+"""Plans for a model and a configuration: what is surveyed, pruned and asked, before `planner`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_config
+from axsparse.errors import ConfigError
+from axsparse.models.layer import Model
+from axsparse.models.named import named_model
+from axsparse.models.survey import Survey, survey
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.choose import Plan, plan, try_layouts
+from axsparse.planner.cluster import Cluster, Precision, load_cluster
+from axsparse.planner.configured import has_costs, schedules, workload
+from axsparse.planner.surveyed import SurveyedModel
+from axsparse.pruning.targets import Targets
+from axsparse.pruning.ticket import Ticket
+from axsparse.resolve import DTYPES, optimizer_of, starts_pruned, what_is_pruned
+
+Method = Literal["start", "dense", "samo"]
+"""`start`: as the run begins, which is dense where masks are found later; `dense`: without
+pruning; `samo`: with the masks that the run ends with."""
+MOST_TIMES = 256
+"""How many times the devices that were asked for are looked at for what would fit."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run to be planned."""
+
+    loaded: Loaded
+    survey: Survey
+    targets: Targets | None
+    ticket: Ticket | None
+    notes: Sequence[str]
+    """What was taken otherwise than the configuration has it, or has to be known."""
+
+    def workload(self, method: Method) -> SurveyedModel:
+        """What is trained; ConfigError for `samo` if nothing is pruned."""
+        config, name = self.loaded.config, self.loaded.name
+        optimizer = optimizer_of(config.optimizer)
+        is_pruned = method == "samo" or (
+            method == "start" and starts_pruned(config, self.targets, self.ticket)
+        )
+        if not is_pruned:
+            return workload(config, self.survey, name, {}, optimizer)
+        if self.targets is None:
+            raise ConfigError(
+                f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
+                "SAMO to compare with; set it above 0 (and samo.enabled to true)"
+            )
+        kept = self.targets.kept() if self.ticket is None else self.ticket.kept
+        return workload(config, self.survey, name, kept, optimizer)
+
+    def room(self, cluster: Cluster) -> float:
+        """Bytes that a rank may take, its overhead included."""
+        limit = self.loaded.config.layout.memory_per_rank
+        if limit == "auto":
+            return cluster.memory_bytes
+        return limit * 1e9 + cluster.overhead_bytes
+
+    def plan(
+        self,
+        method: Method,
+        cluster: Cluster,
+        gpus: int,
+        microbatch_sizes: Sequence[int] | None = None,
+    ) -> Plan:
+        """The plan; ConfigError if nothing fits, with how many devices would do."""
+        asked = self.workload(method)
+        failure: ConfigError | None = None
+        for schedule in schedules(self.loaded.config, has_times=True):
+            found = self._try(asked, cluster, gpus, schedule, microbatch_sizes)
+            if isinstance(found, Plan):
+                return found
+            failure = found
+        enough = self._enough(asked, cluster, gpus)
+        hint = f"; {enough} devices would do" if enough else ""
+        raise ConfigError(f"{failure}{hint}")
+
+    def _try(
+        self,
+        asked: SurveyedModel,
+        cluster: Cluster,
+        gpus: int,
+        schedule: Schedule | None,
+        microbatch_sizes: Sequence[int] | None,
+    ) -> Plan | ConfigError:
+        try:
+            return plan(
+                asked,
+                cluster,
+                gpus,
+                global_batch_size=self.loaded.config.batch.global_batch_size,
+                schedule=schedule,
+                g_inter=self._stages(gpus),
+                microbatch_sizes=microbatch_sizes,
+                memory_bytes=self.room(cluster),
+            )
+        except ConfigError as error:
+            return error
+
+    def _stages(self, gpus: int) -> list[int] | None:
+        """The numbers of stages that the configuration leaves open; None: all."""
+        layout = self.loaded.config.layout
+        if layout.g_inter != "auto":
+            return [layout.g_inter]
+        if layout.g_data != "auto":
+            if gpus % layout.g_data:
+                raise ConfigError(
+                    f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
+                    f"{gpus} devices; choose a divisor, or auto"
+                )
+            return [gpus // layout.g_data]
+        return None if layout.split == "auto" else [len(layout.split)]
+
+    def _enough(self, asked: SurveyedModel, cluster: Cluster, gpus: int) -> int | None:
+        """The least doubling of the devices of which some deep pipeline fits."""
+        config = self.loaded.config
+        least = Schedule(config.pipeline.schedule, 0, config.pipeline.prefer)
+        if self._stages(gpus) is not None:
+            return None  # more devices would only be more replicas
+        more = 2 * gpus
+        while more <= MOST_TIMES * gpus:
+            deepest = max(n for n in range(1, asked.most_stages + 1) if more % n == 0)
+            rows, _ = try_layouts(
+                asked,
+                cluster,
+                more,
+                global_batch_size=config.batch.global_batch_size,
+                schedule=least,
+                g_inter=[deepest],
+                microbatch_sizes=[1],
+                room=self.room(cluster),
+            )
+            if rows:
+                return more
+            more *= 2
+        return None
+
+
+def subject(loaded: Loaded, cluster: Cluster, model: Model | None = None) -> Subject:
+    """Look at the model of the configuration, or at another one, for a plan on this cluster.
+
+    Weights are not read. ConfigError for what no run could do, and for a model whose layers'
+    costs are not known.
+    """
+    check_config(loaded)
+    loaded, notes = _in_a_precision_of(cluster, loaded)
+    if model is None:
+        bare = loaded.config.model.model_copy(update={"weights": None})
+        model = named_model(_with(loaded, {"model": bare}))
+    surveyed = survey(model, DTYPES[loaded.config.precision])
+    if not has_costs(surveyed):
+        raise ConfigError(
+            f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
+            "give Model(…, example=…)"
+        )
+    targets, ticket = what_is_pruned(loaded.config, surveyed)
+    if targets is not None and not starts_pruned(loaded.config, targets, ticket):
+        notes.append(
+            f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
+            "dense,samo shows what the pruned part would need"
+        )
+    return Subject(loaded, surveyed, targets, ticket, notes)
+
+
+def plan_for(
+    model: Model,
+    cluster: Cluster | str,
+    gpus: int,
+    config: Config | None = None,
+    *,
+    method: Method = "start",
+) -> Plan:
+    """Which layout a model should train in on so many devices; all layouts, ranked.
+
+    `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
+    pruning and everything else (defaults: `Config()`). Needs no device and no MPI.
+    Raises ConfigError where nothing fits, MissingInputError for an unknown cluster.
+    """
+    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    loaded = Loaded(config or Config(), model.name, {})
+    return subject(loaded, found, model).plan(method, found, gpus)
+
+
+def _in_a_precision_of(cluster: Cluster, loaded: Loaded) -> tuple[Loaded, list[str]]:
+    """bf16 becomes fp16 on devices without it, unless somebody asked for it by --set."""
+    if loaded.config.precision != "bf16" or loaded.origins.get("precision") == "--set":
+        return loaded, []
+    if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
+        return loaded, []
+    half: Precision = "fp16"
+    note = f"{cluster.name} has no bf16: planned as precision={half}"
+    return _with(loaded, {"precision": half}), [note]
+
+
+def _with(loaded: Loaded, values: Mapping[str, object]) -> Loaded:
+    return replace(loaded, config=loaded.config.model_copy(update=dict(values)))
