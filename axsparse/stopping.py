@@ -1,4 +1,7 @@
-"""How a run is told to stop: SIGUSR1 or SIGTERM once, and at once by a second one.
+"""How a run is told to stop: SIGUSR1 or SIGTERM once, and at once by a second one later.
+
+A scheduler, a job script and a launcher may each pass on the same signal, so those that come
+within seconds of the first are it again.
 
 Python runs signal handlers between two instructions of the main thread, so not while that
 waits in MPI or computes in torch. What the interpreter's own handler writes to a pipe is there
@@ -11,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,9 @@ class StopRequest:
         """`leave(code)` ends the process at the second signal."""
         self.reason: str | None = None
         """The name of the signal."""
+        self.echo_seconds = 5.0
+        """For so long after the first signal others are taken for the same."""
+        self._heard_at = 0.0
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
         self._before: dict[int, Any] = {}
@@ -63,6 +70,9 @@ class StopRequest:
             return
         if self.reason is None:
             self.reason = signal.Signals(number).name
+            self._heard_at = time.monotonic()
+            return
+        if time.monotonic() - self._heard_at < self.echo_seconds:
             return
         sys.stderr.write(f"axsparse: leaving at once, by a second {signal.Signals(number).name}\n")
         self._leave(128 + number)

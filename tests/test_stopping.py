@@ -43,6 +43,7 @@ def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) ->
 def test_a_second_signal_leaves_at_once(
     stop: StopRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stop.echo_seconds = 0.0
     stop.listen()
     os.kill(os.getpid(), signal.SIGUSR1)
     wait_for(stop)
@@ -51,6 +52,14 @@ def test_a_second_signal_leaves_at_once(
 
     assert vars(stop)["left"].wait(60)
     assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGTERM\n"
+
+
+def test_one_signal_that_several_pass_on_is_one(stop: StopRequest) -> None:
+    for _ in range(3):
+        stop.hear(signal.SIGUSR1)
+
+    assert stop.reason == "SIGUSR1"
+    assert not vars(stop)["left"].is_set()
 
 
 def test_other_signals_mean_nothing_to_it(stop: StopRequest) -> None:
@@ -85,7 +94,8 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c() -> None:
     """There Python runs no handler: the thread that reads the pipe has to."""
     waiting = (
         "import ctypes; from axsparse.stopping import StopRequest\n"
-        "StopRequest().listen(); print('ready', flush=True)\n"
+        "stop = StopRequest(); stop.echo_seconds = 0.0\n"
+        "stop.listen(); print('ready', flush=True)\n"
         "mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)\n"
         # The second call waits for ever, whatever signals come.
         "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"

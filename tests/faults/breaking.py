@@ -109,6 +109,7 @@ def break_it(kind: str, step: int, rank: int, stop: StopRequest) -> Callable[[in
             tell_launcher()
 
     def wait_for_ever() -> None:
+        stop.echo_seconds = 0.0
         tell_launcher()
         while not stop.is_set:
             os.sched_yield()
