@@ -405,7 +405,8 @@ def test_ranks_run_from_a_copy_of_the_environment_that_is_removed_afterwards(
     assert run(*arguments) == 0
 
     used = [line["executable"] for line in history(here / "r", 1) if isinstance(line, dict)]
-    assert used == [str(disk / "axsparse-41" / "bin" / "python")] * 2
+    # A rank may be told to stop before it has written a line of its start.
+    assert set(used) == {str(disk / "axsparse-41" / "bin" / "python")}
     assert list(disk.iterdir()) == []
     assert sorted(path.suffix for path in (here / "r").glob("[je]*")) == [".log", ".sh"]
 

@@ -154,4 +154,4 @@ def test_the_group_says_what_it_has(arguments: list[str], show: Show) -> None:
 
 
 def test_the_command_is_one_of_axsparse(tmp_path: Path) -> None:
-    assert "  ticket   say what" in axsparse("--help", cwd=tmp_path).stdout
+    assert "  ticket     say what" in axsparse("--help", cwd=tmp_path).stdout

@@ -109,11 +109,11 @@ class EarlyBird:
         entries, kept entries of one mask. Draws if the queue is full and all of it is below
         the threshold.
         """
-        assert 0 <= mismatched <= 2 * kept and 0 < kept <= total, "nothing is kept"
+        assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
         first, self._last_step = self._last_step is None, successful_steps
         hamming = churn = None
         if not first:
-            hamming, churn = mismatched / total, mismatched / (2 * kept)
+            hamming, churn = mismatched / total, mismatched / max(2 * kept, 1)
             self._queue.append(churn if self._metric == "churn" else hamming)
             if len(self._queue) == self._queue.maxlen and max(self._queue) < self._threshold:
                 return Judgement("draw", hamming, churn)

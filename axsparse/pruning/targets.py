@@ -74,13 +74,7 @@ def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
         sparsity = 1 - n / m
         for name, shape in shapes.items():
             check_pattern(name, shape, n, m)
-    found = Targets(shapes, sparsity, pruning.distribution, own)
-    if shapes and not any(found.kept().values()):
-        raise ConfigError(
-            f"pruning.sparsity: {sparsity:g} keeps no entry of any of {len(shapes)} tensors; "
-            "choose less, or leave small ones out by pruning.exclude"
-        )
-    return found
+    return Targets(shapes, sparsity, pruning.distribution, own)
 
 
 def _entry(entry: str) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -98,16 +99,27 @@ def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> No
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (torch.ones(3), r"score of w: \(3,\) of torch.float32, torch.strided, on cpu; it"),
-        (None, "score of w: NoneType; it must be one number an entry"),
-        (torch.ones(2, 3) * 1j, r"of torch.complex64, torch.strided, on cpu; it must be one"),
-        (torch.ones(2, 3).to_sparse(), r"torch.sparse_coo, on cpu; it must be one number an"),
-        (torch.full((2, 3), float("nan")), "score of w: NaN, which has no order; return numbers"),
+        (lambda: torch.ones(3), r"score of w: \(3,\) of torch.float32, torch.strided, on cpu; it"),
+        (lambda: None, "score of w: NoneType; it must be one number an entry"),
+        (
+            lambda: torch.ones(2, 3) * 1j,
+            r"of torch.complex64, torch.strided, on cpu; it must be one",
+        ),
+        (
+            lambda: torch.ones(2, 3).to_sparse(),
+            r"torch.sparse_coo, on cpu; it must be one number an",
+        ),
+        (
+            lambda: torch.full((2, 3), float("nan")),
+            "score of w: NaN, which has no order; return numbers",
+        ),
     ],
 )
-def test_a_score_that_does_not_fit_its_tensor_is_refused(wrong: Tensor, said: str) -> None:
+def test_a_score_that_does_not_fit_its_tensor_is_refused(
+    wrong: Callable[[], Tensor], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        Criterion(lambda name, weight: wrong).mask("w", (2, 3), lambda: torch.ones(2, 3), 3)
+        Criterion(lambda name, weight: wrong()).mask("w", (2, 3), lambda: torch.ones(2, 3), 3)
 
 
 def test_a_score_may_write_to_the_weights_it_is_given() -> None:

@@ -198,6 +198,14 @@ def test_a_mask_that_settles_in_the_last_round_is_drawn() -> None:
     assert play(search(max_steps=50), [0] * 6)[-1] == "draw"
 
 
+def test_masks_that_keep_nothing_have_settled() -> None:
+    found = search(max_steps=50)
+
+    outcomes = [found.judge(10 * step, 0, 100, 0).outcome for step in range(6)]
+
+    assert outcomes == ["search"] * 5 + ["draw"]
+
+
 def test_a_search_needs_room_for_a_draw() -> None:
     EarlyBird(interval=100, start_step=200, max_steps=700)
 
