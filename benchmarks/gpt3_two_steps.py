@@ -46,6 +46,7 @@ COMMON = (
     "pipeline.slack=0",
     "train.eval_steps=0",
     "train.log_every=1",
+    "checkpoint.every=0",
 )
 RUNS = {
     "embeddings pruned": ("pruning.include=all", 14e9),
