@@ -28,7 +28,7 @@ def test_the_directives_say_what_the_job_asks_for() -> None:
         "-wt": "5",
         "-r": "",
         "-Q": "75",
-        "-o": "/work/project/runs/gpt/job-%J.log",
+        "-o": "/scratch/project/runs/gpt/job-%J.log",
         "-P": "abc123",
         "-q": "batch",
     }
@@ -73,7 +73,7 @@ def test_a_chain_is_an_array_of_which_one_runs_at_a_time() -> None:
         {},
         {"chain": 4},
         {"launcher": "mpirun"},
-        {"copy_to": Path("/local disk"), "setup": Path("/work/my modules.sh")},
+        {"copy_to": Path("/local disk"), "setup": Path("/scratch/my modules.sh")},
     ],
 )
 def test_shells_can_read_the_script(values: dict[str, Any]) -> None:

@@ -138,13 +138,13 @@ def test_what_passes_as_one_line_is_one_whoever_reads_it(text: str) -> None:
             "could be copied; install axsparse into one, or leave the option out",
         ),
         (
-            {"run_dir": Path("/work/100%")},
-            "run_dir: '/work/100%' holds one of \" $ % ' \\ `, which schedulers replace in the "
+            {"run_dir": Path("/scratch/100%")},
+            "run_dir: '/scratch/100%' holds one of \" $ % ' \\ `, which schedulers replace in the "
             "name of the log; choose another --run-dir",
         ),
         (
-            {"run_dir": Path("/work/a\n#SBATCH --uid=0")},
-            "run_dir: '/work/a\\n#SBATCH --uid=0' holds a line break or another control "
+            {"run_dir": Path("/scratch/a\n#SBATCH --uid=0")},
+            "run_dir: '/scratch/a\\n#SBATCH --uid=0' holds a line break or another control "
             "character; remove it",
         ),
         (
@@ -153,8 +153,8 @@ def test_what_passes_as_one_line_is_one_whoever_reads_it(text: str) -> None:
             "character; remove it",
         ),
         (
-            {"setup": Path("/work/a\rb")},
-            "--setup: '/work/a\\rb' holds a line break or another control character; remove it",
+            {"setup": Path("/scratch/a\rb")},
+            "--setup: '/scratch/a\\rb' holds a line break or another control character; remove it",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_the_directives_say_what_the_job_asks_for() -> None:
         "--signal": "B:USR1@300",
         "--requeue": "",
         "--open-mode": "append",
-        "--output": "/work/project/runs/gpt/job-%j.log",
+        "--output": "/scratch/project/runs/gpt/job-%j.log",
         "--account": "abc123",
         "--partition": "batch",
     }
@@ -58,9 +58,9 @@ def test_a_chain_is_an_array_of_which_one_runs_at_a_time() -> None:
 
 
 def test_a_log_with_blanks_is_one_word() -> None:
-    options = read_slurm(render(make_request(run_dir=Path("/work/my runs/é"))))
+    options = read_slurm(render(make_request(run_dir=Path("/scratch/my runs/é"))))
 
-    assert options["--output"] == "/work/my runs/é/job-%j.log"
+    assert options["--output"] == "/scratch/my runs/é/job-%j.log"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_every_word_of_the_command_arrives_as_it_was_given() -> None:
         {},
         {"chain": 4},
         {"launcher": "srun", "mpi": "pmix"},
-        {"setup": Path("/work/my modules.sh"), "folder": Path("/work/it's here")},
+        {"setup": Path("/scratch/my modules.sh"), "folder": Path("/scratch/it's here")},
         {"copy_to": Path("/local disk"), "train": ("-m", "axsparse.train", f"--set={HARD}")},
     ],
 )
