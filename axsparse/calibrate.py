@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.errors import EXIT_CONFIG, ConfigError, OutputError
-from axsparse.transport import speaks
+from axsparse.command import CommandParser
+from axsparse.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
-
     from axsparse.job import Job
 
 DESCRIPTION = """\
@@ -36,27 +32,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Speaks once for all ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        if speaks():
-            print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if speaks():
-            super().print_help(file)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse calibrate",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = arguments.add_argument
     add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError, MissingInputError
+from axsparse.command import CommandParser
+from axsparse.errors import AxsparseError, ConfigError, MissingInputError
 
 DESCRIPTION = """\
 Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in it:
@@ -23,19 +23,11 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse checkpoint",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = arguments.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from axsparse.command import CommandParser
 from axsparse.data.prepare import Request, prepare
 from axsparse.data.prepare_documents import Reading
 from axsparse.data.prepare_tokenizers import SEPARATOR
@@ -50,20 +51,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line of `prepare`."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse data prepare",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from axsparse.errors import EXIT_CONFIG, EXIT_INTERNAL, ConfigError
+from axsparse.command import CommandParser
+from axsparse.errors import EXIT_INTERNAL, ConfigError
 from axsparse.transport import speaks
 
 if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
-
     from axsparse.checkup import Finding
     from axsparse.machine import Facts
 
@@ -35,27 +33,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Speaks once for all ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        if speaks():
-            print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if speaks():
-            super().print_help(file)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse doctor",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     arguments.add_argument(
         "--run-dir",

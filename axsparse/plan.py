@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError, OutputError
+from axsparse.command import CommandParser
+from axsparse.errors import AxsparseError, ConfigError, OutputError
 from axsparse.transport import speaks
 
 if TYPE_CHECKING:
@@ -40,20 +41,12 @@ exit codes:
 METHODS = ("dense", "samo")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse plan",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = arguments.add_argument
     add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from axsparse.command import CommandParser
 from axsparse.config.load import Loaded, load_config
 from axsparse.config.validate import check_batch, check_config, resolve_grid
-from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError, MissingInputError, OutputError
+from axsparse.errors import AxsparseError, ConfigError, MissingInputError, OutputError
 from axsparse.grid import Grid
 from axsparse.scheduler import lsf, slurm
 from axsparse.scheduler.request import Request, check, clock, count, directive, duration, name
@@ -48,21 +49,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        shown = "".join(letter if letter.isprintable() else " " for letter in message)
-        print(f"axsparse: error: {shown}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse submit",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = arguments.add_argument
     scheduler = arguments.add_mutually_exclusive_group(required=True)

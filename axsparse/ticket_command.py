@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from axsparse.command import CommandParser
 from axsparse.errors import EXIT_CONFIG, AxsparseError
 from axsparse.transport import speaks
 
@@ -38,20 +38,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line of `show`."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse ticket show",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket")
     arguments.add_argument(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from axsparse.command import CommandParser
 from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError
 from axsparse.observe.trace import Span, differences, read, step_seconds
 from axsparse.planner.report import table
@@ -31,19 +31,11 @@ both files.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line of `compare`."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse trace compare",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     arguments.add_argument("first", metavar="A", type=Path, help="a trace")
     arguments.add_argument("second", metavar="B", type=Path, help="another")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from axsparse.errors import EXIT_CONFIG
+from axsparse.command import CommandParser
 from axsparse.stopping import StopRequest
-from axsparse.transport import speaks
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 DESCRIPTION = """\
 Train a pruned network over pipeline stages and replicas.
@@ -48,27 +42,12 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Speaks once for all ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        if speaks():
-            print(f"axsparse: error: {message}; see --help", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CONFIG)
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if speaks():
-            super().print_help(file)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    arguments = _Parser(
+    arguments = CommandParser(
         prog="axsparse train",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     arguments.add_argument(
         "--config",

@@ -191,6 +191,7 @@ FLOORS = {
     "submit": 6,
     "doctor": 6,
     "checkpoint_command": 6,
+    "command": 5,
     "ticket_command": 6,
     "__main__": 6,
 }
