@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +23,7 @@ from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
-from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
+from axsparse.data_parallel.agreement import gather_texts
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
 from axsparse.data_parallel.sync import GradientSync, StageTie, Use
@@ -38,34 +34,31 @@ from axsparse.masking.choose import choose_masking
 from axsparse.masking.live import Live, masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
-from axsparse.observe.banner import banner
-from axsparse.observe.console import format_bytes, format_count, make_console
-from axsparse.observe.memory import host_memory_bytes, resident_memory_bytes
-from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import Phases
-from axsparse.observe.recorder import Predicted, Recorder, RunFigures
+from axsparse.observe.recorder import Recorder
+from axsparse.parts import Parts
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
-from axsparse.planner.configured import Prediction
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.masks import Masks
+from axsparse.reporting import make_recorder
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
 from axsparse.run_dir import RunDir, open_run_dir
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
 from axsparse.startup import (
-    METRICS_FILE,
     Data,
     Datasets,
     facts_of,
+    found_memory,
     git_hash,
     open_data,
     refuse_odd_rank,
     versions,
 )
-from axsparse.trainer import Parts, Trainer
+from axsparse.trainer import Trainer
 
 
 def build(
@@ -93,7 +86,7 @@ def build(
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
     together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
-    found = _found_memory(loaded.config, transport)
+    found = found_memory(loaded.config, transport)
     run = together(transport, lambda: resolve(loaded, surveyed, transport, grid, score, found))
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
@@ -122,7 +115,7 @@ def build(
     layers = together(
         transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
     )
-    recorder = _recorder(run, model.name, layers, data, transport, job.run_dir)
+    recorder = make_recorder(run, model.name, layers, data, transport, job.run_dir)
     parts = _join(run, model, layers, options, data, transport, recorder, job.run_dir)
     if checkpoint is not None:
         together(transport, partial(_load, checkpoint, parts))
@@ -340,96 +333,3 @@ def _stage_ties(
             pairs[stages] = transport.collective(f"tie {first}", ranks)
         found.append(StageTie(uses, pairs.get(stages)))
     return found
-
-
-def _recorder(
-    run: Resolved,
-    model_name: str,
-    layers: Sequence[BuiltLayer],
-    data: Data,
-    transport: Transport,
-    run_dir: Path | None,
-) -> Recorder:
-    """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
-    config, survey = run.config, run.survey
-    live = sum(layer.state.live_bytes().total for layer in layers)
-    peak = config.train.peak_flops
-    own = [live, matrix_peak(run.dtype) if peak == "auto" else peak]
-    own.append(max(0, resident_memory_bytes() - live))
-    rows = sum_by_owner(transport.world, transport.backoff, own)
-    sequences = config.batch.global_batch_size
-    figures = RunFigures(
-        steps=config.train.steps,
-        log_every=config.train.log_every,
-        tokens_per_step=sequences * (data.training.targets_per_sample or 1),
-        flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
-        peak_flops=sum(row[1] for row in rows),
-        unit=data.unit,
-        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
-    )
-    if run_dir is None or transport.rank != 0:
-        return Recorder(transport.world, transport.backoff, figures, None, None)
-    console = make_console(sys.stdout)
-    metrics = run_dir / METRICS_FILE
-    lines = banner(
-        config,
-        survey,
-        run.stages,
-        run.place.grid,
-        name=model_name,
-        transport=transport.name,
-        dense_bytes=max(
-            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
-        ),
-        live_bytes=int(max(row[0] for row in rows)),
-        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
-        metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted),
-    )
-    for line in lines:
-        console.line(line)
-    return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
-
-
-def _found_memory(config: Config, transport: Transport) -> float | None:
-    """Bytes that every host leaves to each of its ranks, the least of all; None if it decides
-    nothing."""
-    layout = config.layout
-    if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
-        return None
-    own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
-    texts = gather_texts(transport.world, transport.backoff, own)
-    hosts = [text.split(maxsplit=2) for text in texts]
-    ranks = Counter(host for _, _, host in hosts)
-    return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)
-
-
-def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | None:
-    """`overhead`: what the fullest process holds beside its model state, libraries above all."""
-    if prediction is None:
-        return None
-    return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
-
-
-def _planned(prediction: Prediction | None, predicted: Predicted | None) -> str:
-    """What the banner says of it."""
-    if prediction is None or predicted is None:
-        return ""
-    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
-    if predicted.step_seconds is not None:
-        text += f" · step ~{predicted.step_seconds:.3g} s"
-    if prediction.reason is not None:
-        text += f" · g_inter auto: {prediction.reason}"
-    return text
-
-
-def matrix_peak(dtype: torch.dtype) -> float:
-    """Flop/s of a square matrix product in this rank, the best of a few."""
-    size = 1024
-    left = torch.ones(size, size, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
-        began = time.perf_counter()
-        torch.mm(left, left)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 import torch
 
-from axsparse.builder import build, matrix_peak
+from axsparse.builder import build
 from axsparse.comm import Collective, Direction, Link, Message, Op, Transport, wait
 from axsparse.config.load import Loaded
 from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
@@ -24,6 +24,7 @@ from axsparse.observe.memory import host_memory_bytes, resident_memory_bytes
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.configured import workload
 from axsparse.planner.fitting import Measured, fitted
+from axsparse.reporting import matrix_peak
 from axsparse.resolve import DTYPES, optimizer_of
 from axsparse.sources import open_datasets
 from axsparse.trainer import Trainer

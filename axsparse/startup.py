@@ -28,6 +28,7 @@ from axsparse.errors import ConfigError, DataError, OutputError
 from axsparse.job import together
 from axsparse.models.survey import Survey
 from axsparse.observe.console import Unit
+from axsparse.observe.memory import host_memory_bytes, resident_memory_bytes
 from axsparse.resolve import Resolved
 
 METRICS_FILE = "metrics.jsonl"
@@ -242,3 +243,16 @@ def git_hash() -> str | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def found_memory(config: Config, transport: Transport) -> float | None:
+    """Bytes that every host leaves to each of its ranks, the least of all; None if it decides
+    nothing."""
+    layout = config.layout
+    if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
+        return None
+    own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    texts = gather_texts(transport.world, transport.backoff, own)
+    hosts = [text.split(maxsplit=2) for text in texts]
+    ranks = Counter(host for _, _, host in hosts)
+    return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)

@@ -55,7 +55,7 @@ BEYOND = {"1e-3": "5e-4", "2e-3": "3e-3"}
 WIDTHS = (192, 384, 768)
 MAIN_WIDTH = 384
 SEEDS = (1, 2)
-ACROSS_WIDTHS = ("dense", "early-bird", "gradual", "rigl", "random")
+ACROSS_WIDTHS = ("dense", "early-bird", "rewound", "gradual", "random")
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,12 @@ def wanted(runs: Path) -> Iterator[Run]:
 
 
 def missing(runs: Path) -> Run | None:
-    """The next run that has not been made and can be."""
+    """The next run that has not been begun; the search of a rewound run comes before it."""
     for run in wanted(runs):
-        waits = run.method == "rewound" and curve(run.search, runs) is None
-        if not waits and not (runs / run.name).exists():
-            return run
+        searched = run.method != "rewound" or curve(run.search, runs) is not None
+        needed = run if searched else run.search
+        if not (runs / needed.name).exists():
+            return needed
     return None
 
 

@@ -179,8 +179,11 @@ FLOORS = {
     "masking.saving": 4,
     "masking.search": 4,
     "masking.stepwise": 4,
+    "parts": 4,
+    "stepping": 4,
     "trainer": 4,
     # 5 and 6: joining the parts, and the commands
+    "reporting": 5,
     "builder": 5,
     "measure": 5,
     "train": 6,

@@ -1,0 +1,102 @@
+"""The recorder of a run: what was planned, what it takes, and who shows and writes it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from axsparse.comm import Transport
+from axsparse.data_parallel.agreement import sum_by_owner
+from axsparse.observe.banner import banner
+from axsparse.observe.console import format_bytes, format_count, make_console
+from axsparse.observe.memory import resident_memory_bytes
+from axsparse.observe.metrics import MetricsFile
+from axsparse.observe.recorder import Predicted, Recorder, RunFigures
+from axsparse.planner.configured import Prediction
+from axsparse.resolve import Resolved
+from axsparse.samo.construct import BuiltLayer
+from axsparse.startup import METRICS_FILE, Data
+
+
+def make_recorder(
+    run: Resolved,
+    model_name: str,
+    layers: Sequence[BuiltLayer],
+    data: Data,
+    transport: Transport,
+    run_dir: Path | None,
+) -> Recorder:
+    """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
+    config, survey = run.config, run.survey
+    live = sum(layer.state.live_bytes().total for layer in layers)
+    peak = config.train.peak_flops
+    own = [live, matrix_peak(run.dtype) if peak == "auto" else peak]
+    own.append(max(0, resident_memory_bytes() - live))
+    rows = sum_by_owner(transport.world, transport.backoff, own)
+    sequences = config.batch.global_batch_size
+    figures = RunFigures(
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        tokens_per_step=sequences * (data.training.targets_per_sample or 1),
+        flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
+        peak_flops=sum(row[1] for row in rows),
+        unit=data.unit,
+        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
+    )
+    if run_dir is None or transport.rank != 0:
+        return Recorder(transport.world, transport.backoff, figures, None, None)
+    console = make_console(sys.stdout)
+    metrics = run_dir / METRICS_FILE
+    lines = banner(
+        config,
+        survey,
+        run.stages,
+        run.place.grid,
+        name=model_name,
+        transport=transport.name,
+        dense_bytes=max(
+            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+        ),
+        live_bytes=int(max(row[0] for row in rows)),
+        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        metrics=metrics,
+        planned=_planned(run.prediction, figures.predicted),
+    )
+    for line in lines:
+        console.line(line)
+    return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
+
+
+def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | None:
+    """`overhead`: what the fullest process holds beside its model state, libraries above all."""
+    if prediction is None:
+        return None
+    return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
+
+
+def _planned(prediction: Prediction | None, predicted: Predicted | None) -> str:
+    """What the banner says of it."""
+    if prediction is None or predicted is None:
+        return ""
+    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
+    if predicted.step_seconds is not None:
+        text += f" · step ~{predicted.step_seconds:.3g} s"
+    if prediction.reason is not None:
+        text += f" · g_inter auto: {prediction.reason}"
+    return text
+
+
+def matrix_peak(dtype: torch.dtype) -> float:
+    """Flop/s of a square matrix product in this rank, the best of a few."""
+    size = 1024
+    left = torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        torch.mm(left, left)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

@@ -1,0 +1,245 @@
+"""One training step: microbatches in, weights out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from axsparse.checkpoint.manifest import Progress
+from axsparse.comm import Op
+from axsparse.config.schema import Config
+from axsparse.data.batches import Batch
+from axsparse.data.prefetch import Prefetcher
+from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
+from axsparse.errors import TrainingError
+from axsparse.masking.change import Change
+from axsparse.parts import Parts
+from axsparse.samo.learning_rate import learning_rate
+from axsparse.samo.norm import clip_factor, norm_partials
+from axsparse.samo.optimizer import Hyper
+from axsparse.samo.prune import masks_digest
+from axsparse.samo.update import update
+
+
+class Stepper:
+    """Runs steps, one after the other, and knows where in the schedule they stand."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        """`config` with every `auto` resolved. All ranks call this together."""
+        self.steps_done = 0
+        self.updates = 0
+        """Steps that updated the weights, since the last rewinding."""
+        self.schedule_start = 0
+        """Steps done at the last rewinding, where the learning rate began anew."""
+        self.masks_changed: int | None = None
+        """Steps done at the last change of masks."""
+        self._config = config
+        self._parts = parts
+        self._warned: set[str] = set()
+        self._prefetcher: Prefetcher | None = None
+        self._read_ahead: Batch | None = None
+        self._agreement = self._agree_on_masks()
+
+    def step(self, notice: Notice = NOTHING) -> Verdict:
+        """Run the microbatches, sum the gradients, agree, update and expand.
+
+        Loss and norm are those before the update. If either is not finite anywhere, no rank
+        updates. `notice` reaches all ranks with the agreement.
+        """
+        verdict = self._gradients(self._next_batch(), notice)
+        if verdict.finite:
+            self._update(verdict)
+        else:
+            self._parts.buffers.undo()
+        self._rescale(verdict)
+        self.steps_done += 1
+        return verdict
+
+    def _gradients(self, batch: Batch, notice: Notice = NOTHING) -> Verdict:
+        parts = self._parts
+        parts.collector.begin()
+        parts.sync.begin()
+        parts.buffers.begin()
+        losses = parts.engine.train(
+            batch, self._targets(batch), parts.loss_scale.scale, parts.collector.last_microbatch
+        )
+        self._warn_of_unused(parts.collector.finish())
+        parts.sync.finish()
+        return self._agree(sum(losses), notice)
+
+    def _agree(self, loss: float, notice: Notice) -> Verdict:
+        parts = self._parts
+        with parts.phases("optimizer"):
+            partials = norm_partials([layer.state for layer in parts.layers], self._counted)
+        with parts.phases("collective"):
+            return self._agreement.reach(loss, partials, parts.loss_scale.scale, notice)
+
+    def _update(self, verdict: Verdict) -> None:
+        parts, settings = self._parts, self._config.optimizer
+        self.updates += 1
+        hyper = Hyper(
+            step=self.updates,
+            learning_rate=self.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        with parts.phases("optimizer"):
+            factor = clip_factor(verdict.grad_norm, settings.clip_norm)
+            update(
+                [layer.state for layer in parts.layers],
+                parts.optimizer,
+                hyper,
+                factor / parts.loss_scale.scale,
+                replicas=parts.replicas,
+                updated=parts.weights.updated,
+            )
+        parts.weights.finish()
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the step under way.
+
+        After a rewinding the schedule begins anew, and its descent ends where it would have.
+        """
+        schedule = self._config.schedule
+        assert schedule.decay_steps != "auto", "the configuration is resolved"
+        rising = 1.0
+        if self.masks_changed is not None and self._config.pruning.rewarm_steps:
+            since = self.steps_done - self.masks_changed + 1
+            rising = min(1.0, since / self._config.pruning.rewarm_steps)
+        return rising * learning_rate(
+            self.steps_done - self.schedule_start,
+            peak=self._config.optimizer.learning_rate,
+            warmup_steps=schedule.warmup_steps,
+            decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
+            decay=schedule.decay,
+            final_ratio=schedule.final_ratio,
+            step_every=schedule.step_every,
+            step_factor=schedule.step_factor,
+        )
+
+    def _next_batch(self) -> Batch:
+        batch, self._read_ahead = self._read_ahead, None
+        if batch is not None:
+            return batch
+        with self._parts.phases("data"):
+            if self._prefetcher is None:
+                self._prefetcher = Prefetcher(self._parts.training.training, self.steps_done)
+            return self._prefetcher.get(self.steps_done)
+
+    def _targets(self, batch: Batch) -> float:
+        """The step's global count of targets, where the loss is computed; 1 elsewhere."""
+        parts = self._parts
+        if not parts.place.is_last:
+            return 1.0
+        each = parts.training.targets_per_sample
+        if each is not None:
+            return float(each * self._config.batch.global_batch_size)
+        with parts.phases("collective"):
+            count = torch.tensor([batch.num_targets], dtype=torch.float64)
+            parts.replicas.exchange(Op.ALL_REDUCE, count)
+        return max(1.0, count.item())
+
+    def _agree_on_masks(self) -> Agreement:
+        """Check that replicas keep the same entries, and lay out the agreement's vector."""
+        parts, transport = self._parts, self._parts.transport
+        digests = torch.zeros(parts.replicas.size, dtype=torch.float64)
+        digests[parts.replicas.rank] = masks_digest(parts.layers)
+        parts.replicas.exchange(Op.ALL_REDUCE, digests)
+        for replica, digest in enumerate(digests.tolist()):
+            if digest != digests[0].item():
+                raise TrainingError(
+                    f"masks: replica {replica} keeps other entries than replica 0 on stage "
+                    f"{parts.place.stage}; masks must depend on seed, names and weights only"
+                )
+        kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
+        names = parts.survey.counted
+        self._counted = [name for name in names if name in kept]
+        return Agreement(transport.world, transport.backoff, parts.place, names, kept)
+
+    def follow(self, change: Change) -> None:
+        """Go on with other masks; all ranks call this together after every change of them."""
+        if change.rewound:
+            self.updates, self.schedule_start = 0, self.steps_done
+        if change.changed:
+            self._agreement = self._agree_on_masks()
+            self.masks_changed = self.steps_done
+
+    def score_gradients(self) -> None:
+        """The gradients of the coming step's batch, into the state; nothing is updated."""
+        parts = self._parts
+        batch = self._read_ahead = self._next_batch()
+        while True:
+            verdict = self._gradients(batch)
+            parts.buffers.undo()
+            if verdict.finite:
+                return
+            self._rescale(verdict)
+
+    def _warn_of_unused(self, names: Sequence[str]) -> None:
+        if self._parts.place.replica:
+            return
+        for name in names:
+            if name not in self._warned:
+                self._warned.add(name)
+                print(
+                    f"axsparse: warning: {self._parts.place}: parameter {name} got no gradient in "
+                    f"step {self.steps_done + 1}; it counts as zero (freeze it if that is meant)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def progress(self, *, evaluated: bool, masked: bool) -> Progress:
+        """Where training stands, between two steps."""
+        scale = self._parts.loss_scale
+        return Progress(
+            step=self.steps_done,
+            updates=self.updates,
+            schedule_start=self.schedule_start,
+            masks_changed=self.masks_changed,
+            evaluated=evaluated,
+            masked=masked,
+            loss_scale=scale.scale,
+            good_steps=scale.good_steps,
+            skipped_at_floor=scale.skipped_at_floor,
+        )
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from there; before the first step."""
+        self.steps_done = progress.step
+        self.updates = progress.updates
+        self.schedule_start = progress.schedule_start
+        self.masks_changed = progress.masks_changed
+        scale = self._parts.loss_scale
+        scale.scale = progress.loss_scale
+        scale.good_steps = progress.good_steps
+        scale.skipped_at_floor = progress.skipped_at_floor
+
+    def close(self) -> None:
+        """End what reads ahead; safe to call twice."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+    def _rescale(self, verdict: Verdict) -> None:
+        """Let the loss scale follow; TrainingError on all ranks once nothing is left to try."""
+        parts = self._parts
+        parts.loss_scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
+        if not parts.loss_scale.exhausted:
+            return
+        what = f"the loss is {verdict.loss}"
+        if verdict.culprit is not None:
+            stage = parts.stage_of(verdict.culprit)
+            rank = parts.place.grid.rank(stage, 0)
+            what = f"rank {rank} (stage {stage}): the gradient of {verdict.culprit} is not finite"
+        lost = TrainingError(
+            f"step {self.steps_done + 1}: {what}, and no step could update for "
+            f"{parts.loss_scale.patience} in a row (loss_scale.patience); lower "
+            "optimizer.learning_rate, or look at the data"
+        )
+        lost.on_all_ranks = True
+        raise lost
