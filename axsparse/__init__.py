@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from axsparse.saving import save_hf_gpt2 as save_hf_gpt2
     from axsparse.startup import Datasets as Datasets
     from axsparse.trainer import Trainer as Trainer
+    from axsparse.training import run_training as run_training
 
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
@@ -52,6 +53,7 @@ _HOMES = {
     "open_weights": "axsparse.models.weights",
     "plan_for": "axsparse.planning",
     "run": "axsparse.job",
+    "run_training": "axsparse.training",
     "save_hf_gpt2": "axsparse.saving",
     "start_from": "axsparse.models.weights",
 }

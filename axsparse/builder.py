@@ -22,7 +22,7 @@ from axsparse.checkpoint.verify import Checkpoint
 from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config
+from axsparse.config.validate import check_config, pruned_layout
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
@@ -35,7 +35,9 @@ from axsparse.masking.live import Live, masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.phases import Phases
+from axsparse.observe.pulse import Pulse
 from axsparse.observe.recorder import Recorder
+from axsparse.observe.watchdog import open_watchdog
 from axsparse.parts import Parts
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
@@ -44,7 +46,7 @@ from axsparse.pruning.criteria import Score
 from axsparse.pruning.masks import Masks
 from axsparse.reporting import make_recorder
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
-from axsparse.run_dir import RunDir, open_run_dir
+from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
@@ -86,19 +88,21 @@ def build(
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
     together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
-    found = found_memory(loaded.config, transport)
-    run = together(transport, lambda: resolve(loaded, surveyed, transport, grid, score, found))
+    together(transport, lambda: _refuse_quiet(loaded, resume) if quiet else None)
+    past = None if quiet else find_run(loaded, transport, resume)
+    checkpoint = None if past is None else past.checkpoint
+    settings = _settings_of(loaded, checkpoint)
+    memory = found_memory(settings.config, transport)
+    saved = None if checkpoint is None else checkpoint.manifest.pruned
+    run = together(
+        transport, lambda: resolve(settings, surveyed, transport, grid, score, memory, saved)
+    )
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
     data = open_data(run, loaded, transport, open_datasets)
-    if quiet and resume is not None:
-        raise ConfigError(
-            "build: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
     facts = _facts(run, data)
-    opened = None if quiet else _open_run_dir(run, loaded, facts, job, resume)
-    checkpoint = None if opened is None else opened.checkpoint
+    opened = None if past is None else _open_run_dir(run, settings, facts, job, past)
     column = run.place.grid.column(run.place.stage)
     replicas = Replicas(
         transport.collective(f"agreements of stage {run.place.stage}", column),
@@ -133,9 +137,15 @@ def build(
         buffers=parts.buffers,
         masking=parts.masking,
         lock=opened.lock,
+        written=parts.pulse.beat,
         resumed_at=None if progress is None else progress.step,
     )
-    return Trainer(run.config, parts, saver=saver, stop=job.stop, progress=progress)
+    watchdog = open_watchdog(
+        run.config.watchdog, opened.path, place=run.place, pulse=parts.pulse, transport=transport
+    )
+    return Trainer(
+        run.config, parts, saver=saver, stop=job.stop, watchdog=watchdog, progress=progress
+    )
 
 
 def _facts(run: Resolved, data: Data) -> Facts:
@@ -154,28 +164,46 @@ def _facts(run: Resolved, data: Data) -> Facts:
     )
 
 
-def _open_run_dir(
-    run: Resolved, loaded: Loaded, facts: Facts, job: Job, resume: str | None
-) -> RunDir:
+def _refuse_quiet(loaded: Loaded, resume: str | None) -> None:
+    """ConfigError for what needs a place to save, where there is none."""
+    if resume is not None:
+        raise ConfigError(
+            "build: resume goes on in a run directory, and quiet has none; leave one of them out"
+        )
+    if loaded.config.layout.g_inter_pruned is not None:
+        raise ConfigError(
+            f"{loaded.where('layout.g_inter_pruned')}: goes on from a checkpoint, and quiet saves "
+            "none; leave one of them out"
+        )
+
+
+def _settings_of(loaded: Loaded, checkpoint: Checkpoint | None) -> Loaded:
+    """The configuration, with the layout for pruned networks where that is what goes on."""
+    if loaded.config.layout.g_inter_pruned is None or checkpoint is None:
+        return loaded
+    return pruned_layout(loaded) if checkpoint.manifest.standing.is_done else loaded
+
+
+def _open_run_dir(run: Resolved, loaded: Loaded, facts: Facts, job: Job, past: Found) -> RunDir:
     """The run directory, with all that is known at the start in it; signals save from here on.
 
     A checkpoint that does not fit is refused before anything in the directory changes.
     """
     transport = job.transport
-    opened = open_run_dir(loaded, transport, resume)
 
     def fits() -> list[str]:
-        if opened.checkpoint is None:
+        if past.checkpoint is None:
             return []
-        refuse_other_model(opened.checkpoint, run.survey)
-        refuse_other_data(opened.checkpoint, facts.data)
-        return refuse_other_settings(opened.checkpoint, run.config, loaded)
+        refuse_other_model(past.checkpoint, run.survey)
+        refuse_other_data(past.checkpoint, facts.data)
+        return refuse_other_settings(past.checkpoint, run.config, loaded)
 
     def begin() -> None:
         if transport.rank == 0:
             opened.begin(run.config)
 
     told = together(transport, fits)
+    opened = open_run_dir(loaded, transport, past)
     together(transport, begin)
     if transport.rank == 0:
         for line in (*opened.notes, *told):
@@ -308,6 +336,7 @@ def _join(
         validation=data.validation,
         metrics=tuple(model.metrics),
         phases=phases,
+        pulse=Pulse(phases, transport.backoff, engine.awaited),
         recorder=recorder,
         run_dir=run_dir,
     )

@@ -12,7 +12,7 @@ import torch
 from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config, OptimizerConfig, prunes
-from axsparse.config.validate import check_batch, check_rounds, resolve_grid
+from axsparse.config.validate import check_batch, check_rounds, pruned_layout, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
 from axsparse.models.survey import LayerInfo, Survey
@@ -76,6 +76,9 @@ class Resolved:
     """Of gradient accumulation."""
     index: IndexKind
     """How the positions of kept entries are stored."""
+    kept_at_start: Mapping[str, int]
+    """Entries of the pruned tensors that state is built with; of a threshold for all the even
+    spread, and of a run that goes on those that were saved."""
     prediction: Prediction | None = None
     """Of memory and time; None for a model without example."""
 
@@ -87,12 +90,6 @@ class Resolved:
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
         return starts_pruned(self.config, self.targets, self.ticket)
-
-    @property
-    def kept_at_start(self) -> Mapping[str, int]:
-        """Entries of the pruned tensors that state is built with; of a threshold for all the even
-        spread."""
-        return _kept_at_start(self.config, self.targets, self.ticket)
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
@@ -121,21 +118,23 @@ def resolve(
     grid: Grid | None,
     score: Score | None = None,
     found_memory: float | None = None,
+    saved: Mapping[str, int] | None = None,
 ) -> Resolved:
     """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
     this transport, number of ranks or model cannot run.
 
     `grid` comes before the layout of the configuration. `score` is one's own criterion.
-    `found_memory`: bytes that this machine leaves to every rank, the same on all.
+    `found_memory`: bytes that this machine leaves to every rank, the same on all. `saved`: kept
+    entries of the pruned tensors in the checkpoint that the run goes on from.
     """
     config = loaded.config
     _check_transport(loaded, transport)
     num_layers = len(surveyed.layers)
     wanted, ticket = what_is_pruned(config, surveyed)
     cluster = _cluster(config)
+    start = _kept_at_start(config, wanted, ticket) if saved is None else saved
     subject = None
     if has_costs(surveyed):
-        start = _kept_at_start(config, wanted, ticket)
         optimizer = optimizer_of(config.optimizer)
         subject = workload(config, surveyed, loaded.name, start, optimizer)
     choice = None
@@ -188,7 +187,9 @@ def resolve(
         dtype=DTYPES[config.precision],
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
         index=index,
+        kept_at_start=start,
     )
+    _check_pruned_layout(loaded, run, transport.size)
     if wanted is not None and (ticket is None or pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
@@ -203,6 +204,26 @@ def resolve(
         reason = None if choice is None else choice.reason
         prediction = predict(settled, cluster, config, grid, slack, reason)
     return replace(run, config=config, stages=stages, prediction=prediction)
+
+
+def _check_pruned_layout(loaded: Loaded, run: Resolved, ranks: int) -> None:
+    """That the run can go on under `layout.g_inter_pruned` is seen before it begins."""
+    stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
+    if stages is None:
+        return
+    where = loaded.where("layout.g_inter_pruned")
+    if run.targets is None:
+        raise ConfigError(
+            f"{where}: {stages}, but nothing is pruned; leave it out, or set pruning.sparsity"
+        )
+    if run.starts_pruned:
+        raise ConfigError(
+            f"{where}: {stages}, but this run is pruned from the start (pruning.method {method}, "
+            f"pruning.ticket {loaded.config.pruning.ticket}); set layout.g_inter instead"
+        )
+    if stages != "auto":
+        second = pruned_layout(loaded)
+        check_batch(second, resolve_grid(second, ranks, len(run.survey.layers)))
 
 
 def _cluster(config: Config) -> Cluster | None:
@@ -297,8 +318,14 @@ def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
         return found
     kept = run.kept_at_start
     limit = room * 1e9
-    # By layer: a weight that two layers of a stage share counts twice here.
     state = [run.state_bytes([layer], kept) for layer in layers]
+    pairs = {tuple(map(run.survey.layer_of, tie)) for tie in run.survey.ties.items()}
+    # What two layers that share a weight take less on one stage than on two.
+    shared = [
+        ((a, b), state[a] + state[b] - run.state_bytes([layers[a], layers[b]], kept))
+        for a, b in pairs
+        if a != b
+    ]
     batch = config.batch
     microbatches = batch.global_batch_size // (run.place.grid.g_data * batch.microbatch_size)
     slack = config.pipeline.slack
@@ -306,11 +333,16 @@ def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
 
     def needs(stage: int, held: range) -> int:
         most = stages - stage + slack if config.pipeline.schedule != "gpipe" else microbatches
-        return sum(state[layer] for layer in held) + activation_bytes(
-            [layers[layer] for layer in held],
-            microbatch_size=batch.microbatch_size,
-            in_flight=min(microbatches, most),
-            checkpoint_activations=config.pipeline.checkpoint_activations,
+        once = sum(saved for (a, b), saved in shared if a in held and b in held)
+        return (
+            sum(state[layer] for layer in held)
+            - once
+            + activation_bytes(
+                [layers[layer] for layer in held],
+                microbatch_size=batch.microbatch_size,
+                in_flight=min(microbatches, most),
+                checkpoint_activations=config.pipeline.checkpoint_activations,
+            )
         )
 
     found = partition(work, stages, lambda stage, held: needs(stage, held) <= limit)

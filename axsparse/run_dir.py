@@ -53,11 +53,25 @@ class RunDir:
             ) from reason
 
 
-def open_run_dir(loaded: Loaded, transport: Transport, resume: str | None) -> RunDir:
-    """The run's directory, held by rank 0, and its checkpoint, which all ranks have verified.
+@dataclass(frozen=True)
+class Found:
+    """What there is to go on from, before anything is made or changed."""
 
-    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. Nothing in a
-    directory that exists changes yet. All ranks call this together; raises on all alike.
+    path: Path | None
+    """The run's directory; None makes a new one."""
+    checkpoint: Checkpoint | None
+    """None: from the start."""
+    notes: tuple[str, ...]
+    lock: RunLock | None
+    """Of `path`, on rank 0."""
+
+
+def find_run(loaded: Loaded, transport: Transport, resume: str | None) -> Found:
+    """The run's directory if there is one, held by rank 0, and its checkpoint, which all ranks
+    have verified.
+
+    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. All ranks call
+    this together; raises on all alike.
     """
     held: list[RunLock] = []
 
@@ -65,19 +79,24 @@ def open_run_dir(loaded: Loaded, transport: Transport, resume: str | None) -> Ru
         if transport.rank != 0:
             return ""
         path, named = _locate(loaded, resume)
-        held.append(RunLock(path))
+        if path is not None:
+            held.append(RunLock(path))
         if named is not None:
-            _refuse_older(path, named)
-            return json.dumps([str(path), str(named), [], []])
+            if path is not None:
+                _refuse_older(path, named)
+            return json.dumps([path and str(path), str(named), [], []])
+        if path is None:
+            return json.dumps([None, None, [], []])
         return json.dumps([str(path), None, steps_in(path), remains(path)])
 
     try:
         found = together(transport, find)
         told = gather_texts(transport.world, transport.backoff, found)[0]
         path, named, steps, notes = json.loads(told)
+        checkpoint: Checkpoint | None = None
         if named is not None:
-            checkpoint: Checkpoint | None = verify_together(transport, Path(named))
-        else:
+            checkpoint = verify_together(transport, Path(named))
+        elif path is not None:
             checkpoint, skipped = newest_whole(transport, Path(path), steps)
             notes = [*notes, *skipped]
     except BaseException:
@@ -86,18 +105,39 @@ def open_run_dir(loaded: Loaded, transport: Transport, resume: str | None) -> Ru
         raise
     if checkpoint is not None:
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}"]
-    elif resume is not None:
+    elif path is not None:
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
-    return RunDir(Path(path), checkpoint, tuple(notes), held[0] if held else None)
+    elif resume is not None:
+        notes = [*notes, "there is no run to go on with; starts from the beginning"]
+    there = None if path is None else Path(path)
+    return Found(there, checkpoint, tuple(notes), held[0] if held else None)
 
 
-def _locate(loaded: Loaded, resume: str | None) -> tuple[Path, Path | None]:
-    """The run directory, made if it is new, and the checkpoint that is named, if one is."""
+def open_run_dir(loaded: Loaded, transport: Transport, found: Found) -> RunDir:
+    """The run's directory, held by rank 0, made if it is new; nothing in one that exists changes.
+
+    All ranks call this together; OutputError on all alike.
+    """
+
+    def make() -> tuple[Path, RunLock]:
+        path = make_run_dir(loaded)
+        return path, RunLock(path)
+
+    path, lock = found.path, found.lock
+    if path is None:
+        made = together(transport, lambda: make() if transport.rank == 0 else None)
+        text = "" if made is None else str(made[0])
+        path = Path(gather_texts(transport.world, transport.backoff, text)[0])
+        lock = None if made is None else made[1]
+    return RunDir(path, found.checkpoint, found.notes, lock)
+
+
+def _locate(loaded: Loaded, resume: str | None) -> tuple[Path | None, Path | None]:
+    """The run directory, None for a new one, and the checkpoint that is named, if one is."""
     if resume is None:
-        return make_run_dir(loaded), None
+        return None, None
     if resume == AUTO:
-        there = _run_of(loaded)
-        return (make_run_dir(loaded) if there is None else there), None
+        return _run_of(loaded), None
     named = Path(resume)
     if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
         if not steps_in(named):
@@ -113,7 +153,7 @@ def _locate(loaded: Loaded, resume: str | None) -> tuple[Path, Path | None]:
     is_own = named.resolve().parent.name == CHECKPOINTS and (run / METRICS_FILE).is_file()
     if is_own and (wanted == "auto" or Path(wanted).resolve() == run):
         return (run if wanted == "auto" else Path(wanted)), named
-    return make_run_dir(loaded), named
+    return None, named
 
 
 def _run_of(loaded: Loaded) -> Path | None:

@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     stop = StopRequest()
     stop.listen()
     # Late, so that --help costs neither torch nor MPI.
-    from axsparse.builder import build
     from axsparse.config.load import load_config
     from axsparse.job import Job, run, together
     from axsparse.models.named import named_model
     from axsparse.sources import open_datasets
+    from axsparse.training import run_training
 
     overrides = list(arguments.overrides)
     if arguments.steps is not None:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
         model = together(job.transport, lambda: named_model(loaded))
         datasets = partial(open_datasets, loaded)
-        build(job, model, datasets, loaded, resume=arguments.resume).train()
+        run_training(job, model, datasets, loaded, resume=arguments.resume)
 
     run(train, stop)
 

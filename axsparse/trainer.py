@@ -18,6 +18,7 @@ from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.tracing import Tracing
+from axsparse.observe.watchdog import Watchdog
 from axsparse.parts import Parts
 from axsparse.samo.memory import StateBytes
 from axsparse.stepping import Stepper
@@ -37,12 +38,14 @@ class Trainer:
         *,
         saver: Saver | None = None,
         stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
         progress: Progress | None = None,
     ) -> None:
         """`config` with every `auto` resolved.
 
-        Without `saver` nothing is saved; without `stop` no signal ends training. `progress`:
-        where the run stood whose state the parts have.
+        Without `saver` nothing is saved; without `stop` no signal ends training; without
+        `watchdog` it may hang for ever. `progress`: where the run stood whose state the parts
+        have.
         """
         self.config = config
         self.parts = parts
@@ -52,7 +55,10 @@ class Trainer:
         self._masked_at: int | None = None
         self._saver = saver
         self._stop = stop
+        self._watchdog = watchdog
         self._is_stopped = False
+        self.hands_over = False
+        """Whether training ended where another layout goes on (`layout.g_inter_pruned`)."""
         self._closed = False
         if progress is not None:
             self._stepper.restore(progress)
@@ -87,18 +93,22 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------
 
     def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
-        """All steps that are left, with evaluations, checkpoints and records; closes the trainer.
+        """All steps that are left, or those until it `hands_over`, with evaluations, checkpoints
+        and records; closes the trainer.
 
         `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
         all ranks once a signal ends it before the last step and all is saved.
         """
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
+        if self._watchdog is not None:
+            self._watchdog.start()
         try:
             while self._is_next():
                 self._recorded_step(on_step)
             self.parts.recorder.flush()
             if self._saver is not None:
+                self.parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
             self._refuse_bad_end()
         except AxsparseError as failure:
@@ -117,12 +127,14 @@ class Trainer:
             self._recorded_evaluation()
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()
-        if self._saver is not None and (stops or self._saver.due(self.steps_done, is_last=is_over)):
+        saver, ends = self._saver, stops or self.hands_over
+        if saver is not None and (ends or saver.due(self.steps_done, is_last=is_over)):
             self.parts.recorder.flush()
-            self._saver.start(self._progress())
+            self.parts.pulse.at("checkpoint", self.steps_done)
+            saver.start(self._progress())
         if stops:
             self._leave()
-        return not is_over
+        return not is_over and not self.hands_over
 
     def _evaluation_is_due(self) -> bool:
         settings, step = self.config.train, self.steps_done
@@ -172,7 +184,7 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None:
+        if self._stop is not None and not self.hands_over:
             self._stop.release()
         self._stepper.close()
         for batches in (self.parts.training, self.parts.validation):
@@ -180,11 +192,14 @@ class Trainer:
                 batches.close()
         self.parts.collector.close()
         self.parts.recorder.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     # -- details ------------------------------------------------------------------------
 
     def _recorded_step(self, on_step: Callable[[int, Verdict], None] | None) -> None:
         parts = self.parts
+        parts.pulse.at("training", self.steps_done + 1)
         if self._tracing is not None:
             self._tracing.begin(self.steps_done + 1)
         parts.phases.begin_step()
@@ -215,8 +230,10 @@ class Trainer:
         parts.recorder.step(figures, seconds, most)
         if on_step is not None:
             on_step(self.steps_done, verdict)
+        parts.pulse.steps += 1
 
     def _recorded_evaluation(self) -> None:
+        self.parts.pulse.at("evaluation", self.steps_done)
         found = self.evaluate()
         self._evaluated_at = self.steps_done
         if found is not None:
@@ -229,6 +246,7 @@ class Trainer:
         if masking is None:
             return
         before = self.state_bytes().total
+        self.parts.pulse.at("masks", self.steps_done)
         now = Now(stepper.steps_done, stepper.updates, stepper.score_gradients)
         change = masking.before_step(now)
         if change is None:
@@ -237,6 +255,7 @@ class Trainer:
         self._record_masks(change, before)
         if change.is_ticket and self.parts.run_dir is not None:
             self.save_ticket(self.parts.run_dir / TICKET_FILE)
+            self.hands_over = self.config.layout.g_inter_pruned is not None
 
     def _record_masks(self, change: Change, before: int) -> None:
         transport = self.parts.transport

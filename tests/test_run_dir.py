@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.errors import AxsparseError, ConfigError, DataError, MissingInputError, OutputError
 from axsparse.local import LocalWorld
-from axsparse.run_dir import RunDir, open_run_dir, rewind_metrics
+from axsparse.run_dir import RunDir, find_run, open_run_dir, rewind_metrics
 from axsparse.run_lock import RunLock
 from axsparse.startup import make_run_dir
 from axsparse.transport import LocalTransport
@@ -35,9 +36,13 @@ def loaded(run_dir: Path | str = "auto") -> Loaded:
     return Loaded(config, "quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
 
 
+def opened_here(transport: Transport, source: Loaded, resume: str | None) -> RunDir:
+    return open_run_dir(source, transport, find_run(source, transport, resume))
+
+
 def opened(source: Loaded, resume: str | None = "auto") -> RunDir:
     """By one rank, which lets go of the directory at once."""
-    (found,) = on_ranks(1, lambda transport: open_run_dir(source, transport, resume))
+    (found,) = on_ranks(1, lambda transport: opened_here(transport, source, resume))
     assert found.lock is not None
     found.lock.release()
     return found
@@ -53,8 +58,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(original: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
@@ -77,7 +80,7 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
 
     monkeypatch.setattr("axsparse.run_dir.make_run_dir", make)
 
-    found = on_ranks(3, lambda transport: open_run_dir(loaded(), transport, None))
+    found = on_ranks(3, lambda transport: opened_here(transport, loaded(), None))
 
     assert [one.path for one in found] == [Path("runs/quick")] * 3
     assert [one.lock is not None for one in found] == [True, False, False]
@@ -89,7 +92,7 @@ def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> Non
 
     def body(transport: Transport) -> str:
         with pytest.raises(OutputError) as caught:
-            open_run_dir(loaded(tmp_path), transport, None)
+            opened_here(transport, loaded(tmp_path), None)
         return str(caught.value)
 
     first, *others = on_ranks(3, body)
@@ -124,7 +127,17 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(tmp_path: Path) -> N
     found = opened(loaded(tmp_path / "new"))
 
     assert found.checkpoint is None
-    assert found.notes == (f"{tmp_path}/new has no checkpoint; starts from the beginning",)
+    assert found.path == tmp_path / "new"
+    assert found.notes == ("there is no run to go on with; starts from the beginning",)
+
+
+def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is None
+    assert found.notes == (f"{run} has no checkpoint; starts from the beginning",)
 
 
 def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:
@@ -180,7 +193,7 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> N
     os.truncate(checkpoint(run, 4) / "0000-embed.safetensors", 8)
     (run / "checkpoints" / "step-6.tmp").mkdir()
 
-    found = on_ranks(3, lambda transport: open_run_dir(loaded(run), transport, "auto"))
+    found = on_ranks(3, lambda transport: opened_here(transport, loaded(run), "auto"))
 
     assert {one.checkpoint.step for one in found if one.checkpoint} == {2}
     assert len({one.notes for one in found}) == 1

@@ -7,6 +7,7 @@ before that. It is written last, so that a folder without one is no checkpoint.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from pathlib import Path
@@ -107,6 +108,16 @@ class Manifest(_Strict):
     files: dict[FileName, FileEntry]
 
     @property
+    def pruned(self) -> dict[str, int]:
+        """Kept entries of the tensors that were compressed, by global name."""
+        return {
+            name: entry.kept
+            for layer in self.layers.values()
+            for name, entry in layer.parameters.items()
+            if entry.kept < math.prod(entry.shape)
+        }
+
+    @property
     def nbytes(self) -> int:
         """Of all files but the manifest."""
         return sum(entry.bytes for entry in self.files.values())
@@ -134,6 +145,10 @@ def parse_manifest(data: bytes) -> Manifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
         raise ValueError(f"{_printable(where)}: {_printable(first['msg'])}") from None
+    for layer in manifest.layers.values():
+        for name, entry in layer.parameters.items():
+            if entry.kept > math.prod(entry.shape):
+                raise ValueError(f"{_printable(name)} keeps more entries than it has")
     named = {layer.file for layer in manifest.layers.values()}
     named |= {layer.masking for layer in manifest.layers.values() if layer.masking is not None}
     if named != manifest.files.keys():

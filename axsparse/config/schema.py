@@ -122,6 +122,10 @@ class LayoutConfig(Section):
     where that divides the ranks, else 1, and more only where a host's memory asks for it."""
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / g_inter."""
+    g_inter_pruned: Count | Auto | None = None
+    """Pipeline stages from when a method that prunes on the way has drawn its last masks: the run
+    saves there and goes on at once, on the same ranks, as if resumed under this layout. `auto`
+    plans again, with what is kept. null keeps the layout."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit `memory_per_rank`."""
@@ -334,6 +338,20 @@ class CheckpointConfig(Section):
     the disk only where a rank has more to save."""
 
 
+class WatchdogConfig(Section):
+    """When a run counts as hung, and a rank as slow."""
+
+    timeout: Annotated[float, Field(ge=0.0)] = 600.0
+    """Seconds in which no rank gets on with anything, after which the run is reported as hung and
+    ends with 70; five times as many until the first step is done. Longer than the longest forward
+    or backward, or work of one's own between two steps. 0 never."""
+    slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
+    """A rank that computes so many times as long as others do for the same work is warned of; null
+    never."""
+    slow_steps: Count = 20
+    """Steps whose compute times are added up for that."""
+
+
 class Config(Section):
     """A run, as `config.yaml` in its run directory records it."""
 
@@ -363,6 +381,8 @@ class Config(Section):
     """How long the run is and what it reports."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What it saves of itself."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """When it counts as hung."""
     transport: Literal["auto", "mpi", "local"] = "auto"
     """How ranks talk: `mpi`, or `local` for a single process; `auto` takes MPI if there is one."""
     seed: Annotated[int, Field(ge=0)] = 1234

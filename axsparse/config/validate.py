@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import isqrt
 
 from axsparse.config.load import Loaded
@@ -193,6 +194,18 @@ def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:
             f"choose entries that add up to {num_layers}"
         )
     return Grid(g_inter, g_data)
+
+
+def pruned_layout(loaded: Loaded) -> Loaded:
+    """The configuration with the layout that `layout.g_inter_pruned` asks for; replicas and split
+    are not those of the first one."""
+    layout = loaded.config.layout
+    assert layout.g_inter_pruned is not None
+    others = {"g_inter": layout.g_inter_pruned, "g_data": "auto", "split": "auto"}
+    config = loaded.config.model_copy(update={"layout": layout.model_copy(update=others)})
+    origin = loaded.origins.get("layout.g_inter_pruned", "default")
+    named = f"by layout.g_inter_pruned, {origin}"
+    return replace(loaded, config=config, origins={**loaded.origins, "layout.g_inter": named})
 
 
 def check_batch(loaded: Loaded, grid: Grid) -> None:

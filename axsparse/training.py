@@ -1,0 +1,42 @@
+"""A run from its first step to its last, under one layout or, once it is pruned, another."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from axsparse.builder import build
+from axsparse.config.load import Loaded
+from axsparse.config.schema import Config
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.job import Job
+from axsparse.models.layer import Model
+from axsparse.pruning.criteria import Score
+from axsparse.startup import Datasets
+
+
+def run_training(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config | Loaded,
+    *,
+    score: Score | None = None,
+    resume: str | None = None,
+    on_step: Callable[[int, Verdict], None] | None = None,
+) -> None:
+    """Build a trainer and train; all ranks call this together with equal arguments.
+
+    With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
+    saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
+    layout that fits what is kept. The arguments and errors are those of `build` and
+    `Trainer.train`.
+    """
+    while True:
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume)
+        trainer.train(on_step)
+        if not trainer.hands_over:
+            return
+        resume = str(job.run_dir)
+        del trainer
+        gc.collect()  # parts refer to one another, and the next ones need their memory
