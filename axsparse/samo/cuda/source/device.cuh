@@ -1,0 +1,60 @@
+// Arithmetic of a GPU, one rounding each, subnormal numbers kept. As instructions, because CuPy
+// compiles with -ftz=true, under which operators, conversions and even a minus sign flush them.
+
+#define ON_DEVICE __device__ __forceinline__
+
+ON_DEVICE float add(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+ON_DEVICE float subtract(float a, float b) {
+    float difference;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+    return difference;
+}
+
+ON_DEVICE float multiply(float a, float b) {
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+
+// a·b + c with one rounding.
+ON_DEVICE float multiply_add(float a, float b, float c) {
+    float sum;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+    return sum;
+}
+
+ON_DEVICE float divide(float a, float b) {
+    float quotient;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+
+ON_DEVICE float root(float a) {
+    float value;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(value) : "f"(a));
+    return value;
+}
+
+ON_DEVICE double widen(float a) {
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(a));
+    return wide;
+}
+
+ON_DEVICE float half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// To the nearest, ties to even.
+ON_DEVICE unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}

@@ -1,0 +1,145 @@
+// Where kept entries stand, in every encoding. Two ways to walk, both with a thread block:
+//
+//     tile(n)                 the kept entries of the n-th TILE of dense positions
+//     seek(k), advance(k, l)  from kept entry k on: positions are ready up to what comes back
+//
+// After either, `position(k)` is the dense position of a kept entry; each thread asks for
+// ascending k. Threads call tile, seek and advance together.
+
+// The first i in [low, high) with values[i] >= key, `high` if there is none. Each round every
+// thread probes one place, so that 129 pieces shrink to one.
+template <typename Value>
+ON_DEVICE Count lower_bound(const Value* values, Count low, Count high, Count key) {
+    while (low < high) {
+        Count step = (high - low) / (THREADS + 1) + 1;
+        Count probe = low + ((Count)threadIdx.x + 1) * step - 1;
+        int below = __syncthreads_count(probe < high && (Count)values[probe] < key);
+        high = least(high, low + (below + 1) * step - 1);
+        low += below * step;
+    }
+    return low;
+}
+
+// The sum over the threads before this one.
+ON_DEVICE int sum_before(int value) {
+    __shared__ int totals[THREADS / 32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = value;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        int other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    if (lane == 31) totals[warp] = sum;
+    __syncthreads();
+    for (int before = 0; before < warp; ++before) sum += totals[before];
+    return sum - value;
+}
+
+// Puts the places of the set bits of all threads' words, in order, into `places`. What was there
+// may be read until the last thread calls this: `sum_before` has a barrier.
+ON_DEVICE void spread(unsigned word, unsigned short* places) {
+    int at = sum_before(__popc(word));
+    for (; word != 0; word &= word - 1) {
+        places[at++] = (unsigned short)(threadIdx.x * 32 + __ffs(word) - 1);
+    }
+    __syncthreads();
+}
+
+struct FullIndex {
+    Count numel;
+
+    ON_DEVICE FullIndex(const void*, const int*, Count, Count numel) : numel(numel) {}
+
+    ON_DEVICE Stretch tile(Count number) {
+        return {number * TILE, least((number + 1) * TILE, numel)};
+    }
+    ON_DEVICE void seek(Count) {}
+    ON_DEVICE Count advance(Count, Count until) { return until; }
+    ON_DEVICE Count position(Count k) { return k; }
+};
+
+struct Int32Index {
+    const int* __restrict__ positions;
+    Count kept;
+
+    ON_DEVICE Int32Index(const void* entries, const int*, Count kept, Count)
+        : positions((const int*)entries), kept(kept) {}
+
+    ON_DEVICE Stretch tile(Count number) {
+        Count begin = lower_bound(positions, 0, kept, number * TILE);
+        Count most = least(kept, begin + TILE);
+        return {begin, lower_bound(positions, begin, most, (number + 1) * TILE)};
+    }
+    ON_DEVICE void seek(Count) {}
+    ON_DEVICE Count advance(Count, Count until) { return until; }
+    ON_DEVICE Count position(Count k) { return positions[k]; }
+};
+
+struct Uint16Index {
+    const unsigned short* __restrict__ low;
+    const int* __restrict__ offsets;
+    Count blocks, block, block_end;
+
+    ON_DEVICE Uint16Index(const void* entries, const int* offsets, Count, Count numel)
+        : low((const unsigned short*)entries),
+          offsets(offsets),
+          blocks((numel + UINT16_BLOCK - 1) / UINT16_BLOCK),
+          block(0),
+          block_end(0) {}
+
+    ON_DEVICE Stretch tile(Count number) {
+        enter(number * TILE / UINT16_BLOCK);
+        Count key = number * TILE % UINT16_BLOCK;
+        Count begin = lower_bound(low, offsets[block], block_end, key);
+        Count most = least(block_end, begin + TILE);
+        return {begin, lower_bound(low, begin, most, key + TILE)};
+    }
+    ON_DEVICE void seek(Count k) { enter(lower_bound(offsets, 0, blocks + 1, k + 1) - 1); }
+    ON_DEVICE Count advance(Count, Count until) { return until; }
+    ON_DEVICE Count position(Count k) {
+        while (k >= block_end) enter(block + 1);
+        return block * UINT16_BLOCK + low[k];
+    }
+
+    ON_DEVICE void enter(Count number) {
+        block = number;
+        block_end = offsets[number + 1];
+    }
+};
+
+struct MaskIndex {
+    const unsigned* __restrict__ words;
+    const int* __restrict__ offsets;
+    Count blocks, num_words, number, begin;
+    unsigned short* places;
+
+    ON_DEVICE MaskIndex(const void* entries, const int* offsets, Count, Count numel)
+        : words((const unsigned*)entries),
+          offsets(offsets),
+          blocks((numel + MASK_BLOCK - 1) / MASK_BLOCK),
+          num_words((numel + MASK_WORD - 1) / MASK_WORD * (MASK_WORD / 32)),
+          number(0),
+          begin(0) {
+        __shared__ unsigned short shared_places[TILE];
+        places = shared_places;
+    }
+
+    ON_DEVICE Stretch tile(Count tile) {
+        number = tile;
+        begin = offsets[tile * (TILE / MASK_BLOCK)];
+        Count end = offsets[least((tile + 1) * (TILE / MASK_BLOCK), blocks)];
+        Count at = tile * THREADS + threadIdx.x;
+        if (begin < end) spread(at < num_words ? words[at] : 0u, places);
+        return {begin, end};
+    }
+    ON_DEVICE void seek(Count k) {
+        number = (lower_bound(offsets, 0, blocks + 1, k + 1) - 1) / (TILE / MASK_BLOCK) - 1;
+    }
+    ON_DEVICE Count advance(Count from, Count until) {
+        Stretch next;
+        do next = tile(number + 1);
+        while (next.end <= from);
+        return least(next.end, until);
+    }
+    ON_DEVICE Count position(Count k) { return number * TILE + places[k - begin]; }
+};

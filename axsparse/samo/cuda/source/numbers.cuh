@@ -1,0 +1,49 @@
+// Types of numbers in memory: how fp32 is read from them, and rounded to them.
+
+typedef long long Count;
+
+struct Stretch {
+    Count begin, end;
+};
+
+ON_DEVICE Count least(Count a, Count b) { return a < b ? a : b; }
+
+ON_DEVICE bool is_nan(float value) { return (__float_as_uint(value) & 0x7FFFFFFFu) > 0x7F800000u; }
+
+ON_DEVICE bool is_finite(float value) {
+    return (__float_as_uint(value) & 0x7F800000u) != 0x7F800000u;
+}
+
+// `nearest` is how sums are rounded (ties to even, as torch does), `weight` how masters are.
+struct Bf16 {
+    typedef unsigned short Bits;
+    static const unsigned short QUIET_NAN = 0x7FC0;
+
+    ON_DEVICE static float load(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
+
+    ON_DEVICE static Bits nearest(float value) {
+        unsigned bits = __float_as_uint(value);
+        return is_nan(value) ? QUIET_NAN : (Bits)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+    }
+
+    // Ties away from zero: docs/decisions/010-rounding-of-masters.md.
+    ON_DEVICE static Bits weight(float value) {
+        return is_nan(value) ? QUIET_NAN : (Bits)((__float_as_uint(value) + 0x8000u) >> 16);
+    }
+};
+
+struct Fp16 {
+    typedef unsigned short Bits;
+
+    ON_DEVICE static float load(Bits bits) { return half_to_float(bits); }
+    ON_DEVICE static Bits nearest(float value) { return float_to_half(value); }
+    ON_DEVICE static Bits weight(float value) { return float_to_half(value); }
+};
+
+struct Fp32 {
+    typedef float Bits;
+
+    ON_DEVICE static float load(Bits bits) { return bits; }
+    ON_DEVICE static Bits nearest(float value) { return value; }
+    ON_DEVICE static Bits weight(float value) { return value; }
+};

@@ -1,0 +1,172 @@
+// The whole optimizer step of a tensor: unscale and clip, the rule in fp32 on kept entries,
+// downcast, and dense weights written a TILE at a time, zeros included. A thread block a tile.
+
+// Where fp32 masters are. `load` is given the dense weight only if it says so.
+struct MasterBuffer {
+    typedef float Bits;
+    static const bool READS_WEIGHT = false, STORES = true;
+    template <typename Weight>
+    ON_DEVICE static float load(typename Weight::Bits, Bits stored) { return stored; }
+    ON_DEVICE static Bits store(float master) { return master; }
+};
+
+struct MasterRemainder {
+    typedef short Bits;
+    static const bool READS_WEIGHT = true, STORES = true;
+    template <typename Weight>
+    ON_DEVICE static float load(typename Weight::Bits weight, Bits stored) {
+        return __uint_as_float(((unsigned)weight << 16) + (unsigned)(int)stored);
+    }
+    ON_DEVICE static Bits store(float master) {
+        return is_nan(master) ? (Bits)0 : (Bits)(__float_as_uint(master) & 0xFFFFu);
+    }
+};
+
+struct MasterIsWeight {
+    typedef float Bits;
+    static const bool READS_WEIGHT = true, STORES = false;
+    template <typename Weight>
+    ON_DEVICE static float load(typename Weight::Bits weight, Bits) { return Weight::load(weight); }
+    ON_DEVICE static Bits store(float master) { return master; }
+};
+
+// The formulas are those of samo/adamw.py and samo/sgd.py, in the order of operations and with
+// the roundings that torch has on CPUs with fused multiply-add.
+struct AdamW {
+    static const int MOMENTS = 2;
+    float mean_weight, square_decay, square_weight, decay, root_correction, eps, rate;
+
+    ON_DEVICE void apply(float& master, float gradient, float* moment) const {
+        float apart = subtract(gradient, moment[0]);
+        moment[0] = mean_weight < 0.5f
+                        ? multiply_add(mean_weight, apart, moment[0])
+                        : multiply_add(subtract(mean_weight, 1.0f), apart, gradient);
+        moment[1] = multiply_add(multiply(square_weight, gradient), gradient,
+                                 multiply(moment[1], square_decay));
+        float denominator = add(divide(root(moment[1]), root_correction), eps);
+        float moved = divide(multiply(rate, moment[0]), denominator);
+        master = add(multiply(master, decay), moved);
+    }
+};
+
+enum Momentum { NONE, PLAIN, NESTEROV };
+
+template <Momentum KIND>
+struct Sgd {
+    static const int MOMENTS = KIND == NONE ? 0 : 1;
+    float weight_decay, momentum, rate;
+
+    ON_DEVICE void apply(float& master, float gradient, float* moment) const {
+        float direction =
+            weight_decay == 0.0f ? gradient : multiply_add(weight_decay, master, gradient);
+        if (KIND != NONE) {
+            moment[0] = add(multiply(moment[0], momentum), direction);
+            direction =
+                KIND == PLAIN ? moment[0] : multiply_add(momentum, moment[0], direction);
+        }
+        master = multiply_add(rate, direction, master);
+    }
+};
+
+// Of one tensor. Masters and moments begin with kept entry `first` and end before `last`; those
+// are updated, and the others keep their weights.
+struct Tensor {
+    void* weight;
+    const void* entries;
+    const int* offsets;
+    Count kept, numel;
+    const void* gradient;
+    void* master;
+    float* moments[2];
+    Count first, last;
+};
+
+template <typename Bits>
+ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
+    const int each = sizeof(uint4) / sizeof(Bits);
+    int vectors = ((unsigned long long)into) % sizeof(uint4) == 0 ? count / each : 0;
+    for (int i = threadIdx.x; i < vectors; i += THREADS) ((uint4*)into)[i] = ((const uint4*)tile)[i];
+    for (int i = vectors * each + threadIdx.x; i < count; i += THREADS) into[i] = tile[i];
+}
+
+template <typename Index, typename Weight, typename Gradient, typename Master, typename Rule>
+ON_DEVICE void step(const Tensor& tensor, const int* found, float factor, const Rule& rule) {
+    typedef typename Weight::Bits WeightBits;
+    typedef typename Master::Bits MasterBits;
+    if (found && *found) return;
+    Index index(tensor.entries, tensor.offsets, tensor.kept, tensor.numel);
+    Count start = (Count)blockIdx.x * TILE;
+    Stretch here = index.tile(blockIdx.x);
+    if (here.begin == here.end || here.end <= tensor.first || tensor.last <= here.begin) return;
+
+    __shared__ __align__(16) WeightBits tile[TILE];
+    const int vectors = TILE * sizeof(WeightBits) / sizeof(uint4);
+    for (int i = threadIdx.x; i < vectors; i += THREADS) ((uint4*)tile)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+
+    const typename Gradient::Bits* gradient_K = (const typename Gradient::Bits*)tensor.gradient;
+    WeightBits* weight_D = (WeightBits*)tensor.weight;
+    MasterBits* master_K = (MasterBits*)tensor.master;
+    for (Count own = here.begin + threadIdx.x; own < here.end; own += LOADS * THREADS) {
+        float gradient[LOADS], moment[LOADS][2];
+        WeightBits weight[LOADS];
+        MasterBits stored[LOADS];
+        int place[LOADS];  // in the tile
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            Count k = own + i * THREADS;
+            place[i] = k < here.end ? (int)(index.position(k) - start) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {  // all reads before the first write
+            Count k = own + i * THREADS, at = k - tensor.first;
+            if (k >= here.end) continue;
+            bool held = tensor.first <= k && k < tensor.last;
+            if (Master::READS_WEIGHT || !held) weight[i] = weight_D[start + place[i]];
+            if (!held) continue;
+            gradient[i] = Gradient::load(gradient_K[k]);
+            if (Master::STORES) stored[i] = master_K[at];
+#pragma unroll
+            for (int m = 0; m < Rule::MOMENTS; ++m) moment[i][m] = tensor.moments[m][at];
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            Count k = own + i * THREADS, at = k - tensor.first;
+            if (k >= here.end) break;
+            if (tensor.first <= k && k < tensor.last) {
+                float master = Master::template load<Weight>(weight[i], stored[i]);
+                rule.apply(master, multiply(gradient[i], factor), moment[i]);
+                weight[i] = Weight::weight(master);
+                if (Master::STORES) master_K[at] = Master::store(master);
+#pragma unroll
+                for (int m = 0; m < Rule::MOMENTS; ++m) tensor.moments[m][at] = moment[i][m];
+            }
+            tile[place[i]] = weight[i];
+        }
+    }
+    __syncthreads();
+    write_tile(weight_D + start, tile, (int)least(TILE, tensor.numel - start));
+}
+
+template <typename Index, typename Weight, typename Gradient, typename Master>
+__global__ void step_adamw(void* weight, const void* entries, const int* offsets, Count kept,
+                           Count numel, const void* gradient, void* master, float* mean,
+                           float* square, Count first, Count last, const int* found, float factor,
+                           float mean_weight, float square_decay, float square_weight, float decay,
+                           float root_correction, float eps, float rate) {
+    Tensor tensor = {weight, entries, offsets, kept, numel, gradient, master,
+                     {mean, square}, first, last};
+    AdamW rule = {mean_weight, square_decay, square_weight, decay, root_correction, eps, rate};
+    step<Index, Weight, Gradient, Master>(tensor, found, factor, rule);
+}
+
+template <typename Index, typename Weight, typename Gradient, typename Master, Momentum KIND>
+__global__ void step_sgd(void* weight, const void* entries, const int* offsets, Count kept,
+                         Count numel, const void* gradient, void* master, float* moment,
+                         Count first, Count last, const int* found, float factor,
+                         float weight_decay, float momentum, float rate) {
+    Tensor tensor = {weight, entries, offsets, kept, numel, gradient, master,
+                     {moment, 0}, first, last};
+    Sgd<KIND> rule = {weight_decay, momentum, rate};
+    step<Index, Weight, Gradient, Master>(tensor, found, factor, rule);
+}

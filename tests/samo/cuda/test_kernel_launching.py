@@ -1,0 +1,199 @@
+"""How kernels reach a GPU: through a CuPy that stands in for the real one, and without one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axsparse.errors import ConfigError
+from axsparse.samo import memory
+from axsparse.samo.cuda.compile import CupyLauncher, TorchStream
+from axsparse.samo.cuda.compress import Verdict, compress
+from axsparse.samo.cuda.helpers import DeviceIndex, make_device_index
+from axsparse.samo.cuda.launch import THREADS, Argument
+from axsparse.samo.cuda.step import Slot, adamw_step
+from axsparse.samo.optimizer import Hyper
+from axsparse.samo.shards import BLOCK
+
+CPU = torch.device("cpu")
+HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+
+
+class CompileError(Exception):
+    """As CuPy's."""
+
+
+class StandInCupy:
+    """Writes down what is compiled and started."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.compiled: list[str] = []
+        self.started: list[tuple[str, Any, Any, Any]] = []
+        self.streams: list[tuple[int, int]] = []
+        self.cuda = SimpleNamespace(
+            Device=nullcontext,
+            Stream=SimpleNamespace(from_external=self._stream),
+            compiler=SimpleNamespace(CompileException=CompileError),
+        )
+
+    def _stream(self, stream: TorchStream) -> nullcontext[None]:
+        self.streams.append(stream.__cuda_stream__())
+        return nullcontext()
+
+    def RawModule(
+        self, *, code: str, options: tuple[str, ...], name_expressions: list[str]
+    ) -> SimpleNamespace:
+        def get_function(name: str) -> Any:
+            if self.failure is not None:
+                raise self.failure
+            assert [name] == name_expressions
+            assert "sqrt.rn.f32" in code
+            self.compiled.append(name)
+            return lambda *call: self.started.append((name, *call))
+
+        return SimpleNamespace(get_function=get_function)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+
+def launcher(monkeypatch: pytest.MonkeyPatch, cupy: StandInCupy) -> CupyLauncher:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return CupyLauncher()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = StandInCupy()
+    launch = launcher(monkeypatch, cupy)
+    tensor = torch.zeros(3)
+
+    launch("judge<Fp32>", 5, tensor, None, np.int64(4), np.float32(0.5))
+    launch("judge<Fp32>", 6, tensor)
+
+    assert cupy.compiled == ["fold", "judge<Fp32>"]
+    assert cupy.streams == [(0, 77)] * 2
+    name, grid, block, arguments = cupy.started[0]
+    assert (name, grid, block) == ("judge<Fp32>", (5,), (THREADS,))
+    assert arguments == (tensor.data_ptr(), 0, 4, 0.5)
+    assert [value.dtype.name for value in arguments] == ["uint64", "uint64", "int64", "float32"]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_nothing_is_started_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = StandInCupy()
+
+    launcher(monkeypatch, cupy)("judge<Fp32>", 0)
+
+    assert cupy.started == []
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("failure", [CompileError, RuntimeError])
+def test_a_compiler_that_is_missing_or_fails_is_said_at_once_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    cupy = StandInCupy(failure("libnvrtc.so.12 was not found\nand more"))
+
+    with pytest.raises(
+        ConfigError, match=r"kernels for this GPU \(libnvrtc.so.12 was not found\); NVRTC of"
+    ):
+        launcher(monkeypatch, cupy)
+
+
+def test_without_cupy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    with pytest.raises(
+        ConfigError, match=r"need CuPy, which cannot be imported .*; pip install cupy-cuda13x"
+    ):
+        CupyLauncher()
+
+
+# -- what is refused before a kernel sees it ------------------------------------------------
+
+
+def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
+    """Runs no kernel."""
+
+
+def test_int32_positions_are_refused_where_they_cannot_number_all_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "INT32_LIMIT", 9)
+
+    with pytest.raises(ConfigError, match=r"int32 on a GPU numbers \d+ entries .* has 10; choose"):
+        make_device_index(nothing, torch.zeros(10, dtype=torch.bool), "int32")
+
+
+def test_more_kept_entries_than_offsets_can_count_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seven(kernel: str, blocks: int, *arguments: Argument) -> None:
+        counts = arguments[2]
+        assert isinstance(counts, torch.Tensor)
+        counts.fill_(7)
+
+    monkeypatch.setattr(memory, "INT32_LIMIT", 6)
+
+    with pytest.raises(ConfigError, match=r"keeps at most \d+ entries and this one keeps 7; prune"):
+        make_device_index(seven, torch.zeros(10, dtype=torch.bool), "mask")
+
+
+def full_slot(**changes: Any) -> Slot:
+    index = DeviceIndex(nothing, "full", 8, 8, CPU)
+    half = torch.zeros(8, dtype=torch.bfloat16)
+    parts: dict[str, Any] = {
+        "index": index,
+        "weight": half,
+        "gradient": half,
+        "master": torch.zeros(8),
+        "moments": (torch.zeros(8), torch.zeros(8)),
+    }
+    return Slot(**(parts | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"weight": torch.zeros(7, dtype=torch.bfloat16)}, r"weight: \(7,\) for 8 entries"),
+        ({"weight": torch.zeros(8)}, "weight: torch.float32"),
+        ({"weight": torch.zeros(16, dtype=torch.bfloat16)[::2]}, "weight: entries do not follow"),
+        ({"gradient": torch.zeros(8, dtype=torch.float16)}, "gradient: torch.float16"),
+        ({"master": torch.zeros(9)}, r"master: \(9,\) for 8 entries"),
+        ({"master": None}, "weight: torch.bfloat16"),
+        ({"moments": (torch.zeros(8),)}, "1 moments, not"),
+        ({"moments": (torch.zeros(8), torch.zeros(8).half())}, "exp_avg_sq: torch.float16"),
+        ({"held": range(4, 9)}, r"range\(4, 9\) of 8"),
+    ],
+)
+def test_kernels_check_nothing_so_their_callers_do(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        adamw_step(full_slot(**changes), HYPER, 1.0)
+
+
+def test_a_flag_and_partials_have_to_fit() -> None:
+    index = DeviceIndex(nothing, "full", 8, 8, CPU)
+    found = torch.zeros(1, dtype=torch.int64)
+
+    with pytest.raises(AssertionError, match=r"found: torch\.int64"):
+        adamw_step(full_slot(), HYPER, 1.0, found)
+    verdict = Verdict.empty(2 * BLOCK, found.int())
+    with pytest.raises(AssertionError, match=r"partials: \(2,\) for 1 entries"):
+        compress(index, torch.zeros(8), torch.zeros(8), accumulate=False, verdict=verdict)
+    with pytest.raises(AssertionError, match=r"\[6, 9\) of 8 kept"):
+        DeviceIndex(nothing, "mask", 8, 8, CPU).scatter(torch.zeros(8), torch.zeros(3), 6)

@@ -1,0 +1,66 @@
+"""The numpy formulas that kernels are held against are those of the package, to the bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.kernel_machine import RULES, Case, by_numpy, fresh_layer, random_mask
+from support.kernel_reference import multiply_add
+
+from axsparse.samo.optimizer import Block, Hyper
+from axsparse.samo.update import update
+
+
+def with_a_rounded_root(block: Block, statistics: object, hyper: Hyper) -> None:
+    """`adamw.apply`, whose square root in torch may be one unit off."""
+    beta1, beta2 = hyper.betas
+    rate = hyper.learning_rate / (1 - beta1**hyper.step)
+    block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
+    root = block.moments["exp_avg_sq"].double().sqrt_().float()
+    denominator = root.div_(math.sqrt(1 - beta2**hyper.step)).add_(hyper.eps)
+    block.master.addcdiv_(block.moments["exp_avg"], denominator, value=-rate)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch multiplies and adds with two roundings on this processor",
+)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+def test_torch_rounds_as_the_reference_does(rule: Case, beta1: float) -> None:
+    mask = random_mask(20_000, 0.5)
+    ours, theirs = (
+        fresh_layer(mask, (torch.bfloat16,) * 2 + ("fp32",), rule.moments) for _ in "12"
+    )
+    optimizer = rule.torch
+    if rule.name == "adamw":
+        optimizer = replace(optimizer, apply=with_a_rounded_root)
+
+    for step in (1, 2, 3):
+        hyper = Hyper(step, 0.01, (beta1, 0.95), 1e-8, 0.1)
+        gradient = torch.randn(ours.gradient.numel(), generator=torch.Generator().manual_seed(step))
+        for layer in (ours, theirs):
+            layer.gradient.copy_(gradient)
+        by_numpy(ours, rule, hyper, 0.37)
+        update([theirs], optimizer, hyper, 0.37)
+
+    assert ours.master_K is not None and theirs.master_K is not None
+    assert torch.equal(ours.master_K, theirs.master_K)
+    for name, values in ours.moments_K.items():
+        assert torch.equal(values, theirs.moments_K[name])
+    assert torch.equal(ours.tensors[0].weight_D, theirs.tensors[0].weight_D)
+
+
+def test_multiply_add_rounds_once() -> None:
+    """Just below halfway, where fp64 sees halfway and would round up to even."""
+    a, b = np.float32(2**16 - 1), np.array([(2**16 + 1) * 2.0**-56], dtype=np.float32)
+    c = np.array([1 + 2.0**-23], dtype=np.float32)
+    in_fp64 = (a * b.astype(np.float64) + c).astype(np.float32)
+
+    assert in_fp64.tolist() == [1 + 2.0**-22]
+    assert multiply_add(a, b, c).tolist() == [1 + 2.0**-23]
+    assert multiply_add(a, b, -c).tolist() == [-1 - 2.0**-23]

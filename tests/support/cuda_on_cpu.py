@@ -1,0 +1,78 @@
+"""Kernels in the source of the package, compiled for this processor and run thread by thread.
+
+What is C++ is the package's to the letter; `cuda_on_cpu.h` stands in for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from axsparse.samo.cuda.launch import Argument, pointer, source
+
+HEADER = Path(__file__).with_suffix(".h")
+OPTIONS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+
+
+def compiler() -> str | None:
+    """A C++ compiler of this machine, if it has one for which the emulator is written."""
+    return next((found for name in ("g++", "clang++") if (found := shutil.which(name))), None)
+
+
+class EmulatedLauncher:
+    """Runs kernels that were named when it was made, on tensors of the CPU."""
+
+    def __init__(self, kernels: Iterable[str], folder: Path) -> None:
+        self._number = {name: number for number, name in enumerate(kernels)}
+        self._seed = 0
+        self.launched: list[str] = []
+        program, library = folder / "kernels.cpp", folder / "kernels.so"
+        exported = "".join(
+            f'extern "C" int run_{number}(unsigned blocks, uint64_t seed, void** arguments) '
+            f"{{ return emulate({name}, blocks, seed, arguments); }}\n"
+            f'extern "C" const char* takes_{number}() {{ return signature({name}); }}\n'
+            for name, number in self._number.items()
+        )
+        program.write_text(f"{source(HEADER.read_text(encoding='utf-8'))}\n{exported}")
+        command = [str(compiler()), *OPTIONS, "-shared", "-fPIC", "-o", str(library), str(program)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        self._library = ctypes.CDLL(os.fspath(library))
+
+    def __call__(self, kernel: str, blocks: int, *arguments: Argument) -> None:
+        number = self._number[kernel]
+        takes = getattr(self._library, f"takes_{number}")
+        takes.restype = ctypes.c_char_p
+        given = "".join(map(_code, arguments))
+        assert takes().decode() == given, f"{kernel} takes {takes()!r} and is given {given}"
+        self.launched.append(kernel)
+        values = [_value(argument) for argument in arguments]
+        self._seed += 1
+        run = getattr(self._library, f"run_{number}")
+        run.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p]
+        good = run(blocks, self._seed, _addresses(values)) == 0
+        assert good, f"{kernel}: threads wait for one another at different barriers"
+
+
+def _code(argument: Argument) -> str:
+    if isinstance(argument, np.generic):
+        return {"int64": "l", "int32": "i", "float32": "f"}[argument.dtype.name]
+    return "p"
+
+
+def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float]:
+    if isinstance(argument, np.float32):
+        return ctypes.c_float(float(argument))
+    if isinstance(argument, np.int32):
+        return ctypes.c_int32(int(argument))
+    return ctypes.c_int64(int(argument) if isinstance(argument, np.int64) else pointer(argument))
+
+
+def _addresses(values: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float]]) -> object:
+    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))

@@ -1,0 +1,200 @@
+"""What indices and compression promise, as functions of the machine that they run on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from support import kernel_reference as reference
+from support.kernel_machine import (
+    BF16,
+    DENSITIES,
+    ENCODED,
+    FP16,
+    FP32,
+    NUMBERS,
+    SIZES,
+    Machine,
+    layer_of,
+    mask_for,
+    promise,
+    random_mask,
+    randoms,
+    same_bits,
+)
+
+from axsparse.samo.cuda.compress import NORM_TOLERANCE, Verdict, compress, judge
+from axsparse.samo.cuda.helpers import INDICES, DeviceKind, make_device_index
+from axsparse.samo.cuda.launch import CHUNK, TILE
+from axsparse.samo.index import make_index
+from axsparse.samo.memory import (
+    MASK_BLOCK,
+    UINT16_BLOCK,
+    IndexKind,
+    index_bytes,
+    master_kind,
+)
+from axsparse.samo.norm import norm_partials
+from axsparse.samo.shards import BLOCK
+
+# -- indices --------------------------------------------------------------------------------
+
+
+@promise(ENCODED, SIZES, DENSITIES)
+def an_index_is_the_one_of_the_cpu(
+    machine: Machine, kind: IndexKind, numel: int, density: float
+) -> None:
+    mask = random_mask(numel, density) if numel > 1 else torch.zeros(1, dtype=torch.bool)
+    positions = mask.nonzero().view(-1)
+
+    index = machine.index(mask, kind)
+
+    assert (index.kept, index.numel) == (positions.numel(), numel)
+    assert index.nbytes == index_bytes(numel, index.kept, kind)
+    assert torch.equal(index.positions().cpu(), positions)
+    assert index.entries is not None
+    if kind == "int32":
+        assert torch.equal(index.entries.cpu().long(), positions)
+    elif kind == "uint16":
+        assert index.entries.cpu().to(torch.int64).tolist() == (positions % UINT16_BLOCK).tolist()
+    else:
+        packed = np.packbits(mask.numpy(), bitorder="little")
+        assert index.entries[: packed.size].tolist() == packed.tolist()
+        assert not index.entries[packed.size :].any()
+    if index.offsets is not None:
+        block = UINT16_BLOCK if kind == "uint16" else MASK_BLOCK
+        before = [int(mask[: at * block].sum()) for at in range(-(-numel // block) + 1)]
+        assert index.offsets.tolist() == before
+
+
+@promise(ENCODED, (BF16, FP32))
+def any_stretch_of_kept_entries_is_gathered_and_scattered(
+    machine: Machine, kind: IndexKind, dtype: torch.dtype
+) -> None:
+    mask = random_mask(UINT16_BLOCK + 3000, 0.1)
+    index, theirs = machine.index(mask, kind), make_index(mask, kind)
+    dense = randoms(mask.numel(), 1, dtype)
+    kept = index.kept
+    for start, stop in [(0, kept), (0, 0), (kept, kept), (7, 8), (kept // 3, kept - 5)]:
+        gathered = index.gather(machine.put(dense), start, stop)
+        same_bits(gathered, theirs.gather(dense, start, stop))
+        ours, expected = machine.put(dense), dense.clone()
+        values = randoms(stop - start, 2, dtype)
+        index.scatter(ours, machine.put(values), start)
+        theirs.scatter(expected, values, start)
+        same_bits(ours, expected)
+
+
+@promise()
+def a_mask_that_keeps_everything_costs_nothing(machine: Machine) -> None:
+    mask = torch.ones(TILE + 5, dtype=torch.bool, device=machine.device)
+
+    index = make_device_index(machine.launch, mask, "uint16")
+
+    values, dense = randoms(3, 1), machine.put(torch.zeros(TILE + 5))
+    index.scatter(dense, values.to(machine.device), 4)
+    assert (index.kind, index.kept, index.nbytes) == ("full", TILE + 5, 0)
+    assert index.positions().tolist() == list(range(TILE + 5))
+    same_bits(index.gather(dense, 4, 7), values)
+
+
+@promise(ENCODED, [(0,), (TILE,), (UINT16_BLOCK - 1,), (UINT16_BLOCK,), (3 * UINT16_BLOCK,)])
+@promise(ENCODED, [(5, MASK_BLOCK - 1), (0, 3 * UINT16_BLOCK), (9, 10, 2 * UINT16_BLOCK)])
+def a_few_kept_entries_are_found_among_empty_blocks(
+    machine: Machine, kind: IndexKind, places: tuple[int, ...]
+) -> None:
+    mask = torch.zeros(3 * UINT16_BLOCK + 1, dtype=torch.bool)
+    mask[list(places)] = True
+    index = machine.index(mask, kind)
+    gradient = machine.put(torch.zeros(len(places)))
+    dense = randoms(mask.numel(), 1)
+
+    compress(index, machine.put(dense), gradient, accumulate=False)
+
+    assert index.positions().tolist() == list(places)
+    same_bits(gradient, dense[mask])
+
+
+# -- compression ----------------------------------------------------------------------------
+
+
+@promise(tuple(INDICES), NUMBERS, [1, CHUNK + 1, UINT16_BLOCK + 77])
+def gradients_are_compressed_and_added_as_on_the_cpu(
+    machine: Machine, kind: DeviceKind, types: tuple[torch.dtype, torch.dtype], numel: int
+) -> None:
+    weight, gradient = types
+    mask = mask_for(kind, numel, 0.3) if numel > 1 else torch.tensor([kind == "full"])
+    master = master_kind(half=weight != FP32, split=False)
+    layer, tensor = layer_of(mask, torch.zeros(numel, dtype=weight), gradient, master, 0)
+    index = machine.index(mask, kind)
+    ours = machine.put(torch.full((index.kept,), math.nan, dtype=gradient))
+
+    for microbatch in range(3):
+        dense = randoms(numel, microbatch, weight)
+        layer.accumulate(tensor, dense)
+        compress(index, machine.put(dense), ours, accumulate=microbatch > 0)
+        same_bits(ours, layer.gradient)
+
+
+@promise(NUMBERS, [0, 1, CHUNK - 1, BLOCK, BLOCK + CHUNK + 3])
+def sums_of_squares_are_the_same_bits_in_every_encoding(
+    machine: Machine, types: tuple[torch.dtype, torch.dtype], kept: int
+) -> None:
+    weight, gradient = types
+    mask = torch.zeros(2 * BLOCK + 3 * CHUNK, dtype=torch.bool)
+    places = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(kept))[:kept]
+    mask[places] = True
+    dense = randoms(mask.numel(), 1, weight)
+    master = master_kind(half=weight != FP32, split=False)
+    layer, tensor = layer_of(mask, torch.zeros_like(dense), gradient, master, 0)
+    layer.accumulate(tensor, dense)
+    expected = reference.partials(layer.gradient)
+
+    found = torch.zeros(1, dtype=torch.int32, device=machine.device)
+    for kind in (*ENCODED, None):
+        verdict = Verdict.empty(kept, found)
+        if kind is None:
+            judge(machine.launch, machine.put(layer.gradient), verdict)
+        else:
+            index = machine.index(mask, kind)
+            ours = machine.put(torch.zeros(kept, dtype=gradient))
+            compress(index, machine.put(dense), ours, accumulate=False, verdict=verdict)
+        same_bits(verdict.partials, expected)
+    assert found.tolist() == [0]
+    theirs = norm_partials([layer], ["w"])["w"]
+    torch.testing.assert_close(expected, theirs, rtol=NORM_TOLERANCE, atol=0)
+
+
+@promise(ENCODED, [math.inf, -math.inf, math.nan], [True, False])
+def a_gradient_that_is_not_finite_is_found_where_it_is_kept(
+    machine: Machine, kind: IndexKind, value: float, kept: bool
+) -> None:
+    mask = random_mask(2 * TILE + 9, 0.2)
+    dense = randoms(mask.numel(), 1, BF16)
+    dense[(mask == kept).nonzero()[-1]] = value
+    index = machine.index(mask, kind)
+    found = machine.put(torch.zeros(1, dtype=torch.int32))
+    verdict = Verdict.empty(index.kept, found)
+    gradient = machine.put(torch.zeros(index.kept, dtype=BF16))
+
+    compress(index, machine.put(dense), gradient, accumulate=False, verdict=verdict)
+
+    assert found.tolist() == [int(kept)]
+    assert bool(verdict.partials.isfinite().all()) == (not kept)
+
+
+@promise()
+def a_sum_that_overflows_its_type_is_found(machine: Machine) -> None:
+    mask = random_mask(TILE + 1, 0.5)
+    index = machine.index(mask, "mask")
+    dense = machine.put(torch.full((TILE + 1,), 60_000.0, dtype=FP16))
+    gradient = machine.put(torch.zeros(index.kept, dtype=FP16))
+    found = machine.put(torch.zeros(1, dtype=torch.int32))
+    for accumulate in (False, True):
+        verdict = Verdict.empty(index.kept, found)
+        compress(index, dense, gradient, accumulate=accumulate, verdict=verdict)
+        assert found.tolist() == [int(accumulate)]
+    other = machine.put(torch.zeros(1, dtype=torch.int32))
+    judge(machine.launch, gradient, Verdict.empty(index.kept, other))
+    assert other.tolist() == [1]

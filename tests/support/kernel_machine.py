@@ -1,0 +1,232 @@
+"""The machine that kernels run on, the state of one tensor, and how promises are written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from support import kernel_reference as reference
+from torch import Tensor, nn
+
+from axsparse.samo.adamw import ADAMW
+from axsparse.samo.cuda.helpers import DeviceIndex, DeviceKind, make_device_index
+from axsparse.samo.cuda.launch import TILE, Launcher
+from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
+from axsparse.samo.index import make_index
+from axsparse.samo.memory import (
+    MASK_BLOCK,
+    UINT16_BLOCK,
+    IndexKind,
+    MasterKind,
+)
+from axsparse.samo.optimizer import Hyper, Optimizer
+from axsparse.samo.sgd import sgd
+from axsparse.samo.state import LayerState, TensorState
+
+GUARD = 256
+"""Bytes before and after what kernels may write; a multiple of what vectors want aligned."""
+CANARY = 0x5A
+ROOT_TOLERANCE = 3e-7
+"""Of a step of AdamW with torch's square root, which may be one unit off the rounded one."""
+HYPER = Hyper(step=1, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+FACTOR = 0.37
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ENCODED: tuple[IndexKind, ...] = ("int32", "uint16", "mask")
+NUMBERS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
+"""Types of weight and gradient."""
+SIZES = [1, 31, MASK_BLOCK + 1, TILE - 1, TILE, TILE + 1, UINT16_BLOCK, UINT16_BLOCK + 77]
+DENSITIES = [0.001, 0.1, 0.9]
+
+
+@dataclass
+class Machine:
+    """Where kernels run, and guarded memory there."""
+
+    launch: Launcher
+    device: torch.device
+    _guarded: list[Tensor] = field(default_factory=list)
+
+    def put(self, values: Tensor, shift: int = 0) -> Tensor:
+        """A copy between guards, `shift` entries off an aligned address."""
+        before = GUARD + shift * values.itemsize
+        end = before + values.nbytes
+        room = torch.full((end + GUARD,), CANARY, dtype=torch.uint8)
+        room[before:end] = values.contiguous().view(-1).view(torch.uint8)
+        room = room.to(self.device)
+        self._guarded += [room[:before], room[end:]]
+        return room[:end].view(values.dtype)[before // values.itemsize :]
+
+    def check(self) -> None:
+        """Nothing was written beside what was put here."""
+        assert all(bool((guard == CANARY).all()) for guard in self._guarded)
+
+    def index(self, mask: Tensor, kind: DeviceKind) -> DeviceIndex:
+        if kind == "full":
+            assert mask.all()
+            return DeviceIndex(self.launch, kind, mask.numel(), mask.numel(), self.device)
+        index = make_device_index(self.launch, mask.to(self.device), kind)
+        assert index.kind == kind, "a mask that keeps everything has no encoding"
+        return index
+
+
+Promise: TypeAlias = Callable[[Machine], None]
+PROMISES: dict[str, Promise] = {}
+
+
+def promise(*axes: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a promise to the contract, for every combination of values."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        for values in product(*axes):
+            name = "-".join([function.__name__, *map(_named, values)])
+            PROMISES[name] = partial(_keep, function, values)
+        return function
+
+    return add
+
+
+def _keep(function: Callable[..., None], values: Sequence[Any], machine: Machine) -> None:
+    function(machine, *values)
+    machine.check()
+
+
+def _named(value: object) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(_named, value))
+    return str(getattr(value, "name", value)).removeprefix("torch.")
+
+
+def random_mask(numel: int, density: float) -> Tensor:
+    """Neither all nor nothing where that can be."""
+    mask = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < density
+    if numel > 1:
+        mask[numel // 2], mask[numel // 3] = True, False
+    return mask
+
+
+def mask_for(kind: DeviceKind, numel: int, density: float) -> Tensor:
+    """Of an encoding that can hold it."""
+    if kind == "full":
+        return torch.ones(numel, dtype=torch.bool)
+    return random_mask(numel, density)
+
+
+def randoms(numel: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> None:
+    """NaN is like NaN, and a zero's sign counts."""
+    ours = ours.cpu()
+    assert ours.dtype == theirs.dtype
+    both = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.itemsize]
+    if ours.is_floating_point():
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        ours, theirs = (
+            ours.nan_to_num(7, math.inf, -math.inf),
+            theirs.nan_to_num(7, math.inf, -math.inf),
+        )
+    assert torch.equal(ours.view(both), theirs.view(both))
+
+
+# -- the state of one tensor ----------------------------------------------------------------
+
+
+def layer_of(
+    mask: Tensor, weight: Tensor, gradient: torch.dtype, master: MasterKind, moments: int
+) -> tuple[LayerState, TensorState]:
+    """The state of one tensor on the CPU."""
+    tensor = TensorState("w", nn.Parameter(weight.clone()), make_index(mask), decays=True)
+    names = (("momentum",), ("exp_avg", "exp_avg_sq"))[moments - 1] if moments else ()
+    layer = LayerState(
+        "l", [tensor], moments=names, gradient_dtype=gradient, master=master, index_kind="int32"
+    )
+    return layer, tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """An update rule: on the device, in numpy, and on the CPU."""
+
+    name: str
+    moments: int
+    device: Callable[..., None]
+    numpy: reference.Rule
+    torch: Optimizer
+
+
+def _sgd_case(name: str, momentum: float, *, nesterov: bool) -> Case:
+    return Case(
+        name,
+        int(momentum > 0),
+        partial(sgd_step, momentum=momentum, nesterov=nesterov),
+        reference.sgd(momentum, nesterov=nesterov),
+        sgd(momentum, nesterov=nesterov),
+    )
+
+
+RULES = (
+    Case("adamw", 2, adamw_step, reference.adamw, ADAMW),
+    _sgd_case("sgd", 0.0, nesterov=False),
+    _sgd_case("momentum", 0.9, nesterov=False),
+    _sgd_case("nesterov", 0.9, nesterov=True),
+)
+STATES: tuple[tuple[torch.dtype, torch.dtype, MasterKind], ...] = (
+    (BF16, BF16, "fp32"),
+    (BF16, BF16, "remainder"),
+    (BF16, FP32, "fp32"),
+    (BF16, FP32, "remainder"),
+    (FP16, FP16, "fp32"),
+    (FP16, FP32, "fp32"),
+    (FP32, FP32, "weight"),
+)
+
+
+def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int = 0) -> Slot:
+    """A copy of a layer's one tensor and its state."""
+    [tensor] = layer.tensors
+    return Slot(
+        index,
+        machine.put(tensor.weight_D, shift),
+        machine.put(layer.gradient),
+        None if layer.master_K is None else machine.put(layer.master_K),
+        tuple(machine.put(values) for values in layer.moments_K.values()),
+    )
+
+
+def by_numpy(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None:
+    """One step of a layer's one tensor by the reference."""
+    [tensor] = layer.tensors
+    gradient = layer.gradient.float().numpy() * np.float32(factor)
+    master = layer.read_master(tensor, 0, tensor.kept).numpy().copy()
+    moments = [values.numpy() for values in layer.moments_K.values()]
+    moved = case.numpy(master, gradient, moments, hyper)
+    layer.write_master(tensor, 0, torch.from_numpy(moved))
+
+
+def same_state(slot: Slot, layer: LayerState) -> None:
+    [tensor] = layer.tensors
+    same_bits(slot.weight, tensor.weight_D)
+    if layer.master_K is not None:
+        assert slot.master is not None
+        same_bits(slot.master, layer.master_K)
+    for ours, theirs in zip(slot.moments, layer.moments_K.values(), strict=True):
+        same_bits(ours, theirs)
+
+
+def fresh_layer(
+    mask: Tensor, state: tuple[torch.dtype, torch.dtype, MasterKind], moments: int
+) -> LayerState:
+    """Random masters that no half number holds, and weights that are rounded from them."""
+    weight, gradient, master = state
+    layer, tensor = layer_of(
+        mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, moments
+    )
+    layer.write_master(tensor, 0, randoms(tensor.kept, 1))
+    return layer
