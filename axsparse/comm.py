@@ -57,8 +57,10 @@ class Link(Protocol):
     is done with them, and must not be written to by the caller any more.
     """
 
-    bytes_sent: int
-    """Payload bytes handed to the transport since the link was made."""
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes handed to the transport since the link was made."""
+        ...
 
     def send(self, message: Message) -> None:
         """Start sending: forward to the next stage, backward to the previous one."""
@@ -108,8 +110,11 @@ class Collective(Protocol):
     """This member's number in the group."""
     size: int
     """Members of the group."""
-    bytes_sent: int
-    """Bytes handed to the transport for other members since the group was made."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed to the transport for other members since the group was made."""
+        ...
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Start an operation on a contiguous 1-D buffer that stays untouched until done.
@@ -121,6 +126,9 @@ class Collective(Protocol):
 
 class Backoff(Protocol):
     """One wait: `pause` between polls, longer the longer nothing happens."""
+
+    pauses: int
+    """Since the start; grows while the rank waits."""
 
     def pause(self) -> None:
         """Give the core to others for a moment."""

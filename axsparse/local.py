@@ -124,10 +124,12 @@ class TurnBackoff:
     """Waiting hands the turn to another rank."""
 
     def __init__(self, world: LocalWorld[Any], rank: int) -> None:
+        self.pauses = 0
         self._world = world
         self._rank = rank
 
     def pause(self) -> None:
+        self.pauses += 1
         self._world.pass_turn(self._rank)
 
     def reset(self) -> None:

@@ -76,7 +76,7 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> Facts:
         mpi=mpi.library,
         mpi_problem=mpi.problem,
         thread_level=mpi.thread_level,
-        cuda_aware=_cuda_aware() if mpi.library is not None else None,
+        cuda_aware=cuda_aware() if mpi.library is not None else None,
         cuda=torch.version.cuda,
         gpus=tuple(
             torch.cuda.get_device_name(number)
@@ -138,7 +138,7 @@ def _nearest(path: Path) -> Path:
     return here
 
 
-def _cuda_aware() -> bool | None:
+def cuda_aware() -> bool | None:
     """What the loaded MPI library says of itself; None if it does not say."""
     for path in _loaded(r"libmpi(cxx|_\w+)?\.so"):
         with contextlib.suppress(OSError, AttributeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -20,6 +21,8 @@ from axsparse.waiting import SleepingBackoff
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from axsparse.pipeline.wire_mpi import MpiWires
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """Set in every process that an MPI launcher starts."""
@@ -60,6 +63,9 @@ class LocalTransport:
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
     def abort(self, code: int) -> NoReturn:
+        if threading.current_thread() is not threading.main_thread():
+            _flush()
+            os._exit(code)  # an exception would end the thread alone
         sys.exit(code)
 
     def close(self) -> None:
@@ -101,20 +107,41 @@ class MpiTransport:
         self._made.append(collective)
         return collective
 
+    def wires(self) -> MpiWires:
+        """What the headers between GPUs travel on; all ranks call this together."""
+        from axsparse.pipeline.wire_mpi import MpiWires
+
+        return MpiWires(self._comm)
+
+    def local_rank(self) -> int:
+        """Which of its host's ranks this is; all ranks call this together."""
+        from mpi4py import MPI
+
+        here = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        number: int = here.rank
+        here.Free()
+        return number
+
     def abort(self, code: int) -> NoReturn:
         """Our line has been printed; MPI's own words after it would only bury it."""
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        _flush()
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 2)
-        self._comm.Abort(code)
-        os._exit(code)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main or thread_level() == "multiple":
+            self._comm.Abort(code)
+        os._exit(code)  # the launcher ends the others
 
     def close(self) -> None:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def started_by_launcher() -> bool:
@@ -156,6 +183,9 @@ def connect() -> Transport:
     Under a launcher MPI has to work: without it, every process would train alone. ConfigError
     if it does not, or has another size.
     """
+    from axsparse.device import bind_early
+
+    bind_early(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as reason:

@@ -19,14 +19,16 @@ class SleepingBackoff:
     """
 
     def __init__(self) -> None:
-        self._pauses = 0
+        self.pauses = 0
+        self._in_a_row = 0
 
     def pause(self) -> None:
-        self._pauses += 1
-        if self._pauses > EAGER_POLLS + SHORT_SLEEPS:
+        self.pauses += 1
+        self._in_a_row += 1
+        if self._in_a_row > EAGER_POLLS + SHORT_SLEEPS:
             time.sleep(LONG_SECONDS)
-        elif self._pauses > EAGER_POLLS:
+        elif self._in_a_row > EAGER_POLLS:
             time.sleep(SHORT_SECONDS)
 
     def reset(self) -> None:
-        self._pauses = 0
+        self._in_a_row = 0

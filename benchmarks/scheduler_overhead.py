@@ -32,8 +32,10 @@ from axsparse.data.batches import Batch, Microbatch
 from axsparse.grid import Grid
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
-from axsparse.pipeline.link_mpi import HEADER_TAG, MpiLink, encode_header
+from axsparse.pipeline.header import encode_header
+from axsparse.pipeline.link_mpi import MpiLink
 from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.wire_mpi import HEADER_TAG
 from axsparse.waiting import SleepingBackoff
 
 MICROBATCHES = 64

@@ -20,6 +20,47 @@ from axsparse.transport import (
     speaks,
 )
 
+ABORT = """
+import threading
+import mpi4py
+mpi4py.rc.thread_level = {level!r}
+from mpi4py import MPI
+from axsparse.local import LocalWorld
+from axsparse.transport import LocalTransport, MpiTransport, thread_level
+
+class Comm:
+    def Abort(self, code):
+        print("MPI ends the job", flush=True)
+
+transport = MpiTransport(MPI.COMM_WORLD) if {mpi} else LocalTransport(LocalWorld(1), 0)
+vars(transport)["_comm"] = Comm()
+print(thread_level(), flush=True)
+threading.Thread(target=lambda: transport.abort(70)).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpi", "level", "said"),
+    [
+        (True, "multiple", "multiple\nMPI ends the job\n"),
+        (True, "funneled", "funneled\n"),
+        (False, "funneled", "funneled\n"),
+    ],
+)
+def test_a_thread_ends_the_job_though_the_main_thread_waits(
+    mpi: bool, level: str, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT.format(mpi=mpi, level=level)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (70, said), done.stderr
+
 
 @pytest.fixture(autouse=True)
 def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

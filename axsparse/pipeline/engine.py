@@ -45,6 +45,8 @@ class Engine:
         self._while_idle = while_idle
         self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
         self._inbox: dict[Action, Message] = {}
+        self._policy: Policy | None = None
+        self._taken: dict[Direction, int] = {}
 
     def train(
         self,
@@ -97,7 +99,22 @@ class Engine:
         self._execute(policy, run)
         return found
 
+    def awaited(self) -> list[str]:
+        """The messages that are still to come before this stage can go on; another thread may
+        ask, at any moment."""
+        policy, taken = self._policy, self._taken
+        if policy is None:
+            return []
+        sides = {Direction.FORWARD: ("activation", -1), Direction.BACKWARD: ("gradient", 1)}
+        return [
+            f"{kind} {taken[direction]} from rank {self._place.rank + step}"
+            for direction, (kind, step) in sides.items()
+            if policy.expects(direction)
+        ]
+
     def _execute(self, policy: Policy, run: Callable[[Action], None]) -> None:
+        self._taken = dict.fromkeys(Direction, 0)
+        self._policy = policy
         self._backoff.reset()
         while not policy.finished:
             with self._phases("p2p"):
@@ -116,12 +133,14 @@ class Engine:
                 with self._phases("bubble"):
                     self._while_idle()
                     self._backoff.pause()
+        self._policy = None
 
     def _take_in(self, policy: Policy) -> None:
         """Tell the policy of arrivals; a neighbour that is ahead sends those of the next run."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()
+                self._taken[direction] += 1
                 self._inbox[Action(direction, message.microbatch)] = message
                 policy.arrived(direction, message.microbatch)
 

@@ -1,7 +1,5 @@
-"""A `Link` over MPI: bytes with a header, one communicator a direction.
+"""A `Link` over MPI for tensors in host memory: bytes with a header, one communicator a direction.
 
-A header is an int64 array: microbatch, number of tensors, then per tensor its type's
-number (−1 for None), whether a gradient is wanted, its dimensions and their sizes.
 Headers and contents travel on two tags of one communicator, so each is matched in
 posting order; contents are received straight into tensors of their own.
 """
@@ -12,74 +10,23 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.comm import Backoff, Direction, Message
 from axsparse.grid import Place
+from axsparse.pipeline.header import Header, decode_header, dense, encode_header, in_host_memory
+from axsparse.pipeline.wire import QUIET_PASSES, byte_pieces
+from axsparse.pipeline.wire_mpi import CONTENT_TAG, HEADER_TAG
 
-HEADER_TAG, CONTENT_TAG = 1, 2
-QUIET_PASSES = 2
-"""Looks without a find before arrivals are complete. A call that finds nothing may be the one
-that lets MPI take in what has come: after a long action one look saw nothing in 12 cases of
-12 (MPICH 5.0), two saw all, and a schedule that decides on half the arrivals is not driven
-by them."""
 MAX_CALL_BYTES = 1 << 30
 """No MPI call carries more: counts are 32-bit in older site libraries."""
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-
-
-def encode_header(message: Message) -> NDArray[np.int64]:
-    """The header of a message; ValueError names a type that no message carries."""
-    words = [message.microbatch, len(message.tensors)]
-    wanted = message.requires_grad or (False,) * len(message.tensors)
-    for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
-        if tensor is None:
-            words += [-1, 0, 0]
-            continue
-        if tensor.dtype not in _NUMBERS:
-            raise ValueError(
-                f"a stage sends a tensor of {tensor.dtype}; messages carry "
-                + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            )
-        words += [_NUMBERS[tensor.dtype], int(requires_grad), tensor.dim(), *tensor.shape]
-    return np.array(words, dtype=np.int64)
-
-
-def decode_header(words: NDArray[np.int64], direction: Direction) -> Message:
-    """A message with empty tensors of the announced shapes and types."""
-    microbatch, count = int(words[0]), int(words[1])
-    tensors: list[Tensor | None] = []
-    requires_grad = []
-    at = 2
-    for _ in range(count):
-        number, wanted, dims = (int(word) for word in words[at : at + 3])
-        at += 3
-        shape = [int(size) for size in words[at : at + dims]]
-        at += dims
-        tensors.append(None if number < 0 else torch.empty(shape, dtype=DTYPES[number]))
-        requires_grad.append(bool(wanted))
-    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
 
 
 def byte_chunks(tensor: Tensor, max_bytes: int) -> list[NDArray[np.uint8]]:
     """The bytes of a contiguous tensor, as views of at most `max_bytes` each."""
-    flat = tensor.view(-1).view(torch.uint8).numpy()
-    return [flat[start : start + max_bytes] for start in range(0, flat.size, max_bytes)]
+    return [piece.numpy() for piece in byte_pieces(tensor, max_bytes)]
 
 
 @dataclass
@@ -88,7 +35,7 @@ class _Transfer:
 
     message: Message
     requests: list[MPI.Request]
-    header: NDArray[np.int64]
+    header: Header
 
 
 class MpiLink:
@@ -116,14 +63,11 @@ class MpiLink:
     def send(self, message: Message) -> None:
         target = self._targets[message.direction]
         assert target is not None, "no such neighbour"
-        tensors = tuple(
-            None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
-        )
-        message = Message(message.direction, message.microbatch, tensors, message.requires_grad)
+        message = dense(message)
         header = encode_header(message)
         comm = self._comms[message.direction]
         requests = [comm.Isend([header, MPI.INT64_T], dest=target, tag=HEADER_TAG)]
-        for tensor in tensors:
+        for tensor in message.tensors:
             if tensor is not None:
                 self.bytes_sent += tensor.nbytes
                 requests += [
@@ -174,7 +118,7 @@ class MpiLink:
             found = True
             header = np.empty(status.Get_count(MPI.INT64_T), dtype=np.int64)
             probed.Recv([header, MPI.INT64_T])
-            message = decode_header(header, direction)
+            message = decode_header(header, direction, in_host_memory)
             requests = [
                 comm.Irecv([chunk, MPI.BYTE], source=source, tag=CONTENT_TAG)
                 for tensor in message.tensors

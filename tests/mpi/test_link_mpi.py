@@ -14,14 +14,9 @@ from support.on_mpi import on_mpi
 
 from axsparse.comm import Direction, Link, Message, Op, Transport, wait
 from axsparse.grid import Grid, Place
-from axsparse.pipeline.link_mpi import (
-    CONTENT_TAG,
-    HEADER_TAG,
-    MpiLink,
-    byte_chunks,
-    decode_header,
-    encode_header,
-)
+from axsparse.pipeline.header import decode_header, encode_header, in_host_memory
+from axsparse.pipeline.link_mpi import MpiLink, byte_chunks
+from axsparse.pipeline.wire_mpi import CONTENT_TAG, HEADER_TAG
 from axsparse.transport import MpiTransport
 
 SIZE = MPI.COMM_WORLD.size
@@ -152,7 +147,7 @@ def test_a_header_says_everything_but_the_contents() -> None:
     sent = Message(Direction.BACKWARD, 41, tensors, (True, False, False, True))
 
     words = encode_header(sent)
-    read = decode_header(words, Direction.BACKWARD)
+    read = decode_header(words, Direction.BACKWARD, in_host_memory)
 
     assert words.dtype == np.int64
     assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)

@@ -1,0 +1,38 @@
+"""What `test_transport_gpu.py` starts under mpirun: several ranks, one GPU, the contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from mpi4py import MPI
+from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
+from support.collective_contract import a_buffer_lives_until_its_operation_is_done
+from support.link_contract import CONTRACT
+from support.on_gpu import GPU, OnGpu
+
+from axsparse.comm import Transport
+from axsparse.transport import MpiTransport
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_staged_link_keeps_the_contract_on_a_gpu(promise: Callable[[Transport], None]) -> None:
+    torch.cuda.set_device(GPU)
+    transport = OnGpu(MpiTransport(MPI.COMM_WORLD), "pinned")
+    promise(transport)
+    transport.close()
+
+
+@pytest.mark.parametrize("promise", COLLECTIVE_CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_staged_collective_keeps_the_contract_on_a_gpu(
+    promise: Callable[[Transport], None],
+) -> None:
+    torch.cuda.set_device(GPU)
+    transport = OnGpu(MpiTransport(MPI.COMM_WORLD), "pinned")
+    hosts = transport.world
+    if promise is not a_buffer_lives_until_its_operation_is_done:
+        transport.world = transport.collective("all", range(transport.size))
+    promise(transport)
+    transport.world = hosts
+    transport.close()

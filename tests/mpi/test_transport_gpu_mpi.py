@@ -1,0 +1,137 @@
+"""The GPU transport over real MPI, its devices made of threads, and NCCL's place taken by Gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from mpi4py import MPI
+from support.collective_contract import (
+    a_broadcast_brings_the_first_members_buffer_to_all,
+    a_buffer_lives_until_its_operation_is_done,
+    operations_in_flight_may_be_polled_in_any_order,
+)
+from support.link_contract import CONTRACT, LARGE
+from support.on_mpi import on_mpi
+from support.runs import tiny_config
+from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
+
+from axsparse import nccl, placing
+from axsparse.comm import Op, Transport, wait
+from axsparse.config.load import Loaded
+from axsparse.device import Gpu
+from axsparse.errors import ConfigError
+from axsparse.nccl import Rendezvous
+from axsparse.transport import MpiTransport
+from axsparse.transport_gpu import GpuTransport, Staging
+
+SIZE = MPI.COMM_WORLD.size
+COLLECTIVE = (
+    a_broadcast_brings_the_first_members_buffer_to_all,
+    operations_in_flight_may_be_polled_in_any_order,
+    a_buffer_lives_until_its_operation_is_done,
+)
+"""What is different over MPI; `tests/data_parallel` has the whole contract in one process."""
+needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbour")
+
+
+@needs_a_neighbour
+@pytest.mark.parametrize("staging", ["pinned", "direct"])
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_staged_link_keeps_the_contract_over_mpi(
+    promise: Callable[[Transport], None], staging: Staging
+) -> None:
+    if staging == "direct" and promise in LARGE:
+        pytest.skip("the same calls as of the MPI link, which runs it")
+    transport = GpuTransport(
+        MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None, staging=staging
+    )
+    promise(transport)
+    transport.close()
+
+
+@needs_a_neighbour
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
+    promise: Callable[[Transport], None],
+) -> None:
+    host = MpiTransport(MPI.COMM_WORLD)
+    connections = GlooConnections(Rendezvous(host, gloo_backend))
+    transport = GpuTransport(host, ThreadDevice(), connections=connections)
+    promise(transport)
+    transport.close()
+
+
+@pytest.mark.parametrize("promise", COLLECTIVE, ids=lambda promise: promise.__name__)
+def test_a_staged_collective_keeps_the_contract_over_mpi(
+    promise: Callable[[Transport], None],
+) -> None:
+    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None)
+    hosts = transport.world
+    if promise is not a_buffer_lives_until_its_operation_is_done:
+        transport.world = transport.collective("all", range(SIZE))
+    promise(transport)
+    transport.world = hosts
+    transport.close()
+
+
+def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
+    """As the ends of an edge do, of which one has other neighbours and one has none."""
+    with on_mpi() as transport:
+        rendezvous = Rendezvous(transport, gloo_backend)
+        groups = [
+            (name, ranks)
+            for ranks in [(first, first + 1) for first in range(SIZE - 1)]
+            for name in ("there", "and back")
+        ]
+        for name, ranks in groups:
+            if transport.rank in ranks:
+                rendezvous.group(name, ranks)
+        # The first rank has the store.
+        here = torch.zeros(1, dtype=torch.float64)
+        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+
+
+@needs_a_neighbour
+def test_a_rank_that_cannot_reach_the_first_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_mpi() as transport:
+        # Ranks of other hosts, and an address that no name server knows.
+        if transport.rank > 0:
+            monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
+        monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
+        said = "transport: nccl: rank .* on host elsewhere cannot reach port .* of no-such-host"
+        if transport.rank == 0:
+            Rendezvous(transport, gloo_backend)
+        else:
+            with pytest.raises(ConfigError, match=said) as caught:
+                Rendezvous(transport, gloo_backend)
+            assert re.search(r"set MASTER_ADDR to an address", str(caught.value))
+            assert "\n" not in str(caught.value)
+
+
+def test_the_ranks_of_one_host_count_from_zero() -> None:
+    with on_mpi() as transport:
+        assert transport.local_rank() == transport.rank
+
+
+def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
+    monkeypatch.setattr(placing, "CudaDevice", ThreadDevice)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+
+    placed = placing.place(
+        MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(transport="mpi"), "test", {})
+    )
+
+    assert placed.device == torch.device("cuda", 0)
+    assert placed.transport.name.startswith("pinned, mpi (")
+    assert len(placed.table) == 1 + (SIZE > 1)
+    placed.transport.close()

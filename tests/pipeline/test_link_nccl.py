@@ -1,0 +1,63 @@
+"""In which order ranks connect their edges: no rank waits for a chain of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from axsparse.comm import Direction
+from axsparse.grid import Grid
+from axsparse.pipeline.link_nccl import connect_edges, neighbours
+from axsparse.streams import Communicator, Edge
+
+
+class Asked:
+    """Notes which edges are asked for."""
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[int, int]] = []
+
+    def edge(self, name: str, source: int, target: int) -> Edge:
+        self.edges.append((source, target))
+        return None  # type: ignore[return-value]  # nobody uses it
+
+    def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
+        raise AssertionError("links make edges only")
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 16])
+def test_start_up_takes_no_longer_the_more_stages_there_are(stages: int) -> None:
+    grid = Grid(stages, 2)
+    left: dict[int, list[tuple[int, int]]] = {}
+    for rank in range(grid.size):
+        asked = Asked()
+        assert list(connect_edges(asked, grid.place(rank), "link")) == asked.edges
+        left[rank] = asked.edges
+
+    rounds = 0
+    while any(left.values()):
+        # An edge is made once both of its ends have come to it.
+        wanted = Counter(edges[0] for edges in left.values() if edges)
+        made = {edge for edge, ends in wanted.items() if ends == 2}
+        assert made, "ranks wait for each other in a circle"
+        left = {
+            rank: edges[1:] if edges and edges[0] in made else edges for rank, edges in left.items()
+        }
+        rounds += 1
+
+    assert rounds <= 4
+
+
+def test_every_pair_of_neighbours_has_an_edge_each_way() -> None:
+    grid = Grid(3, 2)
+    edges = {
+        direction: sorted(
+            {edge for rank in range(grid.size) for edge in neighbours(grid.place(rank), direction)}
+        )
+        for direction in Direction
+    }
+
+    assert edges[Direction.FORWARD] == [(0, 1), (1, 2), (3, 4), (4, 5)]
+    assert edges[Direction.BACKWARD] == [(1, 0), (2, 1), (4, 3), (5, 4)]

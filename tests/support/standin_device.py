@@ -1,0 +1,268 @@
+"""GPUs, NCCL and the wires between hosts without any of them: queues that finish late.
+
+All queues of all ranks run in one `Hardware`, a few operations at every question that a
+host asks, drawn at random: in order within a queue, in any order between queues. Memory
+is the CPU's, filled with `POISON` until something is written to it.
+
+What would go wrong on a GPU now and then goes wrong here always. Two operations that
+touch the same bytes, one of them writing, must be in an order that the host has made
+sure of: the same queue, a `wait`, or an event that the host has seen complete. This is
+checked when the second one is enqueued, by vector clocks, whatever the draw.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axsparse.comm import Event
+from axsparse.local import LocalWorld
+from axsparse.pipeline.wire import as_bytes
+
+POISON = 0xA5
+MOMENTS = (0, 1, 2, 3, 15)
+"""How many operations may run between two questions of a host."""
+Clock = dict[int, int]
+"""Queue → how many of its operations are known to have completed."""
+
+
+class MisuseError(AssertionError):
+    """What a GPU, NCCL or MPI would have made wrong results or a deadlock of."""
+
+
+class Span:
+    """Some bytes in memory, which whoever asked for the operation has to keep alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.start = tensor.storage_offset() * tensor.itemsize
+        self.stop = self.start + tensor.nbytes
+
+    def bytes(self, what: str) -> Tensor:
+        """The memory itself."""
+        storage = self.storage()
+        if storage is None:
+            raise MisuseError(f"{what}: its memory was freed while the device still needed it")
+        size = self.stop - self.start
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self.start, (size,), (1,))
+
+    def overlaps(self, other: Span) -> bool:
+        same = self.storage() is other.storage() is not None
+        return same and self.start < other.stop and other.start < self.stop
+
+
+@dataclass
+class Operation:
+    """Something on a queue."""
+
+    what: str
+    run: Callable[[], None]
+    may_run: Callable[[], bool] = lambda: True
+    reads: Sequence[Span] = ()
+    writes: Sequence[Span] = ()
+    queue: Queue = field(init=False)
+    number: int = field(init=False)
+    clock: Clock = field(init=False)
+    done: bool = False
+
+
+@dataclass
+class Flag:
+    """The end of an operation, for the host to ask after."""
+
+    device: StandInDevice
+    operation: Operation
+
+    def query(self) -> bool:
+        """As an event of the device."""
+        self.device.hardware.tick()
+        if self.operation.done:
+            merge(self.device.known, self.operation.clock)
+        return self.operation.done
+
+    def done(self) -> bool:
+        """As a request of a wire."""
+        return self.query()
+
+
+class Hardware:
+    """All queues there are."""
+
+    def __init__(self, world: LocalWorld[Any], seed: int) -> None:
+        self.world = world
+        self.random = random.Random(seed)  # noqa: S311 - test order
+        self.queues: list[Queue] = []
+        self.shared: dict[object, object] = {}
+        """What ends of one connection have in common."""
+        self.frozen = False
+        """Whether time passes in `finish` only."""
+
+    def tick(self) -> None:
+        """A moment passes."""
+        for _ in [] if self.frozen else range(self.random.choice(MOMENTS)):
+            able = [queue for queue in self.queues if queue.able]
+            # Some queues are slow: they run when they are drawn twice in a row.
+            queue = self.random.choice(able) if able else None
+            if queue is not None and (not queue.slow or self.random.random() < 0.1):
+                queue.run_head()
+
+    def finish(self, but: Queue | None = None) -> None:
+        """Let everything that can run do so, one queue excepted."""
+        while able := [queue for queue in self.queues if queue.able and queue is not but]:
+            able[0].run_head()
+
+
+class Queue:
+    """Operations in order."""
+
+    def __init__(self, device: StandInDevice, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.slow = device.hardware.random.random() < 0.3
+        self.pending: deque[Operation] = deque()
+        self.number = len(device.hardware.queues)
+        self._issued = 0
+        self._clock: Clock = {}
+        device.hardware.queues.append(self)
+
+    @property
+    def able(self) -> bool:
+        return bool(self.pending) and self.pending[0].may_run()
+
+    def enqueue(self, operation: Operation) -> Flag:
+        """Add an operation; MisuseError if it races with an earlier one."""
+        self._issued += 1
+        merge(self._clock, self.device.known)
+        self.device.check(operation, self._clock)
+        self._clock[self.number] = self._issued
+        operation.queue, operation.number = self, self._issued
+        operation.clock = dict(self._clock)
+        self.pending.append(operation)
+        return Flag(self.device, operation)
+
+    def after(self, clock: Clock) -> None:
+        """What is enqueued from now on comes after what this clock knows of."""
+        merge(self._clock, clock)
+
+    def run_head(self) -> None:
+        operation = self.pending[0]
+        operation.run()
+        self.leave(operation)
+
+    def leave(self, operation: Operation) -> None:
+        """The head has completed."""
+        assert self.pending.popleft() is operation
+        operation.done = True
+        self.device.hardware.world.progress()
+
+
+class StandInStream:
+    """A `Stream` on a queue."""
+
+    def __init__(self, device: StandInDevice, name: str) -> None:
+        self.queue = Queue(device, name)
+
+    def record(self) -> Flag:
+        return self.queue.enqueue(Operation("an event", lambda: None))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, Flag) and event.device is self.queue.device
+        self.queue.enqueue(Operation("a wait", lambda: None, lambda: event.operation.done))
+        self.queue.after(event.operation.clock)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape and target.dtype == source.dtype
+        what = f"a copy on {self.queue.name}"
+        to, out = Span(target), Span(source)
+
+        def run() -> None:
+            to.bytes(what).copy_(out.bytes(what))
+
+        self.queue.enqueue(Operation(what, run, reads=[out], writes=[to]))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        as_bytes(tensor).fill_(POISON)
+        return tensor
+
+
+class StandInDevice:
+    """The `Device` of one rank, and what its host knows to be complete."""
+
+    kind = "cpu"
+
+    def __init__(self, hardware: Hardware, rank: int) -> None:
+        self.hardware = hardware
+        self.rank = rank
+        self.known: Clock = {}
+        self._touched: list[tuple[Span, bool, Operation]] = []
+        self.compute = StandInStream(self, f"the compute stream of rank {rank}")
+        self._streams = 0
+
+    def stream(self) -> StandInStream:
+        self._streams += 1
+        return StandInStream(self, f"stream {self._streams} of rank {self.rank}")
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def later(self, wanted: Tensor) -> Tensor:
+        """A tensor that compute fills some time; poison until then."""
+        tensor = self.compute.empty(wanted.shape, wanted.dtype)
+        content, to = as_bytes(wanted.contiguous()).clone(), Span(tensor)
+
+        def run() -> None:
+            to.bytes("compute").copy_(content)
+
+        self.compute.queue.enqueue(Operation("compute", run, writes=[to]))
+        return tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What compute finds in a tensor, read some time from now and waited for."""
+        found = torch.empty_like(tensor)
+        out, to = Span(tensor), as_bytes(found)
+
+        def run() -> None:
+            to.copy_(out.bytes("compute"))
+
+        flag = self.compute.queue.enqueue(Operation("compute", run, reads=[out]))
+        while not flag.query():
+            pass
+        return found
+
+    def check(self, operation: Operation, clock: Clock) -> None:
+        """MisuseError if an operation after `clock` may run together with one that it needs to
+        come after; from now on, later ones are checked against it."""
+        self._touched = [
+            entry
+            for entry in self._touched
+            if entry[0].storage() is not None and not _knows(self.known, entry[2])
+        ]
+        spans = [(span, False) for span in operation.reads]
+        spans += [(span, True) for span in operation.writes]
+        for span, writes in spans:
+            for other, written, earlier in self._touched:
+                if (writes or written) and span.overlaps(other) and not _knows(clock, earlier):
+                    raise MisuseError(
+                        f"{operation.what} {'writes' if writes else 'reads'} what {earlier.what} "
+                        f"{'writes' if written else 'reads'}, which may not have run by then"
+                    )
+        self._touched += [(span, writes, operation) for span, writes in spans]
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Know what the other knows."""
+    for queue, number in other.items():
+        clock[queue] = max(clock.get(queue, 0), number)
+
+
+def _knows(clock: Clock, operation: Operation) -> bool:
+    return clock.get(operation.queue.number, 0) >= operation.number

@@ -1,0 +1,334 @@
+"""Wires, edges and communicators between stand-in devices, and a transport made of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from support.standin_device import (
+    Flag,
+    Hardware,
+    MisuseError,
+    Operation,
+    Queue,
+    Span,
+    StandInDevice,
+    StandInStream,
+)
+from torch import Tensor
+
+from axsparse.comm import Direction
+from axsparse.data_parallel.ordered import sum_in_rank_order
+from axsparse.local import LocalWorld
+from axsparse.pipeline.header import Header
+from axsparse.transport import LocalTransport
+from axsparse.transport_gpu import GpuTransport
+
+T = TypeVar("T")
+Way = Literal["nccl", "pinned", "direct"]
+WAYS: tuple[Way, ...] = ("nccl", "pinned", "direct")
+
+
+class StandInWire:
+    """A `Wire`: both sequences of both ends are queues of their own, so that anything may be
+    late; memory is read and written when an operation runs, not when it is asked for."""
+
+    def __init__(self, device: StandInDevice, source: int, target: int, name: str) -> None:
+        self._device = device
+        self._receives = device.rank == target
+        self._headers: deque[Header] = _shared(device, ("headers", name, source, target), deque)
+        self._contents: deque[Tensor] = _shared(device, ("wire", name, source, target), deque)
+        self._header_queue = Queue(device, f"headers of {name}")
+        self._queue = Queue(device, f"wire of {name}")
+
+    def send_header(self, header: Header) -> Flag:
+        return self._header_queue.enqueue(
+            Operation("a header", lambda: self._headers.append(header.copy()))
+        )
+
+    def receive_header(self) -> Header | None:
+        self._device.hardware.tick()
+        return self._headers.popleft() if self._headers else None
+
+    def send(self, piece: Tensor) -> Flag:
+        span, what = Span(piece), "a send of the wire"
+
+        def run() -> None:
+            self._contents.append(span.bytes(what).clone())
+
+        return self._queue.enqueue(Operation(what, run, reads=[span]))
+
+    def receive(self, piece: Tensor) -> Flag:
+        span, what = Span(piece), "a receive of the wire"
+
+        def run() -> None:
+            content, memory = self._contents.popleft(), span.bytes(what)
+            if content.shape != memory.shape:
+                raise MisuseError(f"{what}: {len(memory)} bytes for {len(content)} that were sent")
+            memory.copy_(content)
+
+        return self._queue.enqueue(
+            Operation(what, run, lambda: bool(self._contents), writes=[span])
+        )
+
+    def close(self) -> None:
+        assert not self._queue.pending and not self._header_queue.pending
+        left = self._receives and (self._headers or self._contents)
+        assert not left, "something was left on the way"
+
+
+@dataclass
+class _Cable:
+    """What the two ends of an edge share."""
+
+    sends: deque[tuple[Operation, Span]] = field(default_factory=deque)
+
+
+class StandInEdge:
+    """An `Edge`: a send holds its queue until its receive runs, and both end together."""
+
+    def __init__(self, device: StandInDevice, name: str, source: int, target: int) -> None:
+        self.stream = StandInStream(device, name)
+        self._name = name
+        self._sends = device.rank == source
+        self._cable: _Cable = _shared(device, ("edge", name, source, target), _Cable)
+        self._asked = 0
+
+    def send(self, content: Tensor) -> None:
+        if not self._sends:
+            raise MisuseError(f"{self._name}: a send at its receiving end")
+        span = Span(content)
+        operation = Operation("a send of NCCL", lambda: None, lambda: False, reads=[span])
+        self._cable.sends.append((operation, span))
+        self.stream.queue.enqueue(operation)
+
+    def receive(self, content: Tensor) -> None:
+        if self._sends:
+            raise MisuseError(f"{self._name}: a receive at its sending end")
+        self._check_that_it_need_not_spin()
+        self._asked += 1
+        span, what = Span(content), "a receive of NCCL"
+
+        def run() -> None:
+            send, source = self._cable.sends.popleft()
+            self._asked -= 1
+            data, memory = source.bytes(send.what), span.bytes(what)
+            if data.shape != memory.shape:
+                raise MisuseError(f"{what}: {len(memory)} bytes for {len(data)} that were sent")
+            memory.copy_(data)
+            send.queue.leave(send)
+
+        def may_run() -> bool:
+            return bool(self._cable.sends) and _is_head(self._cable.sends[0][0])
+
+        self.stream.queue.enqueue(Operation(what, run, may_run, writes=[span]))
+
+    def close(self) -> None:
+        assert not self.stream.queue.pending or not self._cable.sends, "closed under way"
+
+    def _check_that_it_need_not_spin(self) -> None:
+        """All that is in front of the send must be sends that are asked for already."""
+        sends = [operation for operation, _ in self._cable.sends]
+        if len(sends) <= self._asked:
+            raise MisuseError(f"{self._name}: a receive of what nobody sends yet")
+        wanted = sends[self._asked]
+        for operation in wanted.queue.pending:
+            if operation is wanted:
+                return
+            if operation not in sends[: self._asked]:
+                raise MisuseError(f"{self._name}: a receive that spins until {operation.what} ran")
+
+
+def _is_head(operation: Operation) -> bool:
+    pending = operation.queue.pending
+    return bool(pending) and pending[0] is operation
+
+
+@dataclass
+class _Round:
+    """One operation of a communicator: what each member brings."""
+
+    kind: tuple[object, ...]
+    members: dict[int, tuple[Operation, Sequence[Span]]] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
+
+
+class StandInCommunicator:
+    """A `Communicator` that adds in rank order; no operation runs before all members have it at
+    the head of their queues. Members that differ in operation, or in its order among those of
+    other communicators that they share, are found out."""
+
+    def __init__(self, device: StandInDevice, name: str, ranks: Sequence[int]) -> None:
+        self.rank = ranks.index(device.rank)
+        self.size = len(ranks)
+        self.stream = StandInStream(device, name)
+        self._device = device
+        self._name = name
+        self._ranks = tuple(ranks)
+        self._rounds: dict[int, _Round] = _shared(device, ("communicator", name, self._ranks), dict)
+        self._count = 0
+        self._all: dict[str, StandInCommunicator] = _shared(device, ("all", device.rank), dict)
+        self._all[name] = self
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        def run(buffers: list[Tensor]) -> None:
+            total = sum_in_rank_order(buffers)
+            for one in buffers:
+                one.copy_(total)
+
+        self._enqueue("all_reduce", buffer, run, [buffer])
+
+    def reduce(self, buffer: Tensor, root: int) -> None:
+        def run(buffers: list[Tensor]) -> None:
+            buffers[root].copy_(sum_in_rank_order(buffers))
+
+        self._enqueue(f"reduce to {root}", buffer, run, [buffer])
+
+    def broadcast(self, buffer: Tensor, root: int) -> None:
+        def run(buffers: list[Tensor]) -> None:
+            for one in buffers:
+                one.copy_(buffers[root])
+
+        self._enqueue(f"broadcast from {root}", buffer, run, [buffer])
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
+        self._check_shard(shard, buffer)
+
+        def run(buffers: list[Tensor]) -> None:
+            total = sum_in_rank_order(buffers)
+            for member, one in enumerate(buffers):
+                one.view(self.size, -1)[member] = total.view(self.size, -1)[member]
+
+        self._enqueue("reduce_scatter", buffer, run, [buffer])
+
+    def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
+        self._check_shard(shard, buffer)
+
+        def run(buffers: list[Tensor]) -> None:
+            total = torch.cat(
+                [one.view(self.size, -1)[member] for member, one in enumerate(buffers)]
+            )
+            for one in buffers:
+                one.copy_(total)
+
+        self._enqueue("all_gather", buffer, run, [buffer])
+
+    def close(self) -> None:
+        assert not self.stream.queue.pending, "closed under way"
+
+    def _check_shard(self, shard: Tensor, buffer: Tensor) -> None:
+        own = buffer.view(self.size, -1)[self.rank]
+        assert shard.data_ptr() == own.data_ptr() and shard.shape == own.shape
+
+    def _enqueue(
+        self,
+        what: str,
+        buffer: Tensor,
+        run: Callable[[list[Tensor]], None],
+        touched: Sequence[Tensor],
+    ) -> None:
+        number = self._count
+        self._count += 1
+        kind = (what, buffer.dtype, buffer.numel())
+        this = self._rounds.setdefault(number, _Round(kind, before=self._order()))
+        if this.kind != kind:
+            raise MisuseError(f"{self._name}: members disagree: {this.kind} and {kind}")
+        self._check_order(this.before)
+        spans = [Span(tensor) for tensor in touched]
+        dtype = buffer.dtype
+
+        def run_all() -> None:
+            members = [this.members[member] for member in range(self.size)]
+            run([spans[0].bytes(what).view(dtype) for _, spans in members])
+            for member, (operation, _) in enumerate(members):
+                if member != self.rank:
+                    operation.queue.leave(operation)
+            del self._rounds[number]
+
+        def may_run() -> bool:
+            return len(this.members) == self.size and all(
+                _is_head(operation) for operation, _ in this.members.values()
+            )
+
+        operation = Operation(f"{what} of NCCL", run_all, may_run, reads=spans, writes=spans)
+        this.members[self.rank] = (operation, spans)
+        self.stream.queue.enqueue(operation)
+
+    def _order(self) -> dict[str, int]:
+        """How many operations this rank has begun on each communicator."""
+        return {name: other._count for name, other in self._all.items()}
+
+    def _check_order(self, before: dict[str, int]) -> None:
+        """Of communicators that this member shares with the one that began the operation."""
+        for name, count in self._order().items():
+            if name != self._name and before.get(name, count) != count:
+                raise MisuseError(f"{self._name}: members differ in its order with {name}")
+
+
+class StandInConnections:
+    """`Connections` that are there at once; a name that this rank has used before is refused."""
+
+    def __init__(self, device: StandInDevice) -> None:
+        self._device = device
+        self._names: set[tuple[object, ...]] = set()
+
+    def edge(self, name: str, source: int, target: int) -> StandInEdge:
+        self._take(name, source, target)
+        return StandInEdge(self._device, name, source, target)
+
+    def communicator(self, name: str, ranks: Sequence[int]) -> StandInCommunicator:
+        self._take(name, *ranks)
+        return StandInCommunicator(self._device, name, ranks)
+
+    def _take(self, *name: object) -> None:
+        if name in self._names:
+            raise MisuseError(f"{name} would meet the ends of another of this name")
+        self._names.add(name)
+
+
+class StandInHost(LocalTransport):
+    """Ranks that take turns, with wires between them."""
+
+    def __init__(self, world: LocalWorld[Any], device: StandInDevice) -> None:
+        super().__init__(world, device.rank)
+        self._device = device
+        self._wires = 0
+
+    def wires(self) -> StandInWires:
+        self._wires += 1
+        return StandInWires(self._device, f"wires {self._wires}")
+
+
+class StandInWires:
+    """Wires between hosts."""
+
+    def __init__(self, device: StandInDevice, name: str) -> None:
+        self._device = device
+        self._name = name
+
+    def wire(self, direction: Direction, source: int, target: int) -> StandInWire:
+        return StandInWire(self._device, source, target, f"{self._name} {direction.name}")
+
+    def close(self) -> None:
+        """Each wire is closed by its link."""
+
+
+class StandIn(GpuTransport):
+    """The GPU transport itself, over devices, wires and connections that are none."""
+
+    def __init__(self, hardware: Hardware, rank: int, way: Way) -> None:
+        self.device = StandInDevice(hardware, rank)
+        host = StandInHost(hardware.world, self.device)
+        if way == "nccl":
+            super().__init__(host, self.device, connections=StandInConnections(self.device))
+        else:
+            super().__init__(host, self.device, connections=None, staging=way)
+
+
+def _shared(device: StandInDevice, key: object, make: Callable[[], T]) -> T:
+    """What the ends of a connection have in common."""
+    found: T = device.hardware.shared.setdefault(key, make())  # type: ignore[assignment]
+    return found

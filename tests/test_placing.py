@@ -1,0 +1,52 @@
+"""One process and its GPU, if it has one; `tests/mpi/test_placing_mpi.py` has several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import tiny_config
+
+from axsparse import placing
+from axsparse.config.load import Loaded
+from axsparse.device import Gpu
+from axsparse.errors import ConfigError
+from axsparse.local import LocalWorld
+from axsparse.transport import LocalTransport
+
+
+def loaded(wanted: str = "auto") -> Loaded:
+    return Loaded(tiny_config(transport=wanted), "test", {})
+
+
+def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "visible_gpus", list)
+    transport = LocalTransport(LocalWorld(1), 0)
+
+    assert placing.place(transport, loaded()) == placing.Placed(transport, placing.CPU, [])
+
+
+def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "a"), Gpu("H200", "b")])
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    transport = LocalTransport(LocalWorld(1), 0)
+
+    placed = placing.place(transport, loaded())
+
+    assert (placed.transport, placed.device) == (transport, torch.device("cuda", 0))
+    assert taken == [placed.device]
+    assert len(placed.table) == 1 and placed.table[0].endswith("rank 0 → GPU 0 (H200)")
+
+
+@pytest.mark.parametrize("says", [False, None])
+def test_an_mpi_that_does_not_read_gpu_memory_is_refused(
+    says: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "cuda_aware", lambda: says)
+
+    with pytest.raises(
+        ConfigError, match="cuda-aware-mpi: this MPI library does not say that it reads GPU memory"
+    ):
+        placing._refuse_blind_mpi("here")
+    monkeypatch.setattr(placing, "cuda_aware", lambda: True)
+    placing._refuse_blind_mpi("here")
