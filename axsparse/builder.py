@@ -15,7 +15,7 @@ from axsparse.checkpoint.compare import (
     refuse_other_settings,
 )
 from axsparse.checkpoint.folder import CHECKPOINTS
-from axsparse.checkpoint.manifest import DataEntry
+from axsparse.checkpoint.manifest import DataEntry, Progress
 from axsparse.checkpoint.restore import CheckpointMasks, Files, load_layers
 from axsparse.checkpoint.save import Facts, Saver
 from axsparse.checkpoint.verify import Checkpoint
@@ -34,6 +34,7 @@ from axsparse.masking.choose import choose_masking
 from axsparse.masking.live import Live, masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
+from axsparse.observe.memory import give_back_at_once
 from axsparse.observe.phases import Phases
 from axsparse.observe.pulse import Pulse
 from axsparse.observe.recorder import Recorder
@@ -50,6 +51,7 @@ from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
+from axsparse.spikes import Back, without_base
 from axsparse.startup import (
     Data,
     Datasets,
@@ -73,6 +75,7 @@ def build(
     score: Score | None = None,
     quiet: bool = False,
     resume: str | None = None,
+    back: Back | None = None,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
@@ -80,7 +83,8 @@ def build(
     the configuration decides. `score` is a pruning criterion of one's own: a function from a
     tensor's name and fp32 weights to a score an entry, of which the highest are kept. `quiet`
     neither prints nor writes anything. `resume`: "auto" goes on from the run directory's newest
-    whole checkpoint, if there is one; a path from that run or checkpoint.
+    whole checkpoint, if there is one; a path from that run or checkpoint. `back`: where a spike
+    of the loss sends a run that resumes; checkpoints after that go.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
     """
@@ -89,8 +93,10 @@ def build(
     together(transport, lambda: check_config(loaded))
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     together(transport, lambda: _refuse_quiet(loaded, resume) if quiet else None)
-    past = None if quiet else find_run(loaded, transport, resume)
+    upto = None if back is None else back.base
+    past = None if quiet else find_run(loaded, transport, resume, upto)
     checkpoint = None if past is None else past.checkpoint
+    progress = None if past is None else _progress_of(past, back)
     settings = _settings_of(loaded, checkpoint)
     memory = found_memory(settings.config, transport)
     saved = None if checkpoint is None else checkpoint.manifest.pruned
@@ -100,9 +106,11 @@ def build(
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
+    if run.memory_is_tight:
+        give_back_at_once()
     data = open_data(run, loaded, transport, open_datasets)
     facts = _facts(run, data)
-    opened = None if past is None else _open_run_dir(run, settings, facts, job, past)
+    opened = None if past is None else _open_run_dir(run, settings, facts, job, past, back)
     column = run.place.grid.column(run.place.stage)
     replicas = Replicas(
         transport.collective(f"agreements of stage {run.place.stage}", column),
@@ -120,12 +128,13 @@ def build(
         transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
     )
     recorder = make_recorder(run, model.name, layers, data, transport, job.run_dir)
+    if back is not None and progress is not None:
+        recorder.went_back(back.record(progress))
     parts = _join(run, model, layers, options, data, transport, recorder, job.run_dir)
     if checkpoint is not None:
         together(transport, partial(_load, checkpoint, parts))
     if opened is None:
         return Trainer(run.config, parts)
-    progress = None if checkpoint is None else checkpoint.manifest.progress
     saver = Saver(
         opened.path / CHECKPOINTS,
         run.config.checkpoint,
@@ -170,11 +179,26 @@ def _refuse_quiet(loaded: Loaded, resume: str | None) -> None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
         )
+    if loaded.config.spikes.rule == "back":
+        raise ConfigError(
+            f"{loaded.where('spikes.rule')}: back goes back to a checkpoint, and quiet saves none; "
+            "choose skip, or leave quiet out"
+        )
     if loaded.config.layout.g_inter_pruned is not None:
         raise ConfigError(
             f"{loaded.where('layout.g_inter_pruned')}: goes on from a checkpoint, and quiet saves "
             "none; leave one of them out"
         )
+
+
+def _progress_of(past: Found, back: Back | None) -> Progress | None:
+    """Where training stands; None at its start."""
+    if past.checkpoint is None:
+        return None
+    progress = past.checkpoint.manifest.progress
+    if past.path is None:
+        return without_base(progress)
+    return progress if back is None else back.applied(progress)
 
 
 def _settings_of(loaded: Loaded, checkpoint: Checkpoint | None) -> Loaded:
@@ -184,7 +208,14 @@ def _settings_of(loaded: Loaded, checkpoint: Checkpoint | None) -> Loaded:
     return pruned_layout(loaded) if checkpoint.manifest.standing.is_done else loaded
 
 
-def _open_run_dir(run: Resolved, loaded: Loaded, facts: Facts, job: Job, past: Found) -> RunDir:
+def _open_run_dir(
+    run: Resolved,
+    loaded: Loaded,
+    facts: Facts,
+    job: Job,
+    past: Found,
+    back: Back | None,
+) -> RunDir:
     """The run directory, with all that is known at the start in it; signals save from here on.
 
     A checkpoint that does not fit is refused before anything in the directory changes.
@@ -200,7 +231,7 @@ def _open_run_dir(run: Resolved, loaded: Loaded, facts: Facts, job: Job, past: F
 
     def begin() -> None:
         if transport.rank == 0:
-            opened.begin(run.config)
+            opened.begin(run.config, _progress_of(past, back), is_back=back is not None)
 
     told = together(transport, fits)
     opened = open_run_dir(loaded, transport, past)

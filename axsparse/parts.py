@@ -16,6 +16,7 @@ from axsparse.masking.change import Masking
 from axsparse.masking.live import Live
 from axsparse.models.survey import Survey
 from axsparse.observe.phases import Phases
+from axsparse.observe.pulse import Pulse
 from axsparse.observe.recorder import Recorder
 from axsparse.pipeline.engine import Engine
 from axsparse.samo.construct import BuiltLayer
@@ -55,6 +56,8 @@ class Parts:
     metrics: Sequence[str]
     """Names of the model's metrics, which the last stage counts."""
     phases: Phases
+    pulse: Pulse
+    """Where this rank stands, for its watchdog."""
     recorder: Recorder
     run_dir: Path | None
     """Where the run writes; None if it does not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ from pathlib import Path
 import torch
 
 from axsparse.comm import Transport
-from axsparse.data_parallel.agreement import sum_by_owner
+from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
 from axsparse.observe.banner import banner
 from axsparse.observe.console import format_bytes, format_count, make_console
 from axsparse.observe.memory import resident_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.recorder import Predicted, Recorder, RunFigures
+from axsparse.observe.slow import SlowRanks
 from axsparse.planner.configured import Prediction
 from axsparse.resolve import Resolved
 from axsparse.samo.construct import BuiltLayer
@@ -47,6 +49,7 @@ def make_recorder(
         unit=data.unit,
         predicted=_predicted(run.prediction, max(row[2] for row in rows)),
     )
+    slow = None if run_dir is None else _slow_ranks(run, transport)
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
@@ -64,11 +67,26 @@ def make_recorder(
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted),
+        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
     )
     for line in lines:
         console.line(line)
-    return Recorder(transport.world, transport.backoff, figures, MetricsFile(metrics), console)
+    file = MetricsFile(metrics)
+    return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _slow_ranks(run: Resolved, transport: Transport) -> SlowRanks | None:
+    """What compares the ranks' speed; None if that is not wanted."""
+    settings = run.config.watchdog
+    if settings.slow_ratio is None:
+        return None
+    return SlowRanks(
+        run.place.grid,
+        [sum(run.survey.layers[layer].work for layer in stage) for stage in run.stages],
+        gather_texts(transport.world, transport.backoff, socket.gethostname()),
+        ratio=settings.slow_ratio,
+        steps=settings.slow_steps,
+    )
 
 
 def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | None:
@@ -78,13 +96,17 @@ def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | No
     return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
 
 
-def _planned(prediction: Prediction | None, predicted: Predicted | None) -> str:
+def _planned(
+    prediction: Prediction | None, predicted: Predicted | None, *, is_tight: bool
+) -> str:
     """What the banner says of it."""
     if prediction is None or predicted is None:
         return ""
     text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
     if predicted.step_seconds is not None:
         text += f" · step ~{predicted.step_seconds:.3g} s"
+    if is_tight:
+        text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     if prediction.reason is not None:
         text += f" · g_inter auto: {prediction.reason}"
     return text

@@ -21,6 +21,7 @@ from axsparse.observe.tracing import Tracing
 from axsparse.observe.watchdog import Watchdog
 from axsparse.parts import Parts
 from axsparse.samo.memory import StateBytes
+from axsparse.spikes import Back
 from axsparse.stepping import Stepper
 from axsparse.stopping import StopRequest
 
@@ -67,6 +68,11 @@ class Trainer:
         self._tracing = self._make_tracing()
 
     @property
+    def back(self) -> Back | None:
+        """Where training goes on, if a spike of the loss has ended it (`spikes.rule: back`)."""
+        return self._stepper.back
+
+    @property
     def steps_done(self) -> int:
         """Steps since the run began, before it was resumed included."""
         return self._stepper.steps_done
@@ -79,8 +85,8 @@ class Trainer:
     def step(self) -> Verdict:
         """Run the microbatches, sum the gradients, agree, update and expand.
 
-        Loss and norm are those before the update. If either is not finite anywhere, no
-        rank updates.
+        Loss and norm are those before the update. If either is not finite anywhere, or the
+        loss spikes, no rank updates.
         """
         saver = self._saver
         stop = self._stop is not None and self._stop.is_set
@@ -93,8 +99,8 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------
 
     def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
-        """All steps that are left, or those until it `hands_over`, with evaluations, checkpoints
-        and records; closes the trainer.
+        """All steps that are left, or those until it `hands_over` or goes `back`, with
+        evaluations, checkpoints and records; closes the trainer.
 
         `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
         all ranks once a signal ends it before the last step and all is saved.
@@ -110,7 +116,9 @@ class Trainer:
             if self._saver is not None:
                 self.parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
-            self._refuse_bad_end()
+            if self.back is None:
+                self._refuse_bad_end()
+                self._sum_up()
         except AxsparseError as failure:
             # All ranks are here, so that what they were saving can still become whole.
             if failure.on_all_ranks and self._saver is not None:
@@ -121,14 +129,21 @@ class Trainer:
 
     def _is_next(self) -> bool:
         """All that stands between two steps; whether a step follows."""
+        if self.back is not None:
+            return False
         is_over = self.steps_done >= self.config.train.steps
         stops = self._is_stopped and not is_over
         if not stops and self._evaluation_is_due():
             self._recorded_evaluation()
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()
-        saver, ends = self._saver, stops or self.hands_over
-        if saver is not None and (ends or saver.due(self.steps_done, is_last=is_over)):
+        saver = self._saver
+        is_due = saver is not None and (
+            self.hands_over or saver.due(self.steps_done, is_last=is_over)
+        )
+        if is_due:  # unlike what a signal saves, which would not be there without it
+            self._stepper.spikes.saved(self.steps_done)
+        if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
             self.parts.pulse.at("checkpoint", self.steps_done)
             saver.start(self._progress())
@@ -184,7 +199,7 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None and not self.hands_over:
+        if self._stop is not None and not self.hands_over and self.back is None:
             self._stop.release()
         self._stepper.close()
         for batches in (self.parts.training, self.parts.validation):
@@ -215,8 +230,8 @@ class Trainer:
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skipped=not verdict.finite,
-            culprit=verdict.culprit,
+            skipped=self._stepper.skipped,
+            skipped_steps=self._stepper.not_finite + self._stepper.spiked,
         )
         most = {
             "model_state_bytes": self.state_bytes().total,
@@ -295,6 +310,18 @@ class Trainer:
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )
+
+    def _sum_up(self) -> None:
+        """Say what was skipped, if anything was."""
+        stepper, said = self._stepper, []
+        if stepper.not_finite:
+            said.append(f"{stepper.not_finite} skipped with numbers that were not finite")
+        if stepper.spiked:
+            said.append(f"{stepper.spiked} skipped for a spike of the loss")
+        if stepper.jumped:
+            said.append(f"batches jumped over: {stepper.jumped}")
+        if said:
+            self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
 
     def _refuse_bad_end(self) -> None:
         """TrainingError on all ranks if what was trained is good for nothing."""

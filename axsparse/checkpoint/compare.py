@@ -16,14 +16,14 @@ from axsparse.models.survey import Survey
 FREE = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path", "data.workers"),
     *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
-    "train.trace",
+    *("train.trace", "watchdog."),
     *("samo.index", "samo.split_master", "samo.shard_optimizer"),
 )
 """Keys, or their beginnings, that change no number of a run but the order of sums over replicas."""
 TOLD = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),
-    *("samo.gradient", "pruning.rewarm_steps"),
+    *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
 )
 """Keys that may change and are named when they do: the steps from here on are others."""
 
@@ -75,12 +75,15 @@ def refuse_other_settings(checkpoint: Checkpoint, config: Config, loaded: Loaded
     free: tuple[str, ...] = FREE
     if config.pruning.method in ONCE:
         free += ("pruning.until_step", "pruning.interval")
+    named: tuple[str, ...] = TOLD
+    if config.spikes.rule == "back":
+        named += ("checkpoint.every",)
     told = []
     for key in here:
         old, new = there.get(key), here[key]
-        if old == new or key.startswith(free):
+        if old == new or (key.startswith(free) and key not in named):
             continue
-        if not key.startswith(TOLD):
+        if not key.startswith(named):
             raise ConfigError(
                 f"{loaded.where(key)}: {_short(new)}, but checkpoint {checkpoint.path} was saved "
                 f"with {_short(old)}; set it back, or start another run"

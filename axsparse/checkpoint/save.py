@@ -8,10 +8,11 @@ never more than one checkpoint under way, and no step has a collective more for 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,12 @@ class Saver:
         buffers: StageBuffers,
         masking: Masking | None,
         lock: RunLock | None = None,
+        written: Callable[[], object] = lambda: None,
         resumed_at: int | None = None,
     ) -> None:
-        """`lock`: what keeps other jobs out, until this closes. `resumed_at`: the step of the
-        checkpoint that the run goes on from."""
+        """`lock`: what keeps other jobs out, until this closes. `written` is called, in a thread,
+        with every piece that is on its way to the disk or read back. `resumed_at`: the step of
+        the checkpoint that the run goes on from."""
         self.folder = folder
         self._settings = settings
         self._facts = facts
@@ -105,6 +108,7 @@ class Saver:
         self._buffers = buffers
         self._masking = masking
         self._lock = lock
+        self._wrote = written
         self._last = resumed_at
         self._whole = set() if resumed_at is None else {resumed_at}
         self._under_way: _UnderWay | None = None
@@ -140,7 +144,7 @@ class Saver:
             partial,
             {layer.name: layer.entry for layer in own},
             stream,
-            Background(lambda: _write(partial, files, stream), "axsparse checkpoint"),
+            Background(lambda: _write(partial, files, stream, self._wrote), "axsparse checkpoint"),
         )
         self._last = step
         with self._buffers.of_first_replica():
@@ -252,12 +256,12 @@ class Saver:
     def _manifest(self, now: _UnderWay, said: Sequence[Mapping[str, Any]]) -> Manifest:
         layers = {name: entry for part in said for name, entry in part["layers"].items()}
         files = {name: entry for part in said for name, entry in part["files"].items()}
-        data, step = self._facts.data, now.progress.step
+        data, batches = self._facts.data, now.progress.step + now.progress.jumped
         return Manifest(
             format=FORMAT,
             progress=now.progress,
             standing=now.standing,
-            data=data.model_copy(update={"position": step * self._facts.samples_per_step}),
+            data=data.model_copy(update={"position": batches * self._facts.samples_per_step}),
             config=dict(self._facts.config),
             versions=dict(self._facts.versions),
             git=self._facts.git,
@@ -283,12 +287,16 @@ class Saver:
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):
+            if step == manifest.progress.spikes.base:
+                continue
             folders.remove(folders.path_of(self.folder, step))
+            self._wrote()
 
     def _is_whole(self, step: int) -> bool:
         """Checkpoints of this run were read back; those of runs before are read once."""
         if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
             self._whole.add(step)
+        self._wrote()
         return step in self._whole
 
     def _committed(self, now: _UnderWay) -> None:
@@ -306,7 +314,12 @@ class Saver:
         )
 
 
-def _write(partial: Path, files: Mapping[str, Mapping[str, Saved]], stream: Stream) -> Written:
+def _write(
+    partial: Path,
+    files: Mapping[str, Mapping[str, Saved]],
+    stream: Stream,
+    wrote: Callable[[], object],
+) -> Written:
     """Write files, from a stream of those of their tensors that training changes, and read each
     back."""
     written = {}
@@ -315,11 +328,22 @@ def _write(partial: Path, files: Mapping[str, Mapping[str, Saved]], stream: Stre
             digest = hashlib.sha256()
             described = {key: value.described for key, value in saved.items()}
             tensors = (v.value() if v.is_fixed else next(stream) for v in saved.values())
-            write_safetensors(partial / name, described, tensors, written=digest.update)
+            counted = functools.partial(_count, digest.update, wrote)
+            write_safetensors(partial / name, described, tensors, written=counted)
             written[name] = read_entry(partial, name)
+            wrote()
             if written[name].sha256 != digest.hexdigest():
                 raise OSError(None, f"{name} reads otherwise than it was written")
         sync_folder(partial)
     finally:
         stream.close()
     return written
+
+
+def _count(
+    update: Callable[[bytes | memoryview], object],
+    wrote: Callable[[], object],
+    piece: bytes | memoryview,
+) -> None:
+    update(piece)
+    wrote()

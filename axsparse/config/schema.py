@@ -283,6 +283,23 @@ class LossScaleConfig(Section):
     """Skipped steps in a row at the floor (always, in bf16 and fp32) that end the run."""
 
 
+class SpikesConfig(Section):
+    """What happens when the loss jumps, though it is a number."""
+
+    rule: Literal["none", "skip", "back"] = "none"
+    """`skip`: nobody updates in such a step. `back`: the run goes back to its last checkpoint and
+    jumps over the batches from there to the spike; before the first checkpoint it skips."""
+    ratio: Annotated[float, Field(gt=1.0)] = 2.0
+    """A step spikes if exp(loss), for texts the perplexity, is so many times what is usual: a loss
+    that is ln(ratio) above the median of the good steps before."""
+    window: Annotated[int, Field(ge=2, le=10_000)] = 50
+    """Good steps that say what is usual; nothing is a spike before there are so many, or so many
+    since masks changed."""
+    patience: Count = 5
+    """Spikes in a row that are skipped, or the times that the run goes back without reaching
+    another checkpoint, before it ends."""
+
+
 class ScheduleConfig(Section):
     """How the learning rate moves: linear warm-up, then decay."""
 
@@ -375,6 +392,8 @@ class Config(Section):
     """How weights follow gradients."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """What happens when numbers are not finite."""
+    spikes: SpikesConfig = SpikesConfig()
+    """What happens when the loss jumps."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     train: TrainConfig = TrainConfig()
@@ -383,8 +402,10 @@ class Config(Section):
     """What it saves of itself."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """When it counts as hung."""
-    transport: Literal["auto", "mpi", "local"] = "auto"
-    """How ranks talk: `mpi`, or `local` for a single process; `auto` takes MPI if there is one."""
+    transport: Literal["auto", "nccl", "mpi", "cuda-aware-mpi", "local"] = "auto"
+    """How ranks talk: `mpi` (between GPUs by way of pinned host memory), `nccl` for what GPUs send
+    each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a single
+    process. `auto` takes NCCL where each rank has a GPU of its own, else MPI if there is one."""
     seed: Annotated[int, Field(ge=0)] = 1234
     """Decides initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"

@@ -175,13 +175,15 @@ def step_line(
     rate: float,
     eta: float,
     unit: Unit,
+    skipped: int = 0,
 ) -> str:
     """One step on one line; `bubble` is a fraction of the step, `rate` is a second's units,
-    `eta` is in seconds."""
-    return (
+    `eta` is in seconds, `skipped` counts steps."""
+    line = (
         f"step {step}/{steps}  loss {loss:.3f}  grad norm {grad_norm:.2f}  "
         f"bubble {100 * bubble:.0f} %  {format_rate(rate, unit)}  eta {format_seconds(eta)}"
     )
+    return f"{line}  skipped {skipped}" if skipped else line
 
 
 def eval_line(step: int, steps: int, loss: float, metrics: Mapping[str, float]) -> str:

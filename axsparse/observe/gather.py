@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ class Gathered:
     """Seconds, mean over ranks."""
     maxima: dict[str, int]
     """Maximum over ranks."""
+    each: dict[str, list[float]]
+    """Seconds of every rank, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,15 @@ class StepGather:
     All ranks push the same steps with the same names in the same order. The fp64 buffer
     holds the times, which the all-reduce sums, then a slot per rank and maximum (rank by
     rank), where zeros from all others make the sum the owner's own value: exact for
-    integers up to 2**53, and one operation for both.
+    integers up to 2**53, and one operation for both. Times that are wanted of `each` rank
+    have such slots, too.
     """
 
-    def __init__(self, world: Collective, backoff: Backoff) -> None:
+    def __init__(self, world: Collective, backoff: Backoff, each: Sequence[str] = ()) -> None:
+        """`each`: names of times whose value on every rank is wanted beside the mean."""
         self._world = world
         self._backoff = backoff
+        self._each = tuple(each)
         self._pending: _Pending | None = None
 
     def push(
@@ -55,10 +60,11 @@ class StepGather:
         rank, size = self._world.rank, self._world.size
         assert all(0 <= value <= 2**53 for value in maxima.values()), f"no exact float: {maxima}"
 
-        buffer = torch.zeros(len(times) + size * len(maxima), dtype=torch.float64)
-        own = len(times) + rank * len(maxima)
+        slots = [*maxima.values(), *(times[name] for name in self._each)]
+        buffer = torch.zeros(len(times) + size * len(slots), dtype=torch.float64)
+        own = len(times) + rank * len(slots)
         buffer[: len(times)] = torch.tensor([*times.values()], dtype=torch.float64)
-        buffer[own : own + len(maxima)] = torch.tensor([*maxima.values()], dtype=torch.float64)
+        buffer[own : own + len(slots)] = torch.tensor(slots, dtype=torch.float64)
         work = self._world.start(Op.ALL_REDUCE, buffer)
         self._pending = _Pending(step, tuple(times), tuple(maxima), buffer, work)
         return previous
@@ -69,13 +75,13 @@ class StepGather:
             return None
         pending, self._pending = self._pending, None
         wait(pending.work, self._backoff)
-        sums, slots = pending.buffer.split(
-            [len(pending.time_names), self._world.size * len(pending.maxima_names)]
-        )
-        means = (sums / self._world.size).tolist()
-        largest = slots.view(self._world.size, len(pending.maxima_names)).amax(dim=0).tolist()
+        times, maxima = len(pending.time_names), len(pending.maxima_names)
+        means = (pending.buffer[:times] / self._world.size).tolist()
+        slots = pending.buffer[times:].view(self._world.size, maxima + len(self._each))
+        largest = slots[:, :maxima].amax(dim=0).tolist()
         return Gathered(
             step=pending.step,
             times=dict(zip(pending.time_names, means, strict=True)),
             maxima={name: int(v) for name, v in zip(pending.maxima_names, largest, strict=True)},
+            each={name: slots[:, maxima + at].tolist() for at, name in enumerate(self._each)},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -11,6 +12,10 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Of a cgroup's second and first version, as a container sees its own."""
+M_MMAP_THRESHOLD = -3
+"""The setting's number in glibc's malloc.h."""
+MAPPED_BYTES = 1 << 20
+"""Blocks from this size on."""
 
 
 def peak_memory_bytes() -> int:
@@ -25,6 +30,18 @@ def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_memory_bytes()
+
+
+def give_back_at_once() -> bool:
+    """Have the C library give every large freed block back to the system at once; whether it can.
+
+    By itself glibc keeps blocks of up to 32 MB for later, and the holes between them come to a
+    quarter of a process and more. Giving them back costs some 8 % of a step.
+    """
+    try:
+        return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES))
+    except (OSError, AttributeError):  # another C library
+        return False
 
 
 def host_memory_bytes(cgroup: Path = CGROUP) -> int:

@@ -28,7 +28,11 @@ class StepRecord:
     """Global norm of the gradient over kept entries, before clipping."""
     loss_scale: float
     skipped: bool
-    """Whether an overflow kept the weights as they were."""
+    """Whether the weights were kept as they were."""
+    skip_reason: str | None
+    """Why: what was not finite where, or the loss that jumped."""
+    skipped_steps: int
+    """So far in this run."""
     tokens: int
     """Tokens of this step, over all replicas; samples where these are no tokens."""
     step_seconds: float
@@ -95,6 +99,21 @@ class PlanRecord:
     """Median of the first steps but one."""
 
 
+@dataclass(frozen=True)
+class BackRecord:
+    """A spike of the loss that sent the run back; what was recorded after `step` is gone."""
+
+    step: int
+    """Optimizer steps done at the checkpoint that it went back to."""
+    spike_step: int
+    """The step that spiked."""
+    spike_loss: float
+    usual_loss: float
+    """Median of the good steps before the spike."""
+    jumped: int
+    """Batches that the run has jumped over so far, those from there to the spike included."""
+
+
 def perplexity(eval_loss: float) -> float:
     """exp(eval_loss); infinity where that is no float."""
     try:
@@ -114,7 +133,7 @@ class MetricsFile:
         except OSError as error:
             raise self._failure(error) from error
 
-    def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord) -> None:
+    def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord) -> None:
         """Append one line of strict JSON, with null for what is not finite."""
         values = asdict(record)
         values |= values.pop("metrics", {})

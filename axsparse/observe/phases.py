@@ -10,6 +10,8 @@ PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collecti
 other is whatever no with-block claims."""
 
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_IS_WORK = tuple(name in ("data", "compute", "compress", "optimizer") for name in PHASES)
+"""The others are entered over and over by a rank that waits."""
 
 
 class Phases:
@@ -31,6 +33,7 @@ class Phases:
         "_since",
         "_spans",
         "action",
+        "worked",
     )
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,6 +48,8 @@ class Phases:
         self._spans: list[tuple[str, str, float, float]] | None = None
         self.action = ""
         """What spans are named by, such as "F3"; empty: by their phase."""
+        self.worked = 0
+        """Grows with every block of work that begins or ends; a rank that waits keeps it."""
 
     def __call__(self, name: str) -> _Block:
         """The with-block of a phase; KeyError if there is no such phase."""
@@ -64,6 +69,11 @@ class Phases:
         self._began = None
         return seconds
 
+    @property
+    def current(self) -> str:
+        """The phase under way."""
+        return PHASES[self._current]
+
     def start_spans(self) -> None:
         """Keep from now on every stretch of a phase, not their sums alone."""
         self._spans = []
@@ -80,6 +90,7 @@ class Phases:
         if self._spans is not None:
             self._keep(self._spans, now)
         self._seconds[self._current] += now - self._since
+        self.worked += _IS_WORK[number] or _IS_WORK[self._current]
         self._since = now
         self._current = number
 

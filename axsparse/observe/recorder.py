@@ -11,6 +11,7 @@ from axsparse.comm import Backoff, Collective
 from axsparse.observe.console import Console, Unit, eval_line, format_bytes, step_line
 from axsparse.observe.gather import Gathered, StepGather
 from axsparse.observe.metrics import (
+    BackRecord,
     EvalRecord,
     MaskRecord,
     MetricsFile,
@@ -18,6 +19,7 @@ from axsparse.observe.metrics import (
     StepRecord,
     perplexity,
 )
+from axsparse.observe.slow import SlowRanks
 
 COMPARED_STEPS = 5
 """After so many steps what was predicted is held against what was measured."""
@@ -33,9 +35,10 @@ class StepFigures:
     learning_rate: float
     grad_norm: float
     loss_scale: float
-    skipped: bool
-    culprit: str | None = None
-    """The first tensor whose gradient is not finite."""
+    skipped: str | None = None
+    """Why no rank updated its weights; None if all did."""
+    skipped_steps: int = 0
+    """So far in this run."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,15 @@ class Recorder:
         run: RunFigures,
         file: MetricsFile | None,
         console: Console | None,
+        slow: SlowRanks | None = None,
     ) -> None:
-        """`file` and `console` are given on rank 0, or nowhere."""
-        self._gather = StepGather(world, backoff)
+        """`file` and `console` are given on rank 0, or nowhere; `slow` warns there of ranks that
+        hold others up."""
+        self._gather = StepGather(world, backoff, each=["compute"])
         self._run = run
         self._file = file
         self._console = console
+        self._slow = slow
         self._known: dict[int, StepFigures] = {}
         self._began = time.perf_counter()
         self._seconds: list[float] = []
@@ -117,6 +123,11 @@ class Recorder:
             parts.append(f"model state/rank {format_bytes(before)} → {format_bytes(after)}")
         self.say("  ".join(parts))
 
+    def went_back(self, record: BackRecord) -> None:
+        """Record where a spike of the loss has led."""
+        if self._file is not None:
+            self._file.write(record)
+
     def flush(self) -> None:
         """Write down the step that is still on its way."""
         self._write(self._gather.flush())
@@ -148,7 +159,9 @@ class Recorder:
             learning_rate=figures.learning_rate,
             grad_norm=figures.grad_norm,
             loss_scale=figures.loss_scale,
-            skipped=figures.skipped,
+            skipped=figures.skipped is not None,
+            skip_reason=figures.skipped,
+            skipped_steps=figures.skipped_steps,
             tokens=run.tokens_per_step,
             step_seconds=seconds,
             data_seconds=gathered.times["data"],
@@ -170,7 +183,11 @@ class Recorder:
         if self._file is not None:
             self._file.write(record)
         if self._console is not None:
-            self._show(self._console, record, figures.culprit)
+            self._show(self._console, record)
+        if self._slow is not None:
+            warning = self._slow.add(gathered.step, gathered.each["compute"])
+            if warning is not None:
+                self.say(warning)
         if run.predicted is not None and len(self._seconds) < COMPARED_STEPS:
             self._seconds.append(seconds)
             if len(self._seconds) == COMPARED_STEPS:
@@ -198,7 +215,7 @@ class Recorder:
             )
         self.say(f"step {record.step}/{self._run.steps}  {text}")
 
-    def _show(self, console: Console, record: StepRecord, culprit: str | None) -> None:
+    def _show(self, console: Console, record: StepRecord) -> None:
         run = self._run
         assert self._first is not None, "a step has been pushed"
         each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
@@ -211,10 +228,10 @@ class Recorder:
             record.tokens_per_second,
             each * (run.steps - record.step),
             run.unit,
+            record.skipped_steps,
         )
         console.progress(record.step, run.steps, line.partition("  ")[2])
         if record.step % run.log_every == 0 or record.step in (1, run.steps):
             console.line(line)
         if record.skipped:
-            what = "the loss" if culprit is None else f"the gradient of {culprit}"
-            console.line(f"step {record.step}: {what} is not finite; no rank updated its weights")
+            console.line(f"step {record.step}: {record.skip_reason}; no rank updated its weights")

@@ -25,6 +25,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.errors import OutputError, TrainingError
 from axsparse.models.safetensors import write_safetensors
+from axsparse.observe.pulse import Pulse
 from axsparse.trainer import Trainer
 
 Write = Callable[[Path], object]
@@ -73,6 +74,24 @@ def test_a_run_saves_at_intervals_and_at_its_end(
 
     assert saved(tmp_path) == steps
     assert all(is_whole(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
+
+
+def test_what_a_thread_writes_is_told_of_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    beat = Pulse.beat
+
+    def count(self: Pulse) -> None:
+        threads.append(threading.current_thread().name)
+        beat(self)
+
+    monkeypatch.setattr(Pulse, "beat", count)
+
+    ran((1, 1), config_of(every=50), tmp_path)
+
+    files = len(list((tmp_path / "checkpoints" / "step-6").glob("*.safetensors")))
+    assert threads.count("axsparse checkpoint") > 3 * files
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +68,8 @@ class Members:
 
 class Impatient:
     """A wait that must not happen, or that goes on for a few polls only."""
+
+    pauses = 0
 
     def __init__(self, pauses: int = 0) -> None:
         self.left = pauses
@@ -292,6 +295,24 @@ def test_accumulators_of_the_wires_type_travel_without_a_copy() -> None:
     sync.ready(layer)
 
     assert replicas.started[0].buffer.data_ptr() == layer.gradient.data_ptr()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_a_replica_knows_whether_its_own_gradients_were_finite(
+    value: float, wire: torch.dtype
+) -> None:
+    layer = layer_state("a")
+    sync = gradient_sync([layer], Members(), wire_dtype=wire)
+    layer.gradient[3] = value
+
+    sync.ready(layer)
+    layer.gradient.zero_()
+
+    assert not sync.own_is_finite
+    sync.begin()
+    sync.ready(layer)
+    assert sync.own_is_finite
 
 
 def test_a_single_replica_sends_nothing() -> None:

@@ -64,6 +64,8 @@ class FakeCollective:
 class Meanwhile:
     """A back-off during which something else happens; by default nothing may be waited for."""
 
+    pauses = 0
+
     def __init__(self, happening: Callable[[], object] | None = None) -> None:
         self.happening = happening
 
@@ -76,9 +78,9 @@ class Meanwhile:
         pass
 
 
-def make_gathers(size: int) -> list[StepGather]:
+def make_gathers(size: int, each: Sequence[str] = ()) -> list[StepGather]:
     board = Board(size)
-    return [StepGather(FakeCollective(board, rank), Meanwhile()) for rank in range(size)]
+    return [StepGather(FakeCollective(board, rank), Meanwhile(), each) for rank in range(size)]
 
 
 def test_times_are_means_and_maxima_are_maxima_on_every_rank() -> None:
@@ -89,7 +91,20 @@ def test_times_are_means_and_maxima_are_maxima_on_every_rank() -> None:
         gather.push(7, times, {"state": 10 - rank, "memory": [5, 9, 6][rank]})
     results = [gather.flush() for gather in gathers]
 
-    expected = Gathered(7, {"compute": 2.0, "step": 4.0}, {"state": 10, "memory": 9})
+    expected = Gathered(7, {"compute": 2.0, "step": 4.0}, {"state": 10, "memory": 9}, {})
+    assert results == [expected] * 3
+
+
+def test_times_that_are_wanted_of_each_rank_are_there_in_rank_order() -> None:
+    gathers = make_gathers(3, each=["compute"])
+
+    for rank, gather in enumerate(gathers):
+        gather.push(7, {"compute": 1.5 + rank, "step": 4.0}, {"memory": 7 + rank})
+    results = [gather.flush() for gather in gathers]
+
+    expected = Gathered(
+        7, {"compute": 2.5, "step": 4.0}, {"memory": 9}, {"compute": [1.5, 2.5, 3.5]}
+    )
     assert results == [expected] * 3
 
 
@@ -98,7 +113,7 @@ def test_one_rank_gathers_from_itself() -> None:
 
     gather.push(1, {"step": 0.3}, {"memory": 5})
 
-    assert gather.flush() == Gathered(1, {"step": 0.3}, {"memory": 5})
+    assert gather.flush() == Gathered(1, {"step": 0.3}, {"memory": 5}, {})
 
 
 def test_a_push_returns_the_step_before_it() -> None:
@@ -109,8 +124,8 @@ def test_a_push_returns_the_step_before_it() -> None:
     last = [gather.flush() for gather in gathers]
 
     assert first == [None, None]
-    assert second == [Gathered(1, {"step": 1.0}, {"memory": 1})] * 2
-    assert last == [Gathered(2, {"step": 2.0}, {"memory": 2})] * 2
+    assert second == [Gathered(1, {"step": 1.0}, {"memory": 1}, {})] * 2
+    assert last == [Gathered(2, {"step": 2.0}, {"memory": 2}, {})] * 2
 
 
 def test_a_rank_waits_for_the_others_only_at_its_next_push() -> None:
@@ -123,7 +138,7 @@ def test_a_rank_waits_for_the_others_only_at_its_next_push() -> None:
     assert backoff.happening is not None
     result = early.push(2, {"step": 1.0}, {"memory": 4})
 
-    assert result == Gathered(1, {"step": 2.0}, {"memory": 8})
+    assert result == Gathered(1, {"step": 2.0}, {"memory": 8}, {})
 
 
 def test_the_largest_integers_stay_exact() -> None:

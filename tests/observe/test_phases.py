@@ -150,6 +150,29 @@ def test_the_default_clock_runs_forward() -> None:
     assert phases.end_step()["step"] >= 0
 
 
+def test_the_phase_under_way_can_be_asked_for() -> None:
+    phases = Phases(Clock())
+
+    with phases("compute"), phases("compress"):
+        inner = phases.current
+
+    assert (inner, phases.current) == ("compress", "other")
+
+
+def test_work_is_counted_and_looking_for_messages_is_not() -> None:
+    phases = Phases(Clock())
+
+    for waiting in ("p2p", "bubble", "collective", "other"):
+        with phases(waiting), phases("collective"):
+            pass
+    assert phases.worked == 0
+    for working in ("data", "compute", "compress", "optimizer"):
+        before = phases.worked
+        with phases(working):
+            begun = phases.worked
+        assert before < begun < phases.worked
+
+
 @given(st.lists(st.tuples(st.sampled_from((*PHASES, "leave")), st.floats(0, 1e3)), max_size=40))
 def test_phases_add_up_to_the_step_however_blocks_nest(moves: list[tuple[str, float]]) -> None:
     clock = Clock()

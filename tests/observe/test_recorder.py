@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from axsparse.grid import Grid
 from axsparse.local import LocalWorld
 from axsparse.observe.console import Console
 from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Predicted, Recorder, RunFigures, StepFigures
+from axsparse.observe.slow import SlowRanks
 from axsparse.transport import LocalTransport
 
 RUN = RunFigures(
@@ -42,10 +45,10 @@ def _three_seconds_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: next(looks, 103.0))
 
 
-def figures(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepFigures:
-    return StepFigures(
-        step, loss, learning_rate=0.01, grad_norm=1.25, loss_scale=1.0, skipped=skipped
-    )
+def figures(
+    step: int, *, loss: float = 2.5, skipped: str | None = None, skipped_steps: int = 0
+) -> StepFigures:
+    return StepFigures(step, loss, 0.01, 1.25, 1.0, skipped, skipped_steps)
 
 
 def seconds(step: float = 2.0) -> dict[str, float]:
@@ -57,7 +60,14 @@ def seconds(step: float = 2.0) -> dict[str, float]:
 class Screen:
     """A recorder of one rank, its screen and its file."""
 
-    def __init__(self, folder: Path, *, bar: bool = False, run: RunFigures = RUN) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bar: bool = False,
+        run: RunFigures = RUN,
+        slow: SlowRanks | None = None,
+    ) -> None:
         transport = LocalTransport(LocalWorld(1), 0)
         self.stream = io.StringIO()
         self.path = folder / "metrics.jsonl"
@@ -67,6 +77,7 @@ class Screen:
             run,
             MetricsFile(self.path),
             Console(self.stream, bar=bar),
+            slow,
         )
 
     @property
@@ -144,6 +155,8 @@ def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
         "grad_norm": 1.25,
         "loss_scale": 1.0,
         "skipped": False,
+        "skip_reason": None,
+        "skipped_steps": 0,
         "tokens": 1000,
         "step_seconds": 2.0,
         "tokens_per_second": 500.0,
@@ -192,14 +205,39 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     assert screen.lines[-1].endswith("eta 00:00")
 
 
-def test_a_skipped_step_is_always_told(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
-    screen.recorder.step(figures(3, loss=float("nan"), skipped=True), seconds(), MOST)
+def test_a_warning_of_a_slow_rank_is_told_once(tmp_path: Path) -> None:
+    heard: list[tuple[int, list[float]]] = []
+
+    class Slow(SlowRanks):
+        def add(self, step: int, compute: Sequence[float]) -> str | None:
+            heard.append((step, list(compute)))
+            return "rank 0 is slow" if step == 2 else None
+
+    screen = Screen(tmp_path, slow=Slow(Grid(1, 1), [1.0], ["here"], ratio=2.0, steps=1))
+    for step in range(1, 4):
+        screen.recorder.step(figures(step), seconds(9.0 * step), MOST)
     screen.recorder.flush()
     screen.recorder.close()
 
-    assert screen.lines == ["step 3: the loss is not finite; no rank updated its weights"]
-    assert (screen.records[0]["loss"], screen.records[0]["skipped"]) == (None, True)
+    assert heard == [(1, [1.0]), (2, [2.0]), (3, [3.0])]
+    assert screen.lines.count("rank 0 is slow") == 1
+
+
+def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    bad = figures(4, loss=float("nan"), skipped="rank 1: the loss is not finite", skipped_steps=2)
+    screen.recorder.step(bad, seconds(), MOST)
+    screen.recorder.step(figures(5, skipped_steps=2), seconds(), MOST)
+    screen.recorder.flush()
+    screen.recorder.close()
+
+    told, step = screen.lines
+    assert told == "step 4: rank 1: the loss is not finite; no rank updated its weights"
+    assert step.startswith("step 5/12") and step.endswith("  skipped 2")
+    first, second = screen.records
+    assert (first["loss"], first["skipped"], first["skipped_steps"]) == (None, True, 2)
+    assert first["skip_reason"] == "rank 1: the loss is not finite"
+    assert (second["skipped"], second["skip_reason"], second["skipped_steps"]) == (False, None, 2)
 
 
 def test_at_a_terminal_the_bar_follows_every_step_and_goes_away(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""A rank that gets stuck, on real ranks: one report that names it, and the job ends with 70."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.mpirun import TESTS, Finished, run_mpirun
+
+from axsparse.observe.heartbeat import HEARTBEATS
+from axsparse.observe.watchdog import REPORT_FILE
+
+
+def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:
+    g_inter, g_data = map(int, grid.split("x"))
+    script = str(TESTS / "faults" / "hanging.py")
+    return run_mpirun(g_inter * g_data, [script, str(run_dir), grid, fault, str(rank)])
+
+
+@pytest.mark.fault(17)
+@pytest.mark.parametrize(
+    ("grid", "fault", "rank", "where", "what"),
+    [
+        (
+            "2x2",
+            "stop",
+            1,
+            "stage 1, replica 0",
+            [": its process is stopped by a signal; rank 0 awaits its gradient 0 in step 3; "],
+        ),
+        (
+            "1x2",
+            "stop-save",
+            0,
+            "stage 0, replica 0",
+            [": its process is stopped by a signal; "],
+        ),
+        (
+            "2x1",
+            "data",
+            0,
+            "stage 0, replica 0",
+            [
+                " in data of step 3, no progress for ",
+                "; rank 1 awaits its activation 0 in step 3; ",
+            ],
+        ),
+    ],
+    ids=["stopped", "stopped while it saves", "reads for ever"],
+)
+def test_a_rank_that_gets_stuck_is_named_and_ends_the_job(
+    tmp_path: Path, grid: str, fault: str, rank: int, where: str, what: list[str]
+) -> None:
+    run = tmp_path / "run"
+
+    done = train(run, grid, fault, rank)
+
+    assert done.returncode == 70, str(done)
+    (line,) = done.errors
+    assert line.startswith(f"axsparse: error: rank {rank} ({where}): hangs"), str(done)
+    assert all(part in line for part in what), line
+    assert f"the stacks of all ranks are in {run / REPORT_FILE}; --resume auto goes on" in line
+    report = (run / REPORT_FILE).read_text()
+    assert line == f"axsparse: error: {report.splitlines()[0]}"
+    told = report.count("\nthread MainThread:") + report.count("\nno stacks: it did not answer")
+    assert told == int(grid[0]) * int(grid[2]), report
+    assert ("in never_end" in report) == (fault == "data")
+
+
+@pytest.mark.fault(17)
+def test_a_slow_rank_is_warned_of_with_its_ratio_and_a_long_first_step_is_no_hang(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+
+    done = train(run, "1x3", "slow", 2)
+
+    assert done.returncode == 0, str(done)
+    (line,) = [line for line in done.stdout.splitlines() if "warning" in line]
+    assert line.startswith("warning: rank 2 (stage 0, replica 2) on host "), str(done)
+    assert "times as long as the other replicas of its stage" in line
+    assert not (run / HEARTBEATS).exists()
+    assert not (run / REPORT_FILE).exists()
