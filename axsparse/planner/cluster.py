@@ -126,8 +126,9 @@ def parse_cluster(text: str, file: str) -> Cluster:
     """A cluster from the text of a file; its name is the file's stem."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # Not all are PyYAML's own: escapes beyond Unicode, nesting beyond the stack.
+        problem = _shown(" ".join(str(error).split()))
         raise ConfigError(f"cluster file {file}: no valid YAML, {problem}; correct it") from None
     values: dict[str, float] = {}
     origins: dict[str, Origin] = {}
@@ -176,11 +177,18 @@ def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml
     file = here.partition(":")[0]
     for key, value in node.value:
         where = f"{file}:{key.start_mark.line + 1}"
-        name = str(key.value)
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: a list or mapping cannot be a name here; write a word")
+        name = _shown(key.value)
         if name in seen:
             raise ConfigError(f"{where}: {name} is given twice in this cluster; keep one of them")
         seen.add(name)
         yield name, where, value
+
+
+def _shown(text: str) -> str:
+    """A text that stays on its line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _unknown(name: str, where: str, known: tuple[str, ...]) -> ConfigError:

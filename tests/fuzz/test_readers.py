@@ -1,0 +1,340 @@
+"""Whatever is in a file: it is read, or refused in one line; nothing hangs, nothing leaks out.
+
+`AXSPARSE_FUZZ=100000 python -m pytest tests/fuzz -s` (`make fuzz`) tries so many inputs; the
+suite tries some hundreds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from fuzz.guard import WATCH, read_or_refused, watched
+from fuzz.mutations import (
+    bytes_changed,
+    json_changed,
+    json_text,
+    odd_yaml,
+    yaml_changed,
+)
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.images import write_safetensors
+from support.resuming import ran
+from support.runs import mlp, tiny_config, vector_data
+from support.tickets import small_ticket
+
+import axsparse
+from axsparse.checkpoint.compare import refuse_other_settings
+from axsparse.checkpoint.verify import open_checkpoint, verify
+from axsparse.checkpoint_command import show
+from axsparse.config.load import load_config, to_yaml
+from axsparse.config.refusal import FIELDS
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_config
+from axsparse.errors import OutputError
+from axsparse.exporting import export
+from axsparse.models.safetensors import SafetensorsFile, SafetensorsIndex
+from axsparse.planner.cluster import bundled_clusters, load_cluster
+from axsparse.pruning.ticket import open_ticket
+from axsparse.pruning.ticket_manifest import hash_of
+
+INPUTS = int(os.environ.get("AXSPARSE_FUZZ", "600"))
+PACKAGE = Path(axsparse.__file__).parent
+SEEDS = st.randoms(use_true_random=True)
+DEFAULTS = load_config(None)
+
+
+def inputs(share: float) -> Callable[[Any], Any]:
+    """A share of all inputs; the same at each call."""
+    return settings(
+        max_examples=max(1, round(share * INPUTS)),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        # To make a failing input smaller takes minutes, and one is small as it is.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(autouse=True)
+def counted(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    """How many inputs a test has had; told at its end to whoever asked for more."""
+    count = [0]
+    start = time.monotonic()
+    yield count
+    if "AXSPARSE_FUZZ" in os.environ:
+        print(f"\n{request.node.name}: {count[0]} inputs, {time.monotonic() - start:.0f} s")
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+class Restored:
+    """A folder whose files are put back before each input."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self._changed: set[str] = set()
+
+    def put(self, name: str, data: bytes) -> None:
+        self._changed.add(name)
+        (self.folder / name).write_bytes(data)
+
+    def replace(self, name: str, kind: str, outside: Path) -> None:
+        """Something else of this name."""
+        self._changed.add(name)
+        path = self.folder / name
+        path.unlink()
+        match kind:
+            case "link":
+                path.symlink_to(outside)
+            case "folder":
+                path.mkdir()
+            case "pipe":
+                os.mkfifo(path)
+
+    def restore(self) -> None:
+        for name in self._changed:
+            path = self.folder / name
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+            path.write_bytes(self.files[name])
+        self._changed.clear()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Restored:
+    run = tmp_path_factory.mktemp("run")
+    config = tiny_config(train={"steps": 1}, pruning={"include": "all"})
+    ran((1, 1), config, run, model=lambda _: mlp(2, 6), data=vector_data(width=6))
+    return Restored(run / "checkpoints" / "step-1")
+
+
+def signed(text: str) -> bytes:
+    """A manifest with the hash that belongs to it, as a forger would write it."""
+    head = text.encode(errors="surrogatepass").removesuffix(b"}")
+    return head + b',"sha256":"' + hashlib.sha256(head).hexdigest().encode() + b'"}\n'
+
+
+def forge_checkpoint(rng: Random, checkpoint: Restored, outside: Path) -> None:
+    manifest = json.loads(checkpoint.files["manifest.json"])
+    del manifest["sha256"]
+    match rng.randrange(6):
+        case 0:
+            checkpoint.put("manifest.json", bytes_changed(rng, checkpoint.files["manifest.json"]))
+        case 1:
+            raw = bytes_changed(rng, json.dumps(manifest).encode())
+            checkpoint.put("manifest.json", signed(raw.decode(errors="replace")))
+        case 2:
+            name = rng.choice(sorted(checkpoint.files))
+            kind = rng.choice(["link", "folder", "pipe", "gone"])
+            checkpoint.replace(name, kind, outside)
+        case 3:
+            # A file of a layer, with the size and hash that belong to it.
+            name = rng.choice(sorted(manifest["files"]))
+            data = safetensors_changed(rng, checkpoint.files[name])
+            entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            manifest["files"][name] = entry
+            checkpoint.put(name, data)
+            checkpoint.put("manifest.json", signed(json.dumps(manifest)))
+        case _:
+            changed = json_changed(rng, manifest)
+            checkpoint.put("manifest.json", signed(json_text(rng, changed)))
+
+
+@given(SEEDS)
+@inputs(0.3)
+def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(b"not yours")
+    checkpoint.restore()
+    forge_checkpoint(rng, checkpoint, outside)
+    folder = checkpoint.folder
+
+    def read() -> None:
+        found = open_checkpoint(folder)
+        with contextlib.redirect_stdout(io.StringIO()):
+            show(folder)
+        verify(found)
+        with contextlib.suppress(OutputError):
+            export(found, "sparse", folder.parent / "out.safetensors", force=True)
+        refuse_other_settings(found, DEFAULTS.config, DEFAULTS)
+
+    read_or_refused(read, folder.parent)
+    assert outside.read_bytes() == b"not yours"
+
+
+# -- tickets and safetensors ----------------------------------------------------------------
+
+
+def safetensors_changed(rng: Random, data: bytes) -> bytes:
+    """A safetensors file with other bytes, or with another header of the right length."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    match rng.randrange(4):
+        case 0:
+            return bytes_changed(rng, data)
+        case 1:
+            text = bytes_changed(rng, data[8:start])
+        case _:
+            text = json_text(rng, json_changed(rng, header)).encode()
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
+@given(SEEDS)
+@inputs(0.2)
+def test_tickets(tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    path = tmp_path / "ticket.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    if not whole.exists():
+        small_ticket(tmp_path).rename(whole)
+    contents = whole.read_bytes()
+    if rng.random() < 0.5:
+        start = 8 + int.from_bytes(contents[:8], "little")
+        header = json.loads(contents[8:start])
+        metadata = header["__metadata__"]
+        if rng.randrange(4):
+            text = json_text(rng, json_changed(rng, json.loads(metadata["ticket"])))
+        else:
+            raw = bytes_changed(rng, metadata["ticket"].encode())
+            text = raw.decode(errors="replace")
+        metadata |= {"ticket": text, "ticket_hash": hash_of(text.encode())}
+        encoded = json.dumps(header).encode()
+        path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents[start:])
+    else:
+        path.write_bytes(safetensors_changed(rng, contents))
+
+    def read() -> None:
+        ticket = open_ticket(path)
+        for name in ticket.kept:
+            ticket.mask(name)
+
+    read_or_refused(read, tmp_path)
+
+
+@given(SEEDS)
+@inputs(0.15)
+def test_safetensors(checkpoint: Restored, tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    name = next(name for name in checkpoint.files if name.endswith(".safetensors"))
+    part = tmp_path / "part.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    part.write_bytes(checkpoint.files[name])
+    places = dict.fromkeys(SafetensorsFile(part).shapes, "part.safetensors")
+    if rng.random() < 0.5:
+        text = json_text(rng, json_changed(rng, {"weight_map": places}))
+        index.write_text(text, encoding="utf-8")
+    else:
+        index.write_text(json.dumps({"weight_map": places}))
+        part.write_bytes(safetensors_changed(rng, checkpoint.files[name]))
+
+    def read() -> None:
+        files: list[SafetensorsIndex | SafetensorsFile] = [
+            SafetensorsIndex(index),
+            SafetensorsFile(part),
+        ]
+        for file in files:
+            for key in file.shapes:
+                file.read(key)
+
+    read_or_refused(read, tmp_path)
+
+
+# -- settings -------------------------------------------------------------------------------
+
+
+def yaml_bytes(rng: Random, text: str) -> bytes:
+    if rng.randrange(4) == 0:
+        return bytes_changed(rng, text.encode())
+    return yaml_changed(rng, text).encode(errors="surrogatepass")
+
+
+CONFIGS = [
+    to_yaml(Config()),
+    *(path.read_text() for path in sorted((PACKAGE.parent / "configs").glob("*.yaml"))),
+]
+
+
+@given(SEEDS)
+@inputs(0.15)
+def test_configurations(tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    path = tmp_path / "run.yaml"
+    path.write_bytes(yaml_bytes(rng, rng.choice(CONFIGS)))
+
+    def read() -> None:
+        loaded = load_config(str(path))
+        check_config(loaded)
+
+    read_or_refused(read, tmp_path)
+
+
+@given(SEEDS)
+@inputs(0.1)
+def test_overrides(tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    key = rng.choice(list(FIELDS))
+    value = odd_yaml(rng)
+    override = rng.choice([f"{key}={value}", f"{key}{value}", f"{value}={key}"])
+
+    def read() -> None:
+        loaded = load_config(None, [override])
+        check_config(loaded)
+
+    read_or_refused(read, tmp_path)
+
+
+CLUSTERS = [
+    (PACKAGE / "planner" / "clusters" / f"{name}.yaml").read_text() for name in bundled_clusters()
+]
+
+
+@given(SEEDS)
+@inputs(0.1)
+def test_clusters(tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(yaml_bytes(rng, rng.choice(CLUSTERS)))
+
+    read_or_refused(lambda: load_cluster(str(path)), tmp_path)
+
+
+# -- the watch itself -----------------------------------------------------------------------
+
+
+def test_what_is_touched_elsewhere_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").touch()
+    touches: list[Callable[[], object]] = [
+        lambda: (tmp_path / "new").write_text(""),
+        lambda: (tmp_path / "inside" / ".." / "new").write_text(""),
+        lambda: (tmp_path / "inside" / "link").read_bytes(),
+        lambda: (tmp_path / "folder").mkdir(),
+        lambda: (tmp_path / "secret").rename(tmp_path / "inside" / "mine"),
+        lambda: os.system("true"),  # noqa: S605 - to be seen
+        lambda: shutil.rmtree(tmp_path / "folder"),
+    ]
+    for touch in touches:
+        with pytest.raises(AssertionError, match="touched"), watched(tmp_path / "inside"):
+            touch()
+    with watched(tmp_path / "inside"):
+        write_safetensors(tmp_path / "inside" / "fine", {})
+    assert WATCH.folder is None
