@@ -17,7 +17,8 @@ from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.observe.console import format_bytes
-from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.pipeline.partition import split_by_hand
+from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.choose import DEFAULT_SLACK, Rejected
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.configured import (
@@ -29,8 +30,9 @@ from axsparse.planner.configured import (
     predict,
     workload,
 )
-from axsparse.planner.memory import activation_bytes
+from axsparse.planner.memory import most_in_flight, stage_memory
 from axsparse.planner.surveyed import SurveyedModel
+from axsparse.planner.workload import StageLoad
 from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.pattern import parse_pattern
 from axsparse.pruning.targets import Targets, targets
@@ -50,6 +52,8 @@ FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
 """Methods whose first masks ask for nothing but the weights."""
 ASSUMED_CLUSTER = "laptop"
 """By which a layout is found where no cluster is named: memory alone decides, no time is told."""
+HOLES = 0.3
+"""Of a process's memory, what glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """Part of the steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
@@ -90,6 +94,14 @@ class Resolved:
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
         return starts_pruned(self.config, self.targets, self.ticket)
+
+    @property
+    def memory_is_tight(self) -> bool:
+        """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
+        room = self.config.layout.memory_per_rank
+        if room == "auto" or self.prediction is None:
+            return False
+        return self.prediction.memory_bytes * (1 + HOLES) > room * 1e9
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
@@ -133,12 +145,9 @@ def resolve(
     wanted, ticket = what_is_pruned(config, surveyed)
     cluster = _cluster(config)
     start = _kept_at_start(config, wanted, ticket) if saved is None else saved
-    subject = None
-    if has_costs(surveyed):
-        optimizer = optimizer_of(config.optimizer)
-        subject = workload(config, surveyed, loaded.name, start, optimizer)
+    subject = workload(config, surveyed, loaded.name, start, optimizer_of(config.optimizer))
     choice = None
-    if subject is not None and grid is None:
+    if has_costs(surveyed) and grid is None:
         choice = _choice(loaded, subject, cluster, transport.size, found_memory)
     if choice is not None:
         loaded = replace(loaded, config=_with(config, {"layout.g_inter": choice.row.grid.g_inter}))
@@ -193,11 +202,11 @@ def resolve(
     if wanted is not None and (ticket is None or pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
-    stages = _balanced(loaded, run) if split == "auto" else split_by_hand(split)
+    stages = _balanced(loaded, run, subject) if split == "auto" else split_by_hand(split)
     sizes = tuple(len(stage) for stage in stages)
     config = _with(run.config, {"layout.split": sizes})
     prediction = None
-    if subject is not None:
+    if has_costs(surveyed):
         slack = config.pipeline.slack
         assert slack != "auto", "it is resolved"
         settled = replace(subject, split=sizes)
@@ -307,55 +316,37 @@ def _kept_at_start(
     return wanted.kept() if ticket is None else ticket.kept
 
 
-def _balanced(loaded: Loaded, run: Resolved) -> list[range]:
+def _balanced(loaded: Loaded, run: Resolved, subject: SurveyedModel) -> list[range]:
     """The stages whose dearest does the least work, of those that fit `layout.memory_per_rank`."""
-    config, layers, stages = run.config, run.survey.layers, run.place.grid.g_inter
-    room = config.layout.memory_per_rank
-    work = [layer.work for layer in layers]
-    if room == "auto":
-        found = partition(work, stages)
-        assert found is not None, "there is no limit"
-        return found
-    kept = run.kept_at_start
-    limit = room * 1e9
-    state = [run.state_bytes([layer], kept) for layer in layers]
-    pairs = {tuple(map(run.survey.layer_of, tie)) for tie in run.survey.ties.items()}
-    # What two layers that share a weight take less on one stage than on two.
-    shared = [
-        ((a, b), state[a] + state[b] - run.state_bytes([layers[a], layers[b]], kept))
-        for a, b in pairs
-        if a != b
-    ]
-    batch = config.batch
-    microbatches = batch.global_batch_size // (run.place.grid.g_data * batch.microbatch_size)
-    slack = config.pipeline.slack
-    assert slack != "auto"
+    config, grid = run.config, run.place.grid
+    room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
+    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    assert pipeline.slack != "auto"
+    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
 
-    def needs(stage: int, held: range) -> int:
-        most = stages - stage + slack if config.pipeline.schedule != "gpipe" else microbatches
-        once = sum(saved for (a, b), saved in shared if a in held and b in held)
-        return (
-            sum(state[layer] for layer in held)
-            - once
-            + activation_bytes(
-                [layers[layer] for layer in held],
-                microbatch_size=batch.microbatch_size,
-                in_flight=min(microbatches, most),
-                checkpoint_activations=config.pipeline.checkpoint_activations,
-            )
+    def needs(stage: int, load: StageLoad) -> float:
+        held = most_in_flight(
+            schedule, stage=stage, g_inter=grid.g_inter, microbatches=microbatches
         )
+        return stage_memory(
+            load, microbatch_size=batch.microbatch_size, in_flight=held, overhead=0.0
+        ).total
 
-    found = partition(work, stages, lambda stage, held: needs(stage, held) <= limit)
+    def fits(stage: int, load: StageLoad) -> bool:
+        return room == "auto" or needs(stage, load) <= room * 1e9
+
+    found = subject.ranges(grid.g_inter, grid.g_data, fits, microbatches=microbatches)
     if found is not None:
         return found
-    even = partition(state, stages)
+    assert room != "auto"
+    even = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
     assert even is not None, "there is no limit"
-    most, fullest = max((needs(stage, held), stage) for stage, held in enumerate(even))
+    most, fullest = max((needs(stage, load), stage) for stage, load in enumerate(even))
     raise ConfigError(
-        f"{loaded.where('layout.memory_per_rank')}: no split of {len(layers)} layers into "
-        f"{stages} stages fits {format_bytes(limit)}; with the state spread evenly, stage "
-        f"{fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune more, "
-        "or recompute activations (pipeline.checkpoint_activations)"
+        f"{loaded.where('layout.memory_per_rank')}: no split of {len(run.survey.layers)} layers "
+        f"into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work balanced, "
+        f"stage {fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune "
+        "more, or recompute activations (pipeline.checkpoint_activations)"
     )
 
 
@@ -418,10 +409,15 @@ def _check_transport(loaded: Loaded, transport: Transport) -> None:
             f"{loaded.where('transport')}: local is for one process without MPI, but "
             f"{transport.size} MPI ranks are running; choose auto or mpi"
         )
-    if wanted == "mpi" and transport.name == "local":
+    if wanted not in ("auto", "local") and transport.name == "local":
         raise ConfigError(
             f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
             "install axsparse[mpich], or choose auto"
+        )
+    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi"):
+        raise ConfigError(
+            f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
+            "compute on CPUs; choose auto or mpi"
         )
 
 

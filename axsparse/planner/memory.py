@@ -29,7 +29,8 @@ class StageMemory:
     logits: float
     """Of the loss, on the last stage."""
     temporary: float
-    """One layer's dense gradient, and the optimizer's copies."""
+    """One layer's dense gradient, and the optimizer's copies; or, where that is more than all that
+    a step needs beside the state, the largest tensor as it is made."""
     overhead: float
     """Of framework and libraries."""
 
@@ -43,16 +44,19 @@ def stage_memory(
 ) -> StageMemory:
     """What a stage needs with so many microbatches in flight."""
     state = load.state
+    activations = microbatch_size * in_flight * load.held
+    working, logits = microbatch_size * load.working, microbatch_size * load.logits
+    of_step = activations + working + logits
     return StageMemory(
         weight=state.weight,
         index=state.index,
         gradient=state.gradient,
         master=state.master,
         optimizer=state.optimizer,
-        activations=microbatch_size * in_flight * load.held,
-        working=microbatch_size * load.working,
-        logits=microbatch_size * load.logits,
-        temporary=load.temporary,
+        activations=activations,
+        working=working,
+        logits=logits,
+        temporary=max(load.temporary, load.building - of_step),
         overhead=overhead,
     )
 
@@ -115,15 +119,3 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:
     """Whether the backward computes a stage's layer of this number again."""
     return checkpoint_activations > 0 and number % checkpoint_activations == 0
-
-
-def activation_bytes(
-    layers: Sequence[LayerInfo],
-    *,
-    microbatch_size: int,
-    in_flight: int,
-    checkpoint_activations: int,
-) -> int:
-    """Bytes of the activations of a stage with `in_flight` microbatches under way."""
-    found = held_activations(layers, checkpoint_activations)
-    return microbatch_size * (in_flight * found.held + found.working)

@@ -71,27 +71,36 @@ class SurveyedModel:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        replicas = g_data if self.shard_optimizer else 1
+        found = self.ranges(g_inter, g_data, fits, microbatches=microbatches)
+        if found is None:
+            return None
+        return [self._load(layers, *self._variant(g_data, microbatches)) for layers in found]
+
+    def ranges(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[range] | None:
+        """The layers of each stage; arguments and None as those of `stages`."""
+        variant = self._variant(g_data, microbatches)
+
+        def held(stage: int, layers: range) -> bool:
+            return fits is None or fits(stage, self._load(layers, *variant))
+
+        if self.split is None:
+            work = [layer.work for layer in self.survey.layers]
+            return partition(work, g_inter, None if fits is None else held)
+        found = split_by_hand(self.split)
+        assert len(found) == g_inter, "a split says how many stages"
+        fit = all(held(stage, layers) for stage, layers in enumerate(found))
+        return found if fit else None
+
+    def _variant(self, g_data: int, microbatches: int) -> tuple[int, Precision]:
+        """Among how many the state is sharded, and what gradients are accumulated in."""
         gradient: Precision = "fp32"
         if self.gradient != "auto":
             gradient = self.gradient
         elif accumulates_in_half(microbatches):
             gradient = self.precision
-
-        def held(stage: int, layers: range) -> bool:
-            return fits is None or fits(stage, self._load(layers, replicas, gradient))
-
-        if self.split is not None:
-            found: list[range] | None = split_by_hand(self.split)
-            assert found is not None and len(found) == g_inter, "a split says how many stages"
-            if not all(held(stage, layers) for stage, layers in enumerate(found)):
-                found = None
-        else:
-            work = [layer.work for layer in self.survey.layers]
-            found = partition(work, g_inter, None if fits is None else held)
-        if found is None:
-            return None
-        return [self._load(layers, replicas, gradient) for layers in found]
+        return g_data if self.shard_optimizer else 1, gradient
 
     def _load(self, held: range, replicas: int, gradient: Precision) -> StageLoad:
         """Made once: the search for a split asks for the same layers over and over."""
@@ -132,6 +141,7 @@ class SurveyedModel:
                 replicas=replicas,
             ),
             temporary=width * max(map(_trained, layers)),
+            building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,

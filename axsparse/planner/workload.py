@@ -35,6 +35,8 @@ class StageLoad:
     """Of one rank, sharded or not."""
     temporary: float
     """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
+    building: float
+    """Bytes beside the state while it is made: the largest tensor's start values, fp32."""
     held: float
     """Bytes that a sample holds from its forward to its backward."""
     working: float

@@ -12,8 +12,9 @@ from axsparse.models.survey import LayerInfo
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.memory import (
-    activation_bytes,
+    HeldActivations,
     gigabytes,
+    held_activations,
     most_in_flight,
     needed,
     stage_memory,
@@ -40,19 +41,17 @@ LAYERS = [
 def test_recomputed_layers_keep_inputs_and_need_one_layers_room(
     every: int, kept: int, working: int
 ) -> None:
-    found = activation_bytes(LAYERS, microbatch_size=2, in_flight=3, checkpoint_activations=every)
-
-    assert found == 2 * (3 * kept + working)
+    assert held_activations(LAYERS, every) == HeldActivations(kept, working)
 
 
 def test_layers_without_an_example_count_nothing() -> None:
     layers = [LayerInfo("a", "block", (), 1.0)]
 
-    assert not activation_bytes(layers, microbatch_size=2, in_flight=3, checkpoint_activations=1)
+    assert held_activations(layers, 1) == HeldActivations(0, 0)
 
 
-def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
-    load = StageLoad(
+def load_of(**fields: float) -> StageLoad:
+    return StageLoad(
         layers="",
         flops=0.0,
         moved=0.0,
@@ -61,12 +60,16 @@ def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
         trained=0,
         kept=0,
         state=StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
-        temporary=10_000.0,
         held=10.0,
         working=100.0,
         logits=1000.0,
         outputs=0.0,
+        **fields,
     )
+
+
+def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
+    load = load_of(temporary=10_000.0, building=12_259.0)
 
     found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
 
@@ -79,6 +82,12 @@ def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
     )
     assert (found.activations, found.working, found.logits) == (2 * 3 * 10, 2 * 100, 2 * 1000)
     assert found.total == 15 + 60 + 200 + 2000 + 10_000 + 100_000
+
+
+def test_where_a_tensor_takes_more_to_make_than_to_train_that_is_the_peak() -> None:
+    load = load_of(temporary=10_000.0, building=50_000.0)
+
+    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0).total == 15 + 50_000
 
 
 def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:

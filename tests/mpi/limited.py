@@ -1,0 +1,79 @@
+"""Trains with no more memory than its plan says: `python limited.py PART KEY=VALUE ...`.
+
+From where the layout is decided on, each rank may take PART of the predicted peak of the fullest
+rank, beside what the process holds by then. The limit is on private writable memory
+(RLIMIT_DATA), which counts what is reserved and never touched as well.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import axsparse.builder
+from axsparse.builder import build
+from axsparse.config.load import Loaded, load_config
+from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
+from axsparse.job import Job, run
+from axsparse.models.named import named_model
+from axsparse.resolve import Resolved, resolve
+from axsparse.startup import Datasets
+
+
+def held_bytes() -> int:
+    """Private writable memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("the system does not say")
+
+
+def limited(part: float, *arguments: Any) -> Resolved:
+    """What `resolve` decides; from here on memory is short."""
+    decided = resolve(*arguments)
+    assert decided.prediction is not None
+    peak = decided.prediction.memory_bytes
+    if decided.place.rank == 0:
+        print(f"predicted peak {peak:.0f}", flush=True)
+    limit = held_bytes() + int(part * peak)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return decided
+
+
+def data_of(loaded: Loaded) -> Dataset:
+    """A few samples that fit the model."""
+    config = loaded.config
+    if config.model.name != "gpt":
+        images = torch.zeros(16, 3, 224, 224)
+        return ArrayDataset(images, torch.arange(16) % 10)
+    length = config.model.sequence_length
+    tokens = np.arange(40 * length + 1, dtype=np.uint16) % config.model.vocab_size
+    return TokenDataset("counting", "0", config.model.vocab_size, tokens, length)
+
+
+def steps(job: Job, overrides: list[str]) -> None:
+    """Two of them."""
+    loaded = load_config(None, overrides)
+    data = data_of(loaded)
+    trainer = build(job, named_model(loaded), lambda: Datasets(data, None), loaded, quiet=True)
+    for _ in range(2):
+        trainer.step()
+    trainer.close()
+
+
+def train(job: Job, part: float, overrides: list[str]) -> None:
+    # What libraries load and compile for a first step is theirs, and no plan's.
+    precision = [setting for setting in overrides if setting.startswith("precision=")]
+    tiny = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", *precision]
+    steps(job, [*tiny, "batch.global_batch_size=2", "batch.microbatch_size=1"])
+    vars(axsparse.builder)["resolve"] = partial(limited, part)
+    steps(job, overrides)
+
+
+run(lambda job: train(job, float(sys.argv[1]), sys.argv[2:]))
