@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axsparse.checkpoint.choose import newest_whole, remains, steps_in, verify_together
-from axsparse.checkpoint.folder import CHECKPOINTS, step_of
+from axsparse.checkpoint.folder import CHECKPOINTS, path_of, remove, step_of
 from axsparse.checkpoint.manifest import Progress
 from axsparse.checkpoint.verify import Checkpoint
 from axsparse.comm import Transport
@@ -38,14 +38,16 @@ class RunDir:
     lock: RunLock | None
     """On rank 0."""
 
-    def begin(self, config: Config) -> None:
-        """On rank 0: write the configuration, and take back what a run recorded after the
-        checkpoint. OutputError if that cannot be."""
+    def begin(self, config: Config, progress: Progress | None, *, is_back: bool) -> None:
+        """On rank 0: write the configuration, and take back what was recorded after the run stood
+        there, and what it saved, if it goes back. OutputError if that cannot be."""
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
-        progress = None if self.checkpoint is None else self.checkpoint.manifest.progress
-        metrics = self.path / METRICS_FILE
+        metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         try:
-            (self.path / CHECKPOINTS).mkdir(exist_ok=True, mode=0o700)
+            checkpoints.mkdir(exist_ok=True, mode=0o700)
+            for step in steps_in(self.path):
+                if is_back and progress is not None and step > progress.step:
+                    remove(path_of(checkpoints, step))
             rewind_metrics(metrics, progress)
         except OSError as reason:
             raise OutputError(
@@ -66,12 +68,14 @@ class Found:
     """Of `path`, on rank 0."""
 
 
-def find_run(loaded: Loaded, transport: Transport, resume: str | None) -> Found:
+def find_run(
+    loaded: Loaded, transport: Transport, resume: str | None, upto: int | None = None
+) -> Found:
     """The run's directory if there is one, held by rank 0, and its checkpoint, which all ranks
     have verified.
 
-    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. All ranks call
-    this together; raises on all alike.
+    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run, of which those
+    `upto` a step count. All ranks call this together; raises on all alike.
     """
     held: list[RunLock] = []
 
@@ -87,7 +91,13 @@ def find_run(loaded: Loaded, transport: Transport, resume: str | None) -> Found:
             return json.dumps([path and str(path), str(named), [], []])
         if path is None:
             return json.dumps([None, None, [], []])
-        return json.dumps([str(path), None, steps_in(path), remains(path)])
+        steps = [step for step in steps_in(path) if upto is None or step <= upto]
+        if upto is not None and not steps:
+            raise MissingInputError(
+                f"{path}: its checkpoint step-{upto}, to go back to after a spike of the loss, is "
+                "gone; --resume auto goes on from a later one"
+            )
+        return json.dumps([str(path), None, steps, remains(path)])
 
     try:
         found = together(transport, find)
@@ -219,6 +229,8 @@ def _known_to(progress: Progress) -> Callable[[str], bool]:
         is_past = step < progress.step
         if "eval_loss" in record:
             return is_past or (step == progress.step and progress.evaluated)
+        if "spike_loss" in record:  # those to come have jumped over more than the run has by now
+            return step <= progress.step and int(record["jumped"]) <= progress.jumped
         if "masks" in record:
             return is_past or (step == progress.step and progress.masked)
         return step <= progress.step

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from axsparse.checkpoint.manifest import Progress
+from axsparse.checkpoint.manifest import FirstBad, Progress
 from axsparse.comm import Op
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batch
@@ -22,6 +23,7 @@ from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper
 from axsparse.samo.prune import masks_digest
 from axsparse.samo.update import update
+from axsparse.spikes import Back, Spike, SpikeRule
 
 
 class Stepper:
@@ -36,6 +38,18 @@ class Stepper:
         """Steps done at the last rewinding, where the learning rate began anew."""
         self.masks_changed: int | None = None
         """Steps done at the last change of masks."""
+        self.jumped = 0
+        """Batches jumped over."""
+        self.not_finite = 0
+        """Steps skipped since loss or gradients were not finite."""
+        self.spiked = 0
+        """Steps skipped for a spike of the loss."""
+        self.skipped: str | None = None
+        """Why the last step updated nothing; None if it did."""
+        self.back: Back | None = None
+        """Where a spike in the last step sends the run."""
+        self.spikes = SpikeRule(config.spikes)
+        self._first_bad: FirstBad | None = None
         self._config = config
         self._parts = parts
         self._warned: set[str] = set()
@@ -46,17 +60,26 @@ class Stepper:
     def step(self, notice: Notice = NOTHING) -> Verdict:
         """Run the microbatches, sum the gradients, agree, update and expand.
 
-        Loss and norm are those before the update. If either is not finite anywhere, no rank
-        updates. `notice` reaches all ranks with the agreement.
+        Loss and norm are those before the update. If either is not finite anywhere, or the loss
+        spikes, no rank updates. `notice` reaches all ranks with the agreement.
         """
+        self.skipped = self.back = spike = None
         verdict = self._gradients(self._next_batch(), notice)
         if verdict.finite:
+            spike = self.spikes.judge(self.steps_done + 1, verdict.loss)
+        if verdict.finite and spike is None:
             self._update(verdict)
         else:
             self._parts.buffers.undo()
-        self._rescale(verdict)
+        if spike is not None:
+            self._heed(spike)
+        else:
+            if not verdict.finite:
+                self.not_finite += 1
+                self.skipped = self._what_is_bad(verdict)
+            self._rescale(verdict)
         self.steps_done += 1
-        return verdict
+        return replace(verdict, spike=spike is not None)
 
     def _gradients(self, batch: Batch, notice: Notice = NOTHING) -> Verdict:
         parts = self._parts
@@ -70,12 +93,23 @@ class Stepper:
         parts.sync.finish()
         return self._agree(sum(losses), notice)
 
+    @property
+    def batch(self) -> int:
+        """Number, from 0, of the batch of the step under way."""
+        return self.steps_done + self.jumped
+
     def _agree(self, loss: float, notice: Notice) -> Verdict:
         parts = self._parts
         with parts.phases("optimizer"):
             partials = norm_partials([layer.state for layer in parts.layers], self._counted)
         with parts.phases("collective"):
-            return self._agreement.reach(loss, partials, parts.loss_scale.scale, notice)
+            return self._agreement.reach(
+                loss,
+                partials,
+                parts.loss_scale.scale,
+                notice,
+                is_finite=parts.sync.own_is_finite,
+            )
 
     def _update(self, verdict: Verdict) -> None:
         parts, settings = self._parts, self._config.optimizer
@@ -128,8 +162,8 @@ class Stepper:
             return batch
         with self._parts.phases("data"):
             if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._parts.training.training, self.steps_done)
-            return self._prefetcher.get(self.steps_done)
+                self._prefetcher = Prefetcher(self._parts.training.training, self.batch)
+            return self._prefetcher.get(self.batch)
 
     def _targets(self, batch: Batch) -> float:
         """The step's global count of targets, where the loss is computed; 1 elsewhere."""
@@ -168,6 +202,7 @@ class Stepper:
         if change.changed:
             self._agreement = self._agree_on_masks()
             self.masks_changed = self.steps_done
+            self.spikes.forget()
 
     def score_gradients(self) -> None:
         """The gradients of the coming step's batch, into the state; nothing is updated."""
@@ -206,6 +241,11 @@ class Stepper:
             loss_scale=scale.scale,
             good_steps=scale.good_steps,
             skipped_at_floor=scale.skipped_at_floor,
+            jumped=self.jumped,
+            not_finite=self.not_finite,
+            spiked=self.spiked,
+            first_bad=self._first_bad,
+            spikes=self.spikes.history(),
         )
 
     def restore(self, progress: Progress) -> None:
@@ -214,6 +254,11 @@ class Stepper:
         self.updates = progress.updates
         self.schedule_start = progress.schedule_start
         self.masks_changed = progress.masks_changed
+        self.jumped = progress.jumped
+        self.not_finite = progress.not_finite
+        self.spiked = progress.spiked
+        self._first_bad = progress.first_bad
+        self.spikes.restore(progress)
         scale = self._parts.loss_scale
         scale.scale = progress.loss_scale
         scale.good_steps = progress.good_steps
@@ -225,21 +270,63 @@ class Stepper:
             self._prefetcher.close()
             self._prefetcher = None
 
+    def _heed(self, spike: Spike) -> None:
+        """Nobody updates; TrainingError on all ranks once that has happened too often."""
+        self.back = self.spikes.back(spike, self.batch)
+        given_up = self.spikes.given_up(self.back)
+        if given_up is not None:
+            raise _lost(
+                f"step {spike.step}: {spike}, and {given_up} (spikes.patience); lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+        self.skipped = str(spike)
+        if self.back is None:
+            self.spiked += 1
+            if self._config.spikes.rule == "back":
+                self.skipped += "; there is no checkpoint to go back to yet"
+        else:
+            self.skipped += f"; goes back to step {self.back.base} and jumps over the data since"
+
     def _rescale(self, verdict: Verdict) -> None:
         """Let the loss scale follow; TrainingError on all ranks once nothing is left to try."""
-        parts = self._parts
-        parts.loss_scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
-        if not parts.loss_scale.exhausted:
+        scale, step = self._parts.loss_scale, self.steps_done + 1
+        scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
+        if scale.skipped_at_floor == 0:
+            self._first_bad = None
+        elif self._first_bad is None:
+            self._first_bad = FirstBad(step=step, what=self._what_is_bad(verdict))
+        if not scale.exhausted:
             return
-        what = f"the loss is {verdict.loss}"
-        if verdict.culprit is not None:
-            stage = parts.stage_of(verdict.culprit)
-            rank = parts.place.grid.rank(stage, 0)
-            what = f"rank {rank} (stage {stage}): the gradient of {verdict.culprit} is not finite"
-        lost = TrainingError(
-            f"step {self.steps_done + 1}: {what}, and no step could update for "
-            f"{parts.loss_scale.patience} in a row (loss_scale.patience); lower "
-            "optimizer.learning_rate, or look at the data"
+        first = self._first_bad
+        assert first is not None, "patience is 1 or more"
+        raise _lost(
+            f"step {first.step}: {first.what}, and no step could update for {scale.patience} in a "
+            f"row, up to step {step} (loss_scale.patience); lower optimizer.learning_rate, or "
+            "look at the data"
         )
-        lost.on_all_ranks = True
-        raise lost
+
+    def _what_is_bad(self, verdict: Verdict) -> str:
+        """Rank, stage and replica, and whose numbers are not finite there.
+
+        A loss that is none spoils all gradients; only where every loss is a number do they tell
+        anything. Where each replica's are finite, their sum is too large for its type.
+        """
+        parts = self._parts
+        if verdict.bad_loss is not None:
+            rank = parts.place.grid.rank(parts.place.grid.g_inter - 1, verdict.bad_loss)
+            return f"{parts.place.grid.place(rank)}: the loss is not finite"
+        assert verdict.culprit is not None, "a loss or a gradient is not finite"
+        stage = parts.stage_of(verdict.culprit)
+        column = parts.place.grid.column(stage)
+        # A single replica has nothing to sum and looks at its gradients once.
+        bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
+        where = str(parts.place.grid.place(bad[0])) if bad else f"stage {stage}, summed"
+        text = f"{where}: the gradient of {verdict.culprit} is not finite"
+        return "".join(letter if letter.isprintable() else "?" for letter in text)[:1000]
+
+
+def _lost(text: str) -> TrainingError:
+    """The same on all ranks, since all have heard the same."""
+    lost = TrainingError(text)
+    lost.on_all_ranks = True
+    return lost

@@ -1,4 +1,5 @@
-"""A run from its first step to its last, under one layout or, once it is pruned, another."""
+"""A run from its first step to its last: under one layout or, once it is pruned, another, and
+back to a checkpoint where its loss spikes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.job import Job
 from axsparse.models.layer import Model
 from axsparse.pruning.criteria import Score
+from axsparse.spikes import Back
 from axsparse.startup import Datasets
 
 
@@ -29,13 +31,16 @@ def run_training(
 
     With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
     saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
-    layout that fits what is kept. The arguments and errors are those of `build` and
-    `Trainer.train`.
+    layout that fits what is kept. With `spikes.rule: back`, it ends likewise where the loss
+    spikes, and goes on from the last checkpoint with other data; `on_step` then hears of the
+    steps since once more. The arguments and errors are those of `build` and `Trainer.train`.
     """
+    back: Back | None = None
     while True:
-        trainer = build(job, model, open_datasets, config, score=score, resume=resume)
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume, back=back)
         trainer.train(on_step)
-        if not trainer.hands_over:
+        back = trainer.back
+        if back is None and not trainer.hands_over:
             return
         resume = str(job.run_dir)
         del trainer

@@ -104,7 +104,7 @@ def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> Non
 def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_path: Path) -> None:
     found = opened(loaded(tmp_path / "new"), None)
 
-    found.begin(tiny_config())
+    found.begin(tiny_config(), None, is_back=False)
 
     assert sorted(path.name for path in found.path.iterdir()) == [
         *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
@@ -117,7 +117,7 @@ def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> Non
     (found.path / "checkpoints").write_text("in the way")
 
     with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
-        found.begin(tiny_config())
+        found.begin(tiny_config(), None, is_back=False)
 
 
 # -- which one is gone on with --------------------------------------------------------------
@@ -322,6 +322,21 @@ def test_records_after_the_checkpoint_are_taken_back(
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [f"{list(record)[1]} {record['step']}" for record in records] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(("jumped", "kept"), [(0, [(3, 0)]), (2, [(3, 0), (4, 2)])])
+def test_a_spike_is_recorded_as_long_as_its_data_are_jumped_over(
+    jumped: int, kept: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    spikes = [(3, 0), (4, 2), (4, 3), (5, 0)]
+    records = [{"step": step, "spike_loss": 9.0, "jumped": batches} for step, batches in spikes]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    rewind_metrics(path, progress(jumped=jumped))
+
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["jumped"]) for record in left] == kept
 
 
 def test_a_run_without_a_checkpoint_takes_all_back(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ class Saver:
                     stream.put(saved.value().clone())
                 else:
                     saved.value()
+        stream.all_put()
 
     def advance(self, *, any_writing: bool) -> None:
         """Take the next step to a checkpoint that is under way, with what the last agreement

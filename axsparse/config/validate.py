@@ -64,6 +64,11 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
             "half of fp32 masters; choose precision bf16, or false"
         )
+    if config.spikes.rule == "back" and config.checkpoint.every == 0:
+        raise ConfigError(
+            f"{loaded.where('spikes.rule')}: back goes back to the last checkpoint, and "
+            "checkpoint.every 0 makes none; set checkpoint.every, or choose skip"
+        )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
 

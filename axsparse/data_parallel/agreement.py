@@ -38,8 +38,14 @@ class Verdict:
     """Global norm over kept entries, before clipping."""
     finite: bool
     """Whether loss and gradients are numbers everywhere; if not, nobody updates."""
+    spike: bool = False
+    """Whether the loss is a number that is too large to believe (`spikes`); nobody updates."""
     culprit: str | None = None
     """The first tensor, in model order, whose gradient is not finite."""
+    bad_loss: int | None = None
+    """The first replica whose loss is not finite."""
+    bad_ranks: tuple[int, ...] = ()
+    """Ranks whose own gradients were not finite before they were summed over replicas."""
     notice: Notice = NOTHING
     """What any rank gave notice of."""
 
@@ -49,8 +55,9 @@ class Agreement:
 
     An fp64 vector with a slot a replica for its loss and a slot a block of every tensor
     for its part of the norm. Each slot has one owner and is zero elsewhere, so that the
-    sum is exact and the same in every layout; non-finite numbers stay so. Two more slots
-    count the ranks with a notice.
+    sum is exact and the same in every layout; non-finite numbers stay so. Then comes a
+    slot a rank, 1 where its own gradients are not finite, and two that count the ranks
+    with a notice.
     """
 
     def __init__(
@@ -79,7 +86,8 @@ class Agreement:
         for name, size in zip(names, blocks, strict=True):
             self._slots[name] = slice(at, at + size)
             at += size
-        self._length = at
+        self._flags = slice(at, at + place.grid.size)
+        self._notices = slice(self._flags.stop, self._flags.stop + 2)
 
     def reach(
         self,
@@ -87,28 +95,44 @@ class Agreement:
         partials: Mapping[str, Tensor],
         loss_scale: float = 1.0,
         notice: Notice = NOTHING,
+        *,
+        is_finite: bool = True,
     ) -> Verdict:
         """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, this
-        replica's share, of gradients that are `loss_scale` times too large."""
-        vector = torch.zeros(self._length + 2, dtype=torch.float64)
-        vector[self._length :] = torch.tensor([notice.stop, notice.writing])
+        replica's share, of gradients that are `loss_scale` times too large. `is_finite`: whether
+        this rank's gradients were before they were summed over replicas."""
+        vector = torch.zeros(self._notices.stop, dtype=torch.float64)
+        vector[self._notices] = torch.tensor([notice.stop, notice.writing]).double()
+        vector[self._flags][self._place.rank] = not is_finite
         if self._place.is_last:
             vector[self._place.replica] = loss
         for name, partial in partials.items():
             vector[self._slots[name]] = partial
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        norm = global_norm(vector[self._losses : self._length], loss_scale)
+        norm = global_norm(vector[self._losses : self._flags.start], loss_scale)
         total = sum(vector[: self._losses].tolist())
         finite = bool(torch.isfinite(vector).all())
         culprit = None if finite else self._first_bad(vector)
-        heard = Notice(*(count > 0 for count in vector[self._length :].tolist()))
-        return Verdict(loss=total, grad_norm=norm, finite=finite, culprit=culprit, notice=heard)
+        heard = Notice(*(count > 0 for count in vector[self._notices].tolist()))
+        return Verdict(
+            loss=total,
+            grad_norm=norm,
+            finite=finite,
+            culprit=culprit,
+            bad_loss=next(iter(_where(~torch.isfinite(vector[: self._losses]))), None),
+            bad_ranks=_where(vector[self._flags] > 0),
+            notice=heard,
+        )
 
     def _first_bad(self, vector: Tensor) -> str | None:
         for name, slot in self._slots.items():
             if not torch.isfinite(vector[slot]).all():
                 return name
         return None
+
+
+def _where(flags: Tensor) -> tuple[int, ...]:
+    return tuple(flags.nonzero().flatten().tolist())
 
 
 def sum_by_owner(

@@ -77,6 +77,7 @@ class GradientSync:
         self._complete: set[int] = set()
         self._tie_works: list[Work | None] = []
         self._started = 0
+        self._extremes: list[Tensor] = []
 
     @property
     def gradient_bytes_sent(self) -> int:
@@ -93,6 +94,7 @@ class GradientSync:
         """Open a step."""
         self._complete.clear()
         self._tie_works.clear()
+        self._extremes.clear()
         self._started = 0
 
     def ready(self, layer: LayerState) -> None:
@@ -115,6 +117,12 @@ class GradientSync:
                 self._advance_buckets()
                 if not self._is_done():
                     self._backoff.pause()
+
+    @property
+    def own_is_finite(self) -> bool:
+        """Whether this replica's gradients were finite before others were added to them; of a
+        single one, which has its sums to show, True."""
+        return not self._extremes or bool(torch.stack(self._extremes).isfinite().all())
 
     def _is_done(self) -> bool:
         return self._started == len(self._buckets) and all(
@@ -165,6 +173,8 @@ class GradientSync:
             return
         if gradient.dtype != self._wire_dtype:
             gradient = bucket.wire = gradient.to(self._wire_dtype)
+        # One pass that only reads; a few per cent of that for the norm.
+        self._extremes += gradient.aminmax()
         if bucket.layer.is_sharded:
             bucket.work = self._replicas.start(Op.REDUCE_SCATTER, gradient, bucket.layer.bounds)
         else:

@@ -14,6 +14,7 @@ def test_tensors_come_out_in_the_order_they_went_in() -> None:
     stream = Stream(1e9)
     for number in range(3):
         stream.put(torch.tensor([number]))
+    stream.all_put()
 
     assert [next(stream).item() for _ in range(3)] == [0, 1, 2]
 
@@ -30,6 +31,7 @@ def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
             stream.put(torch.tensor([number]))
             alive.append(number)
             most = max(most, len(alive))
+        stream.all_put()
 
     thread = threading.Thread(target=put)
     thread.start()
@@ -44,6 +46,26 @@ def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
     assert most <= 3
 
 
+def test_nothing_is_taken_before_all_has_been_put() -> None:
+    stream = Stream(1e9)
+    taken = threading.Event()
+
+    def take() -> None:
+        next(stream)
+        taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+
+    stream.put(torch.zeros(1))
+    came_early = taken.wait(0.2)
+    stream.all_put()
+    thread.join()
+
+    assert not came_early
+    assert taken.is_set()
+
+
 def test_a_tensor_larger_than_the_limit_passes_alone() -> None:
     stream = Stream(1)
     taken: list[int] = []
@@ -52,6 +74,7 @@ def test_a_tensor_larger_than_the_limit_passes_alone() -> None:
 
     stream.put(torch.zeros(10))
     stream.put(torch.zeros(20))
+    stream.all_put()
 
     thread.join()
     assert taken == [10, 20]

@@ -78,7 +78,7 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "string":
             return _TEXT
         case "integer":
-            return st.integers(min_value=schema["minimum"])
+            return st.integers(schema["minimum"], schema.get("maximum"))
         case "number":
             low = schema.get("minimum", schema.get("exclusiveMinimum"))
             return st.floats(

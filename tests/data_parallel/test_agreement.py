@@ -97,6 +97,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(value: float, replica: int) 
         assert not verdict.finite
         assert not math.isfinite(verdict.loss)
         assert math.isfinite(verdict.grad_norm)
+        assert verdict.bad_loss == replica
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -116,6 +117,16 @@ def test_the_first_tensor_in_model_order_that_is_not_finite_is_named() -> None:
 
     assert on_every_rank(Grid(1, 2), body) == ["b", "b"]
     assert {verdict.culprit for verdict in reach(Grid(3, 2), last_stage_loss)} == {None}
+
+
+def test_ranks_whose_own_gradients_were_bad_are_known_to_all() -> None:
+    def body(transport: Transport, place: Place) -> tuple[int | None, tuple[int, ...]]:
+        agreement = Agreement(transport.world, transport.backoff, place, [], {})
+        verdict = agreement.reach(1.0, {}, is_finite=place.rank not in (2, 3))
+        assert verdict.finite, "what others made of it counts"
+        return verdict.bad_loss, verdict.bad_ranks
+
+    assert on_every_rank(Grid(2, 3), body) == [(None, (2, 3))] * 6
 
 
 def test_the_norm_is_that_of_unscaled_gradients() -> None:

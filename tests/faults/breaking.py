@@ -10,10 +10,15 @@ GRID is stages x replicas, such as 1x2. It saves every second step. FAULT is "no
     signal:STEP         the launcher gets SIGUSR1 after that step, from rank 0
     signal-save:STEP    the launcher gets SIGUSR1 while that step's checkpoint is written
     signals:STEP        the same, but rank 0's disk takes for ever, and a second SIGUSR1 comes
+    hold:STEP           rank 0 writes its process to RUN_DIR/../held after that step, and waits for
+                        RUN_DIR/../go to be written
+    nan:STEP            a gradient of rank 1 is NaN once, in the step after that one
+    nans:STEP           a gradient of rank 1 is NaN in every step after that one
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import shutil
@@ -37,6 +42,7 @@ from axsparse.models import safetensors
 from axsparse.models.safetensors import Described
 from axsparse.startup import Datasets
 from axsparse.stopping import StopRequest
+from axsparse.trainer import Trainer
 
 SMALLEST_BYTES = 2_000
 
@@ -99,7 +105,9 @@ def break_removing(name: str) -> None:
     vars(shutil)["rmtree"] = breaking
 
 
-def break_it(kind: str, step: int, rank: int, stop: StopRequest) -> Callable[[int], None]:
+def break_it(
+    kind: str, step: int, rank: int, stop: StopRequest, beside: Path
+) -> Callable[[int], None]:
     """Prepare the fault; what is returned is called after every step."""
     told = threading.Event()
 
@@ -136,15 +144,42 @@ def break_it(kind: str, step: int, rank: int, stop: StopRequest) -> Callable[[in
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALLEST_BYTES, SMALLEST_BYTES))
         if kind == "signal" and rank == 0:
             tell_launcher()
+        if kind == "hold" and rank == 0:
+            beside.joinpath("held").write_text(str(os.getpid()))
+            beside.joinpath("go").read_text()
 
     return after
+
+
+def break_gradient(trainer: Trainer, spoilt: Callable[[int], bool]) -> None:
+    """One entry that is kept of the third layer's weight is NaN, after `spoilt` steps."""
+    layer = next(each for each in trainer.parts.layers if each.spec.name == "hidden2")
+    weight = next(each for each in layer.state.tensors if each.name == "hidden2.0.weight")
+
+    def spoil(gradient: Tensor) -> Tensor:
+        if not spoilt(trainer.steps_done):
+            return gradient
+        gradient = gradient.clone()
+        gradient.view(-1)[weight.index.positions()[0]] = float("nan")
+        return gradient
+
+    weight.parameter.register_hook(spoil)
+
+
+def digest(trainer: Trainer) -> str:
+    """Of this rank's weights."""
+    found = hashlib.sha256()
+    for layer in trainer.parts.layers:
+        for tensor in layer.state.tensors:
+            found.update(tensor.parameter.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def main(job: Job) -> None:
     run_dir, grid, steps, fault, *resume = sys.argv[1:]
     g_inter, g_data = (int(number) for number in grid.split("x"))
     kind, _, step = fault.partition(":")
-    after = break_it(kind, int(step or 0), job.transport.rank, job.stop)
+    after = break_it(kind, int(step or 0), job.transport.rank, job.stop, Path(run_dir).parent)
     config = tiny_config(
         run_dir=run_dir,
         train={"steps": int(steps)},
@@ -163,7 +198,12 @@ def main(job: Job) -> None:
         grid=Grid(g_inter, g_data),
         resume=resume[0] if resume else None,
     )
+    if kind in ("nan", "nans") and job.transport.rank == 1:
+        once = kind == "nan"
+        break_gradient(trainer, lambda done: done == int(step) or (done > int(step) and not once))
     trainer.train(on_step)
+    if kind == "nan":
+        print(f"rank {job.transport.rank} weights {digest(trainer)}", flush=True)
 
 
 if __name__ == "__main__":
