@@ -8,6 +8,8 @@ A GPT of 1 GB of saved state over as many pipeline stages as there are ranks, 90
 files have; its process group is gloo on loopback, its writer FileSystemWriter as it comes,
 which fsyncs each file. Ours hashes and reads back what it wrote besides.
 
+Each saves in the background, and once more at once, as at the end of a run ("sync").
+
 - blocked: what the call takes that begins a save, on the rank that it takes longest
 - stall: what all steps until the save is there take beyond as many undisturbed ones, the call
   included; so it counts what writing takes from computing on the same cores
@@ -63,7 +65,8 @@ from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import MpiTransport
 
-METHODS = ("axsparse", "dcp async", "dcp sync")
+OURS, PEERS = ("axsparse", "axsparse sync"), ("dcp async", "dcp sync")
+METHODS = (*OURS, *PEERS)
 TOKENS, VOCABULARY, MICROBATCHES, HEADS = 16, 512, 4, 16
 POLL_SECONDS = 0.005
 
@@ -140,7 +143,7 @@ class Bench:
         """Save once while training goes on."""
         saver = self.trainer._saver
         assert saver is not None
-        ours = method == "axsparse"
+        ours = method in OURS
         path = self.folder / f"dcp-{self._number}"
         self._number += 1
         if ours:
@@ -152,6 +155,8 @@ class Bench:
         began = time.perf_counter()
         if ours:
             saver.start(self.trainer._progress())
+            if method == "axsparse sync":
+                saver.finish()
             is_there = lambda: saver._under_way is None  # noqa: E731
         elif method == "dcp async":
             future: Any = dcp_async_save(self.state(), checkpoint_id=path)
@@ -182,7 +187,7 @@ class Bench:
                 tensor.zero_()
         self.world.Barrier()
         began = time.perf_counter()
-        if method == "axsparse":
+        if method in OURS:
             verify_together(self.transport, path)
             self.world.Barrier()
             row.add("verify", time.perf_counter() - began)
@@ -251,9 +256,9 @@ def spread(values: list[float]) -> list[float]:
     return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
 
 
-def ratios(rows: dict[str, Row], other: str) -> dict[str, list[float]]:
+def ratios(rows: dict[str, Row], mine: str, other: str) -> dict[str, list[float]]:
     """Ours over another's, within rounds."""
-    ours, others = rows["axsparse"].seconds, rows[other].seconds
+    ours, others = rows[mine].seconds, rows[other].seconds
     return {
         what: spread([a / b for a, b in zip(ours[what], others[what], strict=True)])
         for what in ("blocked", "stall", "committed", "load")
@@ -276,7 +281,10 @@ def report(arguments: argparse.Namespace, bench: Bench, rows: dict[str, Row], ro
             }
             for method, row in rows.items()
         },
-        "ours_over": {other: ratios(rows, other) for other in METHODS[1:]},
+        "ours_over": {
+            f"{mine} over {other}": ratios(rows, mine, other)
+            for mine, other in zip(OURS, PEERS, strict=True)
+        },
     }
     print(json.dumps(result, indent=1), flush=True)
     if arguments.save:
