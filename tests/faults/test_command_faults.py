@@ -1,0 +1,223 @@
+"""What can happen to checkpoints, data and launchers between two starts of the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.mpirun import Finished, run_mpirun
+
+from axsparse.checkpoint.folder import CHECKPOINTS
+from axsparse.data.prepare_files import digest_of
+from axsparse.data.token_file import sample_digest, stored
+
+COMMAND = ("-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", "run", "--resume")
+STEPS = 5
+CONFIG = f"""\
+model: {{num_layers: 2, hidden_size: 16, num_heads: 2, sequence_length: 8, vocab_size: 300}}
+data: {{source: tokens, path: data}}
+layout: {{g_inter: 1}}
+batch: {{global_batch_size: 4, microbatch_size: 2}}
+train: {{steps: {STEPS}, eval_every: 0, eval_steps: 0, peak_flops: 1.0e+9}}
+checkpoint: {{every: 1, keep_last: {STEPS}}}
+"""
+FILE = "0001-block0.safetensors"
+WORLDS_OF_ONE = """
+import os, sys
+for name in [*os.environ]:
+    if name.startswith(("PMI_FD", "PMI_PORT", "PMIX_", "PRTE_")):
+        del os.environ[name]
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""A rank whose MPI library does not find its launcher, which has said how many there are."""
+
+
+def write_tokens(folder: Path, tokens: int = 400) -> None:
+    """As `axsparse data prepare` does; each call with other contents."""
+    folder.mkdir(exist_ok=True)
+    splits = {}
+    for split in ("train", "validation"):
+        path = folder / f"{split}.tokens"
+        (np.arange(tokens) * 7 % 300).astype(stored("uint16")).tofile(path)
+        digests = {"digest": digest_of(path), "sample_digest": sample_digest(path)}
+        splits[split] = {"documents": 1, "tokens": tokens, **digests}
+    sidecar = {
+        **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
+        **{"tokenizer": {"kind": "bytes"}, "vocab_size": 300, "separator": 0, "dtype": "uint16"},
+        **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
+        **splits,
+    }
+    (folder / "tokens.json").write_text(json.dumps(sidecar))
+
+
+def start(folder: Path, resume: str = "auto") -> Finished:
+    return run_mpirun(2, [*COMMAND, resume], cwd=folder)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, data and a run, of which every step is saved."""
+    folder = tmp_path_factory.mktemp("original")
+    (folder / "tiny.yaml").write_text(CONFIG)
+    write_tokens(folder / "data")
+    done = start(folder)
+    assert done.returncode == 0, str(done)
+    assert list(losses(folder)) == list(range(1, STEPS + 1))
+    return folder
+
+
+@pytest.fixture
+def here(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "here"))
+
+
+def checkpoint(folder: Path, step: int = STEPS) -> Path:
+    return folder / "run" / CHECKPOINTS / f"step-{step}"
+
+
+def assert_refused(done: Finished, code: int, line: str) -> None:
+    """One line for all ranks, word by word."""
+    assert done.errors == [f"axsparse: error: {line}"], str(done)
+    assert done.returncode == code, str(done)
+    assert "Traceback" not in done.stderr + done.stdout, str(done)
+
+
+# -- damaged checkpoints --------------------------------------------------------------------
+
+
+def truncate(saved: Path) -> None:
+    os.truncate(saved / FILE, 100)
+
+
+def flip(saved: Path) -> None:
+    with (saved / FILE).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-5, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def remove(saved: Path) -> None:
+    (saved / FILE).unlink()
+
+
+def remove_manifest(saved: Path) -> None:
+    (saved / "manifest.json").unlink()
+
+
+DAMAGES: dict[Callable[[Path], None], tuple[int, str]] = {
+    truncate: (65, f"{FILE} has 100 bytes, its manifest says {{size}}; resume from another one"),
+    flip: (65, f"{FILE} has another hash than its manifest says; resume from another one"),
+    remove: (66, f"{FILE} cannot be read (No such file or directory); resume from another one"),
+    remove_manifest: (
+        66,
+        "manifest.json cannot be read (No such file or directory); resume from another one",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(truncate, marks=pytest.mark.fault(6)),
+        pytest.param(flip, marks=pytest.mark.fault(7)),
+        pytest.param(remove, marks=pytest.mark.fault(8)),
+        pytest.param(remove_manifest, marks=pytest.mark.fault(8)),
+    ],
+)
+def test_a_damaged_checkpoint_that_is_named_is_refused(
+    damage: Callable[[Path], None], here: Path
+) -> None:
+    code, words = DAMAGES[damage]
+    size = (checkpoint(here) / FILE).stat().st_size
+    damage(checkpoint(here))
+    named = f"run/{CHECKPOINTS}/step-{STEPS}"
+
+    assert_refused(start(here, named), code, f"checkpoint {named}: {words.format(size=size)}")
+
+
+@pytest.mark.fault(6, 7, 8, 20)
+def test_damaged_checkpoints_are_passed_over_whatever_the_clock_says_of_them(here: Path) -> None:
+    """One of each kind; and the older a checkpoint, the newer it looks."""
+    before = losses(here)
+    size = (checkpoint(here) / FILE).stat().st_size
+    for step in range(1, STEPS + 1):
+        os.utime(checkpoint(here, step), (2e9 - step, 2e9 - step))
+    steps = list(range(STEPS, STEPS - len(DAMAGES), -1))
+    for step, damage in zip(steps, DAMAGES, strict=True):
+        damage(checkpoint(here, step))
+
+    done = start(here)
+
+    assert done.returncode == 0, str(done)
+    named = f"run/{CHECKPOINTS}/step-"
+    told = [line for line in done.stdout.splitlines() if line.startswith("axsparse: ")]
+    assert told == [
+        *(
+            f"axsparse: passed over: checkpoint {named}{step}: {words.format(size=size)}"
+            for step, (_, words) in zip(steps, DAMAGES.values(), strict=True)
+        ),
+        f"axsparse: goes on from {named}1, after step 1",
+    ]
+    assert losses(here) == before
+
+
+# -- what does not fit ----------------------------------------------------------------------
+
+
+@pytest.mark.fault(10)
+def test_a_checkpoint_of_another_vocabulary_is_refused(here: Path) -> None:
+    (here / "tiny.yaml").write_text(CONFIG.replace("vocab_size: 300", "vocab_size: 310"))
+
+    assert_refused(
+        start(here),
+        65,
+        f"checkpoint run/{CHECKPOINTS}/step-{STEPS}: embed.token.weight: (300, 16) was saved, the "
+        "model has (310, 16); set the model's settings back, or start another run",
+    )
+
+
+@pytest.mark.fault(19)
+def test_data_that_were_cut_short_since_are_refused(here: Path) -> None:
+    os.truncate(here / "data" / "train.tokens", 700)
+
+    assert_refused(
+        start(here),
+        65,
+        "data.path: data/train.tokens has 700 bytes, tokens.json says 800; copy it again, or "
+        "prepare the data again",
+    )
+
+
+@pytest.mark.fault(19)
+def test_data_that_were_prepared_anew_since_are_refused(here: Path) -> None:
+    write_tokens(here / "data", 402)
+
+    done = start(here)
+
+    assert done.returncode == 65, str(done)
+    (line,) = done.errors
+    assert line.startswith("axsparse: error: data: "), str(done)
+    assert f"checkpoint run/{CHECKPOINTS}/step-{STEPS} was trained on " in line
+    assert line.endswith("; give the run its data back, or start another run")
+
+
+@pytest.mark.fault(13)
+def test_ranks_that_do_not_find_each_other_are_refused_once(here: Path) -> None:
+    done = run_mpirun(2, ["-c", WORLDS_OF_ONE, *COMMAND, "auto"], cwd=here)
+
+    assert done.returncode == 78, str(done)
+    (line,) = done.errors
+    assert line.startswith("axsparse: error: MPI: size 1, but "), str(done)
+    assert " is 2: launcher and MPI library do not know each other; start with the mpirun" in line

@@ -1,0 +1,138 @@
+"""Code that somebody planted where a file is read does not run, and what is private stays so."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.mpirun import TESTS, run_mpirun
+from support.resuming import ran
+from support.runs import tiny_config
+
+from axsparse.checkpoint.manifest import manifest_bytes
+from axsparse.checkpoint.verify import open_checkpoint, read_entry
+from axsparse.errors import DataError
+from axsparse.models.weights import open_weights
+from axsparse.pruning.ticket import open_ticket
+
+CONFIG = tiny_config(train={"steps": 2}, checkpoint={"every": 1})
+
+
+class Planted:
+    """What makes a file once it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> bytes:
+    """A pickle that makes tmp_path/ran, as this shows."""
+    mark = tmp_path / "ran"
+    pickled = pickle.dumps(Planted(mark))
+    pickle.loads(pickled)  # noqa: S301  # our own
+    mark.rmdir()
+    return pickled
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("original") / "run"
+    ran((1, 1), CONFIG, run)
+    return run
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.bin", "weights.safetensors"])
+@pytest.mark.parametrize("packed", [True, False], ids=["torch.save", "pickle"])
+def test_a_pickle_given_as_weights_does_not_run(
+    name: str, packed: bool, planted: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if packed:
+        torch.save({"weight": Planted(tmp_path / "ran")}, path)
+    else:
+        path.write_bytes(planted)
+
+    with pytest.raises(DataError):
+        open_weights(path)
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_given_as_a_ticket_does_not_run(planted: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ticket.safetensors"
+    path.write_bytes(planted)
+
+    with pytest.raises(DataError):
+        open_ticket(path)
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_in_a_checkpoint_does_not_run(planted: bytes, run: Path, tmp_path: Path) -> None:
+    """Not even with the size and hash that the manifest says, which anybody can compute."""
+    folder = run / "checkpoints" / "step-2"
+    name = "0001-block0.safetensors"
+    (folder / name).write_bytes(planted)
+    manifest = open_checkpoint(folder).manifest
+    entries = {**manifest.files, name: read_entry(folder, name)}
+    forged = manifest.model_copy(update={"files": entries})
+    (folder / "manifest.json").write_bytes(manifest_bytes(forged))
+
+    with pytest.raises(DataError):
+        ran((1, 1), CONFIG, run, resume="auto")
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
+    planted: bytes, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-2" / "manifest.json").write_bytes(planted)
+
+    resumed = ran((1, 1), CONFIG, run, resume="auto")
+
+    assert "step-2: manifest.json is cut short, or no manifest" in capsys.readouterr().out
+    assert list(resumed.losses) == [2]
+    assert not (tmp_path / "ran").exists()
+
+
+# -- what others may see --------------------------------------------------------------------
+
+
+def test_nobody_else_may_enter_a_run_and_the_environment_is_nowhere_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SITE_TOKEN", "hunter2-of-the-site")
+    run = tmp_path / "new" / "run"
+
+    ran((2, 1), CONFIG, run)
+
+    folders = [run, *(path for path in run.rglob("*") if path.is_dir())]
+    assert len(folders) == 4
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert b"global_batch_size" in written
+    said = capfd.readouterr()
+    for name in (b"SITE_TOKEN", b"hunter2-of-the-site"):
+        assert name not in written + said.out.encode() + said.err.encode()
+
+
+def test_ranks_listen_to_their_own_host_only() -> None:
+    done = run_mpirun(2, [str(TESTS / "security" / "listening.py")])
+
+    assert done.returncode == 0, str(done)
+    assert done.stdout.count("[]\n") == 2, str(done)

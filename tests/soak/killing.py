@@ -1,0 +1,382 @@
+"""Kills a training again and again at random moments: `make soak CYCLES=200`.
+
+Every cycle starts a run under a layout drawn anew, and kills one rank, or all and the launcher
+(kill -9), while it starts, resumes, trains or saves; some cycles damage its newest checkpoint
+as well. Each start has to go on from the newest checkpoint that is whole. A run that reaches
+its end is compared with one that nobody touched: with the same number of replicas at every
+start, losses and files are the same bits; with other ones, losses agree to
+`REPLICAS_TOLERANCE`. Then the next run begins. Exits with 1 at the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from soak.status import Status, Told
+from support.mpirun import ENVIRONMENT, mpirun_path
+
+from axsparse.checkpoint.folder import CHECKPOINTS, path_of, saved_steps, unfinished
+from axsparse.checkpoint.verify import is_whole
+
+STEPS = 60
+REPLICAS_TOLERANCE = 2e-6
+"""Of losses, relative: other orders of fp32 sums over replicas, as in tests/test_equivalence.py."""
+LAYOUTS = {1: ("1x1", "2x1", "2x1", "3x1", "4x1"), 2: ("1x2", "1x2", "2x2")}
+"""By number of replicas; fewer ranks start sooner."""
+MIXED = (1, 2)
+MOMENTS = {"start-up": 1, "resuming": 2, "training": 4, "saving": 4}
+"""How often each is aimed at."""
+DAMAGED_EVERY = 8
+"""On average, a cycle begins with a damaged checkpoint."""
+OUTLIVES_SECONDS = 60.0
+LIMIT_SECONDS = 300.0
+CHOSEN = re.compile(r"^axsparse: goes on from .*/step-(\d+), after step \d+$", re.MULTILINE)
+FROM_START = re.compile(r"^axsparse: .*starts from the beginning$", re.MULTILINE)
+HERE = Path(__file__).parent
+STUB = str(HERE / "stub.py")
+MEMORY = "/dev/shm/"  # noqa: S108  # where MPI libraries put it
+SOCKET = "warm.socket"
+
+
+class WrongError(Exception):
+    """What must not happen."""
+
+
+@dataclass
+class Run:
+    """One training, from its first start to its end."""
+
+    folder: Path
+    method: str
+    replicas: tuple[int, ...]
+    starts: int = 0
+    damaged: int | None = None
+    """The step whose checkpoint was damaged before this start."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+
+class Job:
+    """A run that was started on ranks of its own."""
+
+    def __init__(self, run: Run, grid: str, place: Path, warm: int) -> None:
+        """`warm`: the process that ranks are forks of."""
+        self.grid = grid
+        self._warm = warm
+        self.ranks = int(grid[0]) * int(grid[2])
+        self._mark = place / f"status-{time.monotonic_ns()}"
+        self._status = Status.new(self._mark)
+        self._out = (place / "out.txt").open("w+b")
+        words = [
+            str(place / SOCKET),
+            str(self._mark),
+            str(run.folder),
+            grid,
+            str(STEPS),
+            run.method,
+        ]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [mpirun_path(), "-n", str(self.ranks), sys.executable, "-ES", STUB, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._out,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+
+    def told(self) -> list[Told]:
+        return [self._status.read(rank) for rank in range(self.ranks)]
+
+    def kill(self, rank: int | None) -> None:
+        """One rank, or all of them and the launcher."""
+        told = self.told()
+        doomed = [told[rank].process] if rank is not None and told[rank].process else []
+        for process in doomed or [*(one.process for one in told), self.process.pid]:
+            if process:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The launcher's code, once none of its ranks is left."""
+        shared = set().union(*(_shared_memory(one.process) for one in self.told()))
+        end = time.monotonic() + OUTLIVES_SECONDS
+        code = self.process.wait(OUTLIVES_SECONDS)
+        while self._left():
+            if time.monotonic() > end:
+                raise WrongError(f"ranks outlive the kill by {OUTLIVES_SECONDS:.0f} s")
+            time.sleep(0.01)
+        for path in shared - {self._mark}:  # what killed jobs leave behind
+            path.unlink(missing_ok=True)
+        self._mark.unlink()
+        return code
+
+    def said(self) -> str:
+        self._out.seek(0)
+        return self._out.read().decode(errors="replace")
+
+    def _left(self) -> bool:
+        """Whether a rank, or what the launcher started as one, is still there."""
+        children = Path(f"/proc/{self._warm}/task/{self._warm}/children")
+        return bool(children.read_text()) or any(map(self._is_stub, Path("/proc").iterdir()))
+
+    def _is_stub(self, entry: Path) -> bool:
+        try:
+            return str(self._mark).encode() in (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def warmed(place: Path) -> Iterator[int]:
+    """The process that ranks are forks of."""
+    command = [sys.executable, "-m", "soak.warm", str(place / SOCKET)]
+    warm = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.DEVNULL)
+    try:
+        while not (place / SOCKET).exists():
+            if warm.poll() is not None:
+                raise WrongError("what ranks are forks of did not start")
+            time.sleep(0.01)
+        yield warm.pid
+    finally:
+        warm.kill()
+        warm.wait()
+
+
+def _shared_memory(process: int) -> set[Path]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        return {Path(line.split()[-1]) for line in lines if MEMORY in line}
+    return set()
+
+
+class Soak:
+    """All cycles; what they found is in the counts."""
+
+    def __init__(self, seed: int, place: Path, warm: int) -> None:
+        self.draw = random.Random(seed)  # noqa: S311  # no secret
+        self.place = place
+        self._warm = warm
+        self.aimed: collections.Counter[str] = collections.Counter()
+        self.fell: collections.Counter[str] = collections.Counter()
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.passed_over = 0
+        self.resumed = 0
+        self._runs = 0
+        # How long each phase takes, as last seen: where in it a kill falls is drawn from that.
+        self._seconds = {"start-up": 0.5, "resuming": 0.5, "training": 0.1, "saving": 0.05}
+        self._whole: dict[tuple[str, int], Path] = {}
+
+    def new_run(self) -> Run:
+        """Two of three keep their number of replicas."""
+        self._runs += 1
+        replicas = [(1,), (2,), MIXED][self._runs % 3]
+        method = "random" if replicas == MIXED else "gradual"
+        return Run(self.place / f"run-{self._runs}", method, replicas)
+
+    def cycle(self, run: Run) -> bool:
+        """Start, and kill at a random moment; whether the run came to its end before."""
+        expected = self._prepare(run)
+        before = _marks(run)
+        grid = self.draw.choice(LAYOUTS[self.draw.choice(run.replicas)])
+        moment = self.draw.choices([*MOMENTS], [*MOMENTS.values()])[0]
+        job = Job(run, grid, self.place, self._warm)
+        victim = self.draw.choice([None, *range(job.ranks)])
+        self.aimed[moment] += 1
+        self._wait_for(moment, job, run, before)
+        where, fresh, ended = job.told(), _marks(run) - before, job.process.poll()
+        job.kill(victim)
+        code = job.wait()
+        said = job.said()
+        run.starts += 1
+        self._check_choice(run, expected, said)
+        phases = {one.phase for one in where}
+        # MPICH's launcher may kill the stubs of ranks that have left MPI: its code says little.
+        if phases == {"ending"}:
+            self.fell["after the end"] += 1
+            return True
+        if ended is not None and "ending" not in phases:
+            raise WrongError(f"{grid} ended by itself, with code {code}:\n{said}")
+        fell = "saving" if fresh else next(p for p in ("", *MOMENTS, "ending") if p in phases)
+        self.fell[fell or "start-up"] += 1
+        return False
+
+    def finish(self, run: Run) -> str:
+        """Compare a run that came to its end."""
+        whole = self._untouched(run.method, run.replicas[0])
+        ours, theirs = losses(run.folder), losses(whole)
+        if list(ours) != list(theirs):
+            raise WrongError(f"{run.folder} has steps {list(ours)}")
+        if run.replicas == MIXED:
+            worst = max(abs(ours[step] / theirs[step] - 1) for step in theirs)
+            if worst > REPLICAS_TOLERANCE:
+                raise WrongError(f"{run.folder}: losses differ by {worst:.1e}")
+            self.finished["within the tolerance"] += 1
+            return f"worst loss {worst:.1e} away"
+        if ours != theirs or files(run.folder) != files(whole):
+            raise WrongError(f"{run.folder} is not the run that nobody touched, {whole}")
+        self.finished["bitwise"] += 1
+        return "bitwise"
+
+    def _prepare(self, run: Run) -> int:
+        """The step to go on from, 0 for the start; all that has a checkpoint's name is whole, but
+        for one that is damaged here at times."""
+        steps = saved_steps(run.checkpoints)
+        if run.damaged not in steps or is_whole(path_of(run.checkpoints, run.damaged)):
+            run.damaged = None  # it is gone, or was saved once more
+        for step in steps:
+            if step != run.damaged and not is_whole(path_of(run.checkpoints, step)):
+                raise WrongError(f"{path_of(run.checkpoints, step)} was left half done")
+        whole = [step for step in steps if step != run.damaged]
+        if len(whole) > 1 and self.draw.random() < 1 / DAMAGED_EVERY:
+            run.damaged = whole.pop(0)
+            _damage(self.draw, path_of(run.checkpoints, run.damaged))
+        return whole[0] if whole else 0
+
+    def _check_choice(self, run: Run, expected: int, said: str) -> None:
+        found = CHOSEN.search(said)
+        if found is None and FROM_START.search(said) is None:
+            return  # killed before it chose
+        chosen = 0 if found is None else int(found[1])
+        if chosen != expected:
+            raise WrongError(f"went on from step {chosen}, not {expected}:\n{said}")
+        self.resumed += found is not None
+        if run.damaged is not None and run.damaged > expected:
+            if f"/step-{run.damaged}: " not in said:
+                raise WrongError(f"did not name the damaged step {run.damaged}:\n{said}")
+            self.passed_over += 1
+
+    def _wait_for(self, moment: str, job: Job, run: Run, before: set[tuple[str, int]]) -> None:
+        """Until a moment like this one has come, or the job ended."""
+        steps = self.draw.randint(0, 12)
+        first: int | None = None
+        seen = {"": job.began}
+        while job.process.poll() is None:
+            now = time.monotonic()
+            if now - job.began > LIMIT_SECONDS:
+                raise WrongError(f"{job.grid} hangs:\n{job.said()}")
+            told = job.told()[0]
+            seen.setdefault(told.phase, now)
+            if told.phase == "training":
+                first = told.step if first is None else first
+                self._seconds["start-up"] = seen.get("resuming", now) - job.began
+                self._seconds["resuming"] = now - seen.get("resuming", now) or 0.2
+            is_far = first is not None and told.step >= first + steps
+            has_come = {
+                "start-up": True,
+                "resuming": told.phase in ("resuming", "training"),
+                "training": is_far,
+                "saving": is_far and bool(_marks(run) - before),
+            }[moment]
+            if has_come or told.phase == "ending":
+                break
+            time.sleep(0.001)
+        end = time.monotonic() + self.draw.uniform(0, self._seconds[moment])
+        while time.monotonic() < end and job.process.poll() is None:
+            time.sleep(0.001)
+
+    def _untouched(self, method: str, replicas: int) -> Path:
+        """A run from start to end, trained when it is first asked for."""
+        key = method, replicas
+        if key not in self._whole:
+            run = Run(self.place / f"whole-{method}-{replicas}", method, (replicas,))
+            job = Job(run, f"1x{replicas}", self.place, self._warm)
+            job.process.wait(LIMIT_SECONDS)
+            job.wait()
+            if {one.phase for one in job.told()} != {"ending"}:
+                raise WrongError(f"the run that nobody touches failed:\n{job.said()}")
+            self._whole[key] = run.folder
+        return self._whole[key]
+
+
+def _marks(run: Run) -> set[tuple[str, int]]:
+    """What is being written or removed, or was when a run was killed, and its last change."""
+    found = set()
+    for path in unfinished(run.checkpoints):
+        with contextlib.suppress(FileNotFoundError):  # it has got its name since
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+def _damage(draw: random.Random, checkpoint: Path) -> None:
+    path = draw.choice(sorted(checkpoint.iterdir()))
+    kind = draw.choice(["truncate", "flip", "remove"])
+    if kind == "remove":
+        path.unlink()
+    elif kind == "truncate":
+        os.truncate(path, draw.randrange(path.stat().st_size))
+    else:
+        data = bytearray(path.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """The loss of each step, which is recorded once."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    if len(found) != len(dict(found)):
+        raise WrongError(f"{run_dir}: a step is recorded twice")
+    return dict(found)
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    """Weights, masters, moments and masks at the end."""
+    folder = path_of(run_dir / CHECKPOINTS, STEPS)
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--seed", type=int, help="of all that is drawn; another one each time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    place = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"seed {seed}, in {place}", flush=True)
+    began, done = time.monotonic(), 0
+    try:
+        with warmed(place) as warm:
+            soak = Soak(seed, place, warm)
+            run = soak.new_run()
+            while done < arguments.cycles and time.monotonic() - began < arguments.minutes * 60:
+                done += 1
+                if soak.cycle(run):
+                    verdict = soak.finish(run)
+                    print(f"cycle {done}: {run.method}, {run.starts} starts: {verdict}")
+                    shutil.rmtree(run.folder)
+                    run = soak.new_run()
+                if done % 10 == 0:
+                    print(f"cycle {done}: kills {dict(soak.fell)}", flush=True)
+    except (WrongError, subprocess.TimeoutExpired) as wrong:
+        print(f"cycle {done}, seed {seed}, {place}: {wrong}", file=sys.stderr)
+        return 1
+    minutes = (time.monotonic() - began) / 60
+    print(f"{done} cycles in {minutes:.1f} min, seed {seed}")
+    print(f"aimed at {dict(soak.aimed)}; kills fell on {dict(soak.fell)}")
+    print(f"resumed {soak.resumed} times; damaged checkpoints passed over {soak.passed_over} times")
+    print(f"runs that came to their end: {dict(soak.finished)}")
+    shutil.rmtree(place)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Some cycles of `make soak`, so that it still does what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.mpirun import ENVIRONMENT, TESTS
+
+
+def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
+    command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", "5", "--seed", "3"]
+
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("seed 3, in ")
+    assert "\n5 cycles in " in done.stdout
+    assert list(tmp_path.iterdir()) == []
