@@ -88,9 +88,20 @@ class Rendezvous:
 
 def _open_store(transport: Transport) -> Store:
     host = socket.gethostname()
+    hosts = set(gather_texts(transport.world, transport.backoff, host))
     if transport.rank == 0:
-        # The system picks a port that is free.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # By itself torch listens to every host, also where all ranks are on one.
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1" if len(hosts) == 1 else "", 0))
+            listening.listen()
+            store = TCPStore(
+                "127.0.0.1",
+                listening.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.fileno(),
+            )
+            listening.detach()  # the store's now
         address = os.environ.get(ADDRESS, host)
         gather_texts(transport.world, transport.backoff, f"{host} {address} {store.port}")
         return store
