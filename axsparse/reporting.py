@@ -96,9 +96,7 @@ def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | No
     return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
 
 
-def _planned(
-    prediction: Prediction | None, predicted: Predicted | None, *, is_tight: bool
-) -> str:
+def _planned(prediction: Prediction | None, predicted: Predicted | None, *, is_tight: bool) -> str:
     """What the banner says of it."""
     if prediction is None or predicted is None:
         return ""

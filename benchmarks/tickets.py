@@ -52,7 +52,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 FIRST_RATES = ("1e-3", "2e-3")
 BEYOND = {"1e-3": "5e-4", "2e-3": "3e-3"}
 """The third trial, on the side of the better of the first two."""
-WIDTHS = (192, 384, 768)
+WIDTHS = (96, 192, 384, 768)
 MAIN_WIDTH = 384
 SEEDS = (1, 2)
 ACROSS_WIDTHS = ("dense", "rewound", "gradual")
@@ -144,13 +144,15 @@ def wanted(runs: Path) -> Iterator[Run]:
     known = [(method, rate) for method, rate in rates.items() if rate is not None]
     for seed in SEEDS[1:]:
         yield from (Run(method, 90, rate, seed, MAIN_WIDTH) for method, rate in known)
-    narrow, wide = (width for width in WIDTHS if width != MAIN_WIDTH)
-    yield from (Run(m, 90, rate, 1, narrow) for m, rate in known if m in ACROSS_WIDTHS)
+    others = [width for width in WIDTHS if width != MAIN_WIDTH]
+    across = [(method, rate) for method, rate in known if method in ACROSS_WIDTHS]
+    for width in (width for width in others if width < MAIN_WIDTH):
+        yield from (Run(method, 90, rate, 1, width) for method, rate in across)
     pruned = [(method, rate) for method, rate in known if method != "dense"]
-    yield from (Run(method, 80, rate, SEEDS[0], MAIN_WIDTH) for method, rate in pruned)
-    yield from (Run(m, 90, rate, 1, wide) for m, rate in known if m in ACROSS_WIDTHS)
-    for seed in SEEDS[1:]:
+    for seed in SEEDS:
         yield from (Run(method, 80, rate, seed, MAIN_WIDTH) for method, rate in pruned)
+    for width in (width for width in others if width > MAIN_WIDTH):
+        yield from (Run(method, 90, rate, 1, width) for method, rate in across)
 
 
 def missing(runs: Path) -> Run | None:

@@ -263,7 +263,10 @@ def test_nesting_beyond_the_stack_is_refused(write: Write) -> None:
         ("modle.num_heads", "did you mean model.num_heads?"),
         ("prune", "did you mean pruning?"),
         ("sed", "did you mean seed?"),
-        ("layout.x", "choose one of g_inter, g_data, g_inter_pruned, split, memory_per_rank, cluster"),
+        (
+            "layout.x",
+            "choose one of g_inter, g_data, g_inter_pruned, split, memory_per_rank, cluster",
+        ),
         ("nowhere", f"choose one of {', '.join(Config.model_fields)}"),
         ("a\nb", f"choose one of {', '.join(Config.model_fields)}"),
     ],
