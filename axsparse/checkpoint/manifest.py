@@ -40,7 +40,8 @@ class FileEntry(_Strict):
     """One file."""
 
     bytes: Count
-    sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+    xxh3: Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+    """XXH3, 128 bits (`xxhsum -H2`)."""
 
 
 class ParameterEntry(_Strict):

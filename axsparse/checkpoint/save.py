@@ -9,13 +9,14 @@ never more than one checkpoint under way, and no step has a collective more for 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from axsparse.checkpoint import folder as folders
 from axsparse.checkpoint.background import Background
@@ -326,14 +327,14 @@ def _write(
     written = {}
     try:
         for name, saved in files.items():
-            digest = hashlib.sha256()
+            digest = xxhash.xxh3_128()
             described = {key: value.described for key, value in saved.items()}
             tensors = (v.value() if v.is_fixed else next(stream) for v in saved.values())
             counted = functools.partial(_count, digest.update, wrote)
             write_safetensors(partial / name, described, tensors, written=counted)
             written[name] = read_entry(partial, name)
             wrote()
-            if written[name].sha256 != digest.hexdigest():
+            if written[name].xxh3 != digest.hexdigest():
                 raise OSError(None, f"{name} reads otherwise than it was written")
         sync_folder(partial)
     finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from axsparse.checkpoint.folder import step_of
 from axsparse.checkpoint.manifest import FileEntry, Manifest, open_plain, read_manifest
@@ -52,7 +53,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
                 f"checkpoint {checkpoint.path}: {name} has {found.bytes} bytes, its manifest says "
                 f"{entries[name].bytes}; resume from another one"
             )
-        if found.sha256 != entries[name].sha256:
+        if found.xxh3 != entries[name].xxh3:
             raise DataError(
                 f"checkpoint {checkpoint.path}: {name} has another hash than its manifest says; "
                 "resume from another one"
@@ -62,12 +63,12 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntry:
     """Size and hash of a file as it is on the disk; of one of another size than expected, no
     hash. MissingInputError if it cannot be read."""
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     try:
         with open_plain(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             if expected is not None and size != expected:
-                return FileEntry(bytes=size, sha256=digest.hexdigest())
+                return FileEntry(bytes=size, xxh3=digest.hexdigest())
             while piece := file.read(PIECE):
                 digest.update(piece)
     except OSError as reason:
@@ -75,7 +76,7 @@ def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntr
             f"checkpoint {folder}: {name} cannot be read ({reason.strerror}); resume from another "
             "one"
         ) from reason
-    return FileEntry(bytes=size, sha256=digest.hexdigest())
+    return FileEntry(bytes=size, xxh3=digest.hexdigest())
 
 
 def is_whole(path: Path) -> bool:

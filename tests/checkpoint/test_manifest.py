@@ -17,7 +17,7 @@ from axsparse.checkpoint import manifest as manifests
 from axsparse.checkpoint.manifest import Manifest, manifest_bytes, parse_manifest, read_manifest
 from axsparse.errors import AxsparseError, DataError, MissingInputError
 
-HASH = "0" * 64
+HASH = "0123456789abcdef" * 2
 
 
 def values() -> dict[str, Any]:
@@ -41,8 +41,8 @@ def values() -> dict[str, Any]:
             }
         },
         "files": {
-            "0000-block0.safetensors": {"bytes": 10, "sha256": HASH},
-            "0000-block0.masking.safetensors": {"bytes": 7, "sha256": HASH},
+            "0000-block0.safetensors": {"bytes": 10, "xxh3": HASH},
+            "0000-block0.masking.safetensors": {"bytes": 7, "xxh3": HASH},
         },
     }
 
@@ -109,8 +109,8 @@ def test_no_flipped_bit_goes_unseen() -> None:
         ("layers/block0/parameters/block0.fc.weight/shape", [-1], "shape.0: "),
         ("layers/block0/parameters/block0.fc.weight/kept", 10**4000, "kept: |it: "),
         ("layers/block0/parameters/block0.fc.weight/kept", 13, "fc.weight keeps more entries than"),
-        ("files/..", {"bytes": 1, "sha256": HASH}, "files.*"),
-        ("files/0000-block0.safetensors/sha256", "zz", "sha256: "),
+        ("files/..", {"bytes": 1, "xxh3": HASH}, "files.*"),
+        ("files/0000-block0.safetensors/xxh3", "zz", "xxh3: "),
         ("config", [], "config: "),
     ],
 )

@@ -303,7 +303,7 @@ def test_what_reads_otherwise_than_it_was_written_is_no_checkpoint(
 ) -> None:
     def read(folder: Path, name: str) -> FileEntry:
         entry = read_entry(folder, name)
-        return entry.model_copy(update={"sha256": "0" * 64}) if "block0" in name else entry
+        return entry.model_copy(update={"xxh3": "0" * 32}) if "block0" in name else entry
 
     monkeypatch.setattr(save, "read_entry", read)
 

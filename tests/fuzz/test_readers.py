@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import xxhash
 from fuzz.guard import WATCH, read_or_refused, watched
 from fuzz.mutations import (
     bytes_changed,
@@ -148,7 +149,7 @@ def forge_checkpoint(rng: Random, checkpoint: Restored, outside: Path) -> None:
             # A file of a layer, with the size and hash that belong to it.
             name = rng.choice(sorted(manifest["files"]))
             data = safetensors_changed(rng, checkpoint.files[name])
-            entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            entry = {"bytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest()}
             manifest["files"][name] = entry
             checkpoint.put(name, data)
             checkpoint.put("manifest.json", signed(json.dumps(manifest)))
