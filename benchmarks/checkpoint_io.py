@@ -14,7 +14,8 @@ Each saves in the background, and once more at once, as at the end of a run ("sy
 - stall: what all steps until the save is there take beyond as many undisturbed ones, the call
   included; so it counts what writing takes from computing on the same cores
 - committed: from the call until the checkpoint is there (its folder, or DCP's .metadata)
-- load: into live state, from pages that the system still has; ours expands dense weights besides
+- load: into live state, from pages that the system still has, dense weights included: DCP brings
+  masters and moments, and the function that ours uses expands them
 - verify: all files by size and hash, a part on each rank; DCP has nothing of the kind
 
 Medians over rounds; brackets hold the least and the most.
@@ -53,7 +54,7 @@ from axsparse.builder import build
 from axsparse.checkpoint.choose import verify_together
 from axsparse.checkpoint.contents import contents_of
 from axsparse.checkpoint.folder import CHECKPOINTS, path_of
-from axsparse.checkpoint.restore import load_layers
+from axsparse.checkpoint.restore import PIECE, load_layers
 from axsparse.checkpoint.verify import open_checkpoint
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
@@ -178,6 +179,15 @@ class Bench:
         row.nbytes = sum(one.stat().st_size for one in path.rglob("*"))
         return path
 
+    def _expand(self) -> None:
+        """Dense weights from the masters that are there."""
+        for layer in self.trainer.parts.layers:
+            for tensor in (one for one in layer.state.tensors if one.alias_of is None):
+                for start in range(0, tensor.kept, PIECE):
+                    stop = min(start + PIECE, tensor.kept)
+                    values = layer.state.read_master(tensor, start, stop)
+                    layer.state.write_master(tensor, start, values)
+
     def load(self, method: str, path: Path, row: Row) -> None:
         """Load what was saved into live state, which is then as it was when it was saved."""
         layers, ties = self.trainer.parts.layers, self.trainer.parts.survey.ties
@@ -195,6 +205,7 @@ class Bench:
             load_layers(open_checkpoint(path), layers, ties)
         else:
             dcp_load(state, checkpoint_id=path)
+            self._expand()
         self.world.Barrier()
         row.add("load", time.perf_counter() - began)
         assert self._checksums() == self._sums, "what was loaded is not what was saved"
