@@ -15,24 +15,17 @@ from axsparse.config.schema import Config, OptimizerConfig, prunes
 from axsparse.config.validate import check_batch, check_rounds, pruned_layout, resolve_grid
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
+from axsparse.layouts import balanced, check_grid, chosen_layout, cluster_of
 from axsparse.models.survey import LayerInfo, Survey
-from axsparse.observe.console import format_bytes
 from axsparse.pipeline.partition import split_by_hand
-from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.choose import DEFAULT_SLACK, Rejected
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.choose import DEFAULT_SLACK
 from axsparse.planner.configured import (
     AUTO_INDEX,
-    Choice,
     Prediction,
-    choose_layout,
     has_costs,
     predict,
     workload,
 )
-from axsparse.planner.memory import most_in_flight, stage_memory
-from axsparse.planner.surveyed import SurveyedModel
-from axsparse.planner.workload import StageLoad
 from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.pattern import parse_pattern
 from axsparse.pruning.targets import Targets, targets
@@ -50,8 +43,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
 FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
 """Methods whose first masks ask for nothing but the weights."""
-ASSUMED_CLUSTER = "laptop"
-"""By which a layout is found where no cluster is named: memory alone decides, no time is told."""
 HOLES = 0.3
 """Of a process's memory, what glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
@@ -143,18 +134,18 @@ def resolve(
     _check_transport(loaded, transport)
     num_layers = len(surveyed.layers)
     wanted, ticket = what_is_pruned(config, surveyed)
-    cluster = _cluster(config)
+    cluster = cluster_of(config)
     start = _kept_at_start(config, wanted, ticket) if saved is None else saved
     subject = workload(config, surveyed, loaded.name, start, optimizer_of(config.optimizer))
     choice = None
     if has_costs(surveyed) and grid is None:
-        choice = _choice(loaded, subject, cluster, transport.size, found_memory)
+        choice = chosen_layout(loaded, subject, cluster, transport.size, found_memory)
     if choice is not None:
         loaded = replace(loaded, config=_with(config, {"layout.g_inter": choice.row.grid.g_inter}))
     if grid is None:
         grid = resolve_grid(loaded, transport.size, num_layers)
     else:
-        _check_grid(grid, transport.size, num_layers)
+        check_grid(grid, transport.size, num_layers)
     check_batch(loaded, grid)
     gradient = _gradient(config, grid)
     index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
@@ -202,7 +193,9 @@ def resolve(
     if wanted is not None and (ticket is None or pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
-    stages = _balanced(loaded, run, subject) if split == "auto" else split_by_hand(split)
+    stages = (
+        balanced(loaded, run.config, grid, subject) if split == "auto" else split_by_hand(split)
+    )
     sizes = tuple(len(stage) for stage in stages)
     config = _with(run.config, {"layout.split": sizes})
     prediction = None
@@ -235,57 +228,6 @@ def _check_pruned_layout(loaded: Loaded, run: Resolved, ranks: int) -> None:
         check_batch(second, resolve_grid(second, ranks, len(run.survey.layers)))
 
 
-def _cluster(config: Config) -> Cluster | None:
-    """The constants by which times are predicted; what the process holds already is no matter."""
-    name = config.layout.cluster
-    return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
-
-
-def _choice(
-    loaded: Loaded,
-    subject: SurveyedModel,
-    cluster: Cluster | None,
-    ranks: int,
-    found_memory: float | None,
-) -> Choice | None:
-    """What `layout.g_inter: auto` takes; None where it is given, or nothing limits it."""
-    config = loaded.config
-    layout = config.layout
-    if not layout.g_inter == layout.g_data == layout.split == "auto":
-        return None
-    batch = config.batch
-
-    def divides(stages: int) -> bool:
-        share, rest = divmod(batch.global_batch_size, ranks // stages)
-        return not rest and share % batch.microbatch_size == 0
-
-    stages = [n for n in range(1, subject.most_stages + 1) if ranks % n == 0]
-    if layout.memory_per_rank != "auto":
-        room = layout.memory_per_rank * 1e9
-    elif found_memory is not None:
-        # Shared with all else on the host, it is a bound and no promise: never fewer than usual.
-        room, usual = found_memory, 2 if 2 in stages else 1
-        if not divides(usual):
-            return None
-        stages = [n for n in stages if n >= usual]
-    else:
-        return None
-    stages = [n for n in stages if divides(n)]
-    if not stages:
-        return None
-    assumed = cluster or replace(load_cluster(ASSUMED_CLUSTER), overhead_bytes=0.0)
-    has_times = cluster is not None
-    found = choose_layout(subject, assumed, config, ranks, stages, room, has_times=has_times)
-    if isinstance(found, Rejected):
-        raise ConfigError(
-            f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
-            f"that fits {format_bytes(room)} a rank; with {found.g_inter}, {found.reason}; take "
-            "more ranks, prune more, recompute activations (pipeline.checkpoint_activations), or "
-            "set layout.g_inter to try all the same"
-        )
-    return found
-
-
 def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
     """The pruned tensors, None for dense training, and the ticket that is used from the start."""
     pruning = config.pruning
@@ -314,40 +256,6 @@ def _kept_at_start(
     if wanted is None or not starts_pruned(config, wanted, ticket):
         return {}
     return wanted.kept() if ticket is None else ticket.kept
-
-
-def _balanced(loaded: Loaded, run: Resolved, subject: SurveyedModel) -> list[range]:
-    """The stages whose dearest does the least work, of those that fit `layout.memory_per_rank`."""
-    config, grid = run.config, run.place.grid
-    room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
-    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    assert pipeline.slack != "auto"
-    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
-
-    def needs(stage: int, load: StageLoad) -> float:
-        held = most_in_flight(
-            schedule, stage=stage, g_inter=grid.g_inter, microbatches=microbatches
-        )
-        return stage_memory(
-            load, microbatch_size=batch.microbatch_size, in_flight=held, overhead=0.0
-        ).total
-
-    def fits(stage: int, load: StageLoad) -> bool:
-        return room == "auto" or needs(stage, load) <= room * 1e9
-
-    found = subject.ranges(grid.g_inter, grid.g_data, fits, microbatches=microbatches)
-    if found is not None:
-        return found
-    assert room != "auto"
-    even = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
-    assert even is not None, "there is no limit"
-    most, fullest = max((needs(stage, load), stage) for stage, load in enumerate(even))
-    raise ConfigError(
-        f"{loaded.where('layout.memory_per_rank')}: no split of {len(run.survey.layers)} layers "
-        f"into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work balanced, "
-        f"stage {fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune "
-        "more, or recompute activations (pipeline.checkpoint_activations)"
-    )
 
 
 def _criterion(loaded: Loaded, score: Score | None) -> Criterion:
@@ -418,18 +326,6 @@ def _check_transport(loaded: Loaded, transport: Transport) -> None:
         raise ConfigError(
             f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
-        )
-
-
-def _check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
-    if grid.size != ranks:
-        raise ConfigError(
-            f"grid: {grid} are {grid.size} ranks, {ranks} are running; start {grid.size} ranks or "
-            "make another grid"
-        )
-    if grid.g_inter > num_layers:
-        raise ConfigError(
-            f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
         )
 
 

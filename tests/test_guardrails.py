@@ -158,6 +158,7 @@ FLOORS = {
     "data_parallel.buffers": 3,
     "pipeline.stage": 3,
     "pipeline.layer_calls": 3,
+    "layouts": 3,
     "resolve": 3,
     # 4: transports, and what needs other ranks
     "data_parallel.collective_local": 4,
