@@ -103,8 +103,9 @@ def balanced(loaded: Loaded, config: Config, grid: Grid, subject: SurveyedModel)
     raise ConfigError(
         f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
         f"layers into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work "
-        f"balanced, stage {fullest} needs {format_bytes(most)}; take more stages (layout.g_inter), prune "
-        "more, or recompute activations (pipeline.checkpoint_activations)"
+        f"balanced, stage {fullest} needs {format_bytes(most)}; take more stages "
+        "(layout.g_inter), prune more, or recompute activations "
+        "(pipeline.checkpoint_activations)"
     )
 
 
