@@ -227,6 +227,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
             for r in records
             if r["method"] == method
             and r["width"] == MAIN_WIDTH
+            and r["seed"] == SEEDS[0]
             and (r["sparsity"] == 90 or method == "dense")
         ]
         if not runs:
@@ -238,7 +239,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set(
         xlabel="step",
         ylabel="validation perplexity (bytes)",
-        title=f"width {MAIN_WIDTH}, 90 % pruned",
+        title=f"width {MAIN_WIDTH}, 90 % pruned, seed {SEEDS[0]}, best of three learning rates",
         yscale="log",
     )
     axes.legend(fontsize=8)
