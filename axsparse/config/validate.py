@@ -309,7 +309,9 @@ def _check_divides_ranks(
 
 
 def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    """All of a number of up to ten digits; of a larger one, which nobody meant, some."""
+    most = min(isqrt(number), 100_000)
+    small = [divisor for divisor in range(1, most + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
 

@@ -386,3 +386,11 @@ def test_the_data_fills_a_step() -> None:
         "stdlib: 47 samples cannot fill a step of batch.global_batch_size (default) 48; "
         "take more data, a smaller batch or a smaller data.sequence_length"
     )
+
+
+def test_numbers_that_nobody_means_are_refused_at_once() -> None:
+    """Once, all their divisors were looked for."""
+    said = _config_refusal(f"model.hidden_size={'9' * 400}", "model.num_heads=8")
+
+    assert "8 does not divide model.hidden_size 9999" in said
+    assert "; choose one of 1, 3, 9, 11" in said
