@@ -47,7 +47,7 @@ test-faults: $(VENV)/test.stamp test-openmpi
 
 # `make test` has the same under MPICH.
 test-openmpi: $(OPENMPI)/test.stamp
-	$(OPENMPI)/bin/python -m pytest -m fault $(FAULTS) $(ARGS)
+	$(OPENMPI)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fault $(FAULTS) $(ARGS)
 
 soak: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python tests/soak/killing.py --cycles $(CYCLES) $(ARGS)
