@@ -7,6 +7,8 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +27,18 @@ def killed() -> int:
     """What the launcher makes of a rank that is killed."""
     said = subprocess.run([mpirun_path(), "--version"], capture_output=True, text=True).stdout
     return 9 if "HYDRA" in said else 137
+
+
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+FAKETIME = next(
+    (
+        str(path)
+        for folder in LIBRARIES
+        for path in [Path(folder) / "faketime" / "libfaketimeMT.so.1"]
+        if path.is_file()
+    ),
+    None,
+)
 
 
 def train(run_dir: Path, fault: str, *, grid: str = "1x2", steps: int = 10) -> Finished:
@@ -126,9 +140,10 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Pat
 @pytest.mark.fault(5)
 def test_a_place_that_is_read_only_is_refused_before_the_first_step(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    if os.geteuid() != 0 or not mounted(place, "-t", "tmpfs", "-o", "ro", "tmpfs"):
+    if os.geteuid() != 0 or not mounted(place, "--bind", str(place)):
         pytest.skip("only root may mount a read-only place")
     try:
+        assert mounted(place, "-o", "remount,bind,ro")
         done = train(place, "none", grid="1x1")
 
         assert done.returncode == 74, str(done)
@@ -160,6 +175,32 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
     assert saved_steps(folder)[0] == at
     assert all(is_whole(folder / f"step-{step}") for step in saved_steps(folder))
     assert losses(run) == {step: loss for step, loss in losses(whole).items() if step <= at}
+
+
+@pytest.mark.fault(20)
+def test_ranks_whose_clocks_are_a_day_apart_save_and_go_on_by_step(
+    tmp_path: Path, whole: Path
+) -> None:
+    if FAKETIME is None:
+        pytest.skip("needs libfaketime, which changes a process's clock (Debian: libfaketime)")
+    run = tmp_path / "run"
+    tomorrow = {"LD_PRELOAD": FAKETIME, "FAKETIME": "+1d"}
+    script = [str(TESTS / "faults" / "breaking.py"), str(run), "1x2"]
+
+    def skewed(fault: str, env: Mapping[str, str], other: Sequence[str]) -> Finished:
+        words = [*script, "10", fault, "auto"]
+        return run_mpirun(1, [*words, ":", "-n", "1", "env", *other, sys.executable, *words], env)
+
+    first = skewed("signal:5", tomorrow, ["-u", "LD_PRELOAD"])
+    words = [f"{name}={value}" for name, value in {**tomorrow, "FAKETIME": "-1d"}.items()]
+    at, *_ = saved_steps(run / CHECKPOINTS)
+    done = skewed("none", {}, words)
+
+    assert first.returncode == 75, str(first)
+    assert done.returncode == 0, str(done)
+    assert f"goes on from {run / CHECKPOINTS}/step-{at}, after step {at}" in done.stdout
+    assert losses(run) == losses(whole)
+    assert saved_steps(run / CHECKPOINTS) == [10, 8]
 
 
 @pytest.mark.fault(9)

@@ -32,6 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
+WIDE = tiny_config().model.model_copy(update={"hidden_size": 160})
+
 
 def settings(method: str, **pruning: Any) -> Config:
     return tiny_config(
@@ -64,6 +66,14 @@ def test_every_method_is_bitwise_the_oracle(method: str, g_inter: int, g_data: i
     oracle = agree(settings(method), g_inter, g_data)
 
     assert oracle.changes, "the method did something"
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), [(2, 1), (2, 2)])
+def test_tensors_that_shrink_to_fewer_blocks_of_the_norm_count_once(
+    g_inter: int, g_data: int
+) -> None:
+    """Of 102,400 entries two blocks were summed, of the 20,480 that are kept one is."""
+    agree(settings("magnitude later").model_copy(update={"model": WIDE}), g_inter, g_data)
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS[2:])
