@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from axsparse.comm import Event
+from axsparse.streams import Mark
+
+MILLISECONDS = 1e3
 
 
 class CudaStream:
@@ -40,6 +43,26 @@ class CudaStream:
         return tensor
 
 
+class CudaMark:
+    """A CUDA event that keeps time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def set(self) -> None:
+        # The current stream is compute's, also in the thread in which autograd runs a hook.
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        elapsed: float = earlier._event.elapsed_time(self._event)
+        return elapsed / MILLISECONDS
+
+
 class CudaDevice:
     """One GPU."""
 
@@ -61,3 +84,6 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> Tensor:
         # Torch keeps freed pinned memory, so that asking again costs no call of the driver.
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self.device)

@@ -38,6 +38,22 @@ class Stream(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A moment of the compute stream by the device's own clock; may be set over and over."""
+
+    def set(self) -> None:
+        """Enqueue it: it is reached once all that was enqueued before it has run."""
+        ...
+
+    def wait(self) -> None:
+        """Return once it is reached."""
+        ...
+
+    def since(self, earlier: Mark) -> float:
+        """Seconds since another mark of the same device; both are reached."""
+        ...
+
+
 class Device(Protocol):
     """The device of one rank."""
 
@@ -57,6 +73,10 @@ class Device(Protocol):
 
     def pinned(self, nbytes: int) -> Tensor:
         """Host memory, as bytes, that copies reach without waiting."""
+        ...
+
+    def mark(self) -> Mark:
+        """A new mark, which is not set yet."""
         ...
 
 

@@ -151,6 +151,9 @@ class PipelineConfig(Section):
     memory asks for it. With `layout.cluster`: what the simulated step gains by, if it fits."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
+    compile: bool = False
+    """Let torch.compile fuse what every layer does, in the first step, which takes minutes for a
+    large model; needs a compiler. Rounds otherwise than without, and draws other dropouts."""
 
 
 class PruningConfig(Section):
@@ -338,6 +341,11 @@ class TrainConfig(Section):
     trace: Annotated[int, Field(ge=0)] = 0
     """Steps after the first one whose every moment goes to `trace/` of the run directory, for
     Perfetto and `axsparse trace compare`."""
+    nvtx: bool = False
+    """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
+    memory_history: bool = False
+    """Whether the snapshot that is left when GPU memory runs out says where in the code each block
+    was taken; GPUs only."""
 
 
 class CheckpointConfig(Section):

@@ -73,6 +73,17 @@ def check_config(loaded: Loaded) -> None:
         _check_split_length(loaded, config.layout.g_inter)
 
 
+def check_gpu_settings(loaded: Loaded, *, has_gpu: bool) -> None:
+    """ConfigError for the first setting that looks into a GPU where ranks train without one."""
+    train = loaded.config.train
+    for name, is_set in (("nvtx", train.nvtx), ("memory_history", train.memory_history)):
+        if is_set and not has_gpu:
+            raise ConfigError(
+                f"{loaded.where(f'train.{name}')}: true looks into a GPU, and the ranks train "
+                "without one; choose false"
+            )
+
+
 def _check_pruning(loaded: Loaded) -> None:
     config = loaded.config
     pruning, steps = config.pruning, config.train.steps

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 CGROUP = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Of a cgroup's second and first version, as a container sees its own."""
@@ -22,6 +24,11 @@ def peak_memory_bytes() -> int:
     """The most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_gpu_memory_bytes(device: torch.device) -> int:
+    """The most memory that torch has reserved of a GPU for this process."""
+    return torch.cuda.max_memory_reserved(device)
 
 
 def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:

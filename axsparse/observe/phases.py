@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
 """p2p is time in transport calls and copies, bubble is waiting with nothing runnable,
 other is whatever no with-block claims."""
 
-_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_IS_WORK = tuple(name in ("data", "compute", "compress", "optimizer") for name in PHASES)
+NUMBERS = {name: number for number, name in enumerate(PHASES)}
+IS_WORK = tuple(name in ("data", "compute", "compress", "optimizer") for name in PHASES)
 """The others are entered over and over by a rank that waits."""
 
 
@@ -39,8 +39,8 @@ class Phases:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         # One object per name, made once: blocks are entered per microbatch and per parameter.
-        self._blocks = {name: _Block(self, number) for name, number in _NUMBERS.items()}
-        self._current = _NUMBERS["other"]
+        self._blocks = {name: Block(self, number) for name, number in NUMBERS.items()}
+        self._current = NUMBERS["other"]
         self._interrupted: list[int] = []
         self._seconds = [0.0] * len(PHASES)
         self._since = clock()
@@ -51,7 +51,7 @@ class Phases:
         self.worked = 0
         """Grows with every block of work that begins or ends; a rank that waits keeps it."""
 
-    def __call__(self, name: str) -> _Block:
+    def __call__(self, name: str) -> Block:
         """The with-block of a phase; KeyError if there is no such phase."""
         return self._blocks[name]
 
@@ -60,7 +60,7 @@ class Phases:
         self._seconds = [0.0] * len(PHASES)
         self._began = self._since = self._clock()
 
-    def end_step(self) -> dict[str, float]:
+    def end_step(self) -> Mapping[str, float]:
         """Seconds of every phase since `begin_step`, and their sum, "step"."""
         assert self._began is not None, "end_step without begin_step"
         self._switch(self._current)
@@ -78,7 +78,7 @@ class Phases:
         """Keep from now on every stretch of a phase, not their sums alone."""
         self._spans = []
 
-    def take_spans(self) -> list[tuple[str, str, float, float]]:
+    def take_spans(self) -> Iterable[tuple[str, str, float, float]]:
         """Phase, name, begin and end of every stretch since `start_spans`, which ends."""
         spans, self._spans = self._spans, None
         assert spans is not None, "take_spans without start_spans"
@@ -90,7 +90,7 @@ class Phases:
         if self._spans is not None:
             self._keep(self._spans, now)
         self._seconds[self._current] += now - self._since
-        self.worked += _IS_WORK[number] or _IS_WORK[self._current]
+        self.worked += IS_WORK[number] or IS_WORK[self._current]
         self._since = now
         self._current = number
 
@@ -106,7 +106,7 @@ class Phases:
             spans.append((phase, name, self._since, now))
 
 
-class _Block:
+class Block:
     """The with-block of one phase; it keeps no state, so it may be entered inside itself."""
 
     __slots__ = ("_number", "_phases")

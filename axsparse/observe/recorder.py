@@ -9,6 +9,7 @@ from statistics import median
 
 from axsparse.comm import Backoff, Collective
 from axsparse.observe.console import Console, Unit, eval_line, format_bytes, step_line
+from axsparse.observe.device_phases import LateSeconds
 from axsparse.observe.gather import Gathered, StepGather
 from axsparse.observe.metrics import (
     BackRecord,
@@ -86,19 +87,34 @@ class Recorder:
         self._file = file
         self._console = console
         self._slow = slow
+        self._late: tuple[int, LateSeconds, Mapping[str, int]] | None = None
         self._known: dict[int, StepFigures] = {}
         self._began = time.perf_counter()
         self._seconds: list[float] = []
         self._first: int | None = None
 
+    @property
+    def predicted_memory_bytes(self) -> float | None:
+        """Peak of the fullest rank by the plan; None without one."""
+        predicted = self._run.predicted
+        return None if predicted is None else predicted.memory_bytes
+
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], most: Mapping[str, int]
     ) -> None:
-        """Push one step: `seconds` from `Phases.end_step`, `most` whose maximum is recorded."""
+        """Push one step: `seconds` from `Phases.end_step`, `most` whose maximum is recorded.
+
+        What a GPU has measured is pushed with the next step, on all ranks alike: its marks lie
+        before that step's agreement, so that nobody waits for them.
+        """
         self._known[figures.step] = figures
         if self._first is None:
             self._first = figures.step
-        self._write(self._gather.push(figures.step, seconds, most))
+        self._push_late()
+        if isinstance(seconds, LateSeconds):
+            self._late = figures.step, seconds, most
+        else:
+            self._write(self._gather.push(figures.step, seconds, most))
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Record an evaluation after `step` steps: loss, perplexity of tokens, and the fractions
@@ -129,7 +145,8 @@ class Recorder:
             self._file.write(record)
 
     def flush(self) -> None:
-        """Write down the step that is still on its way."""
+        """Write down what is still on its way; waits for the GPU to end the last step."""
+        self._push_late()
         self._write(self._gather.flush())
 
     def say(self, text: str) -> None:
@@ -143,6 +160,11 @@ class Recorder:
             self._console.close()
         if self._file is not None:
             self._file.close()
+
+    def _push_late(self) -> None:
+        if self._late is not None:
+            (step, seconds, most), self._late = self._late, None
+            self._write(self._gather.push(step, seconds, most))
 
     def _write(self, gathered: Gathered | None) -> None:
         if gathered is None:

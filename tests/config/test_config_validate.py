@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axsparse.config.load import load_config
-from axsparse.config.validate import check_batch, check_config, check_data, resolve_grid
+from axsparse.config.validate import (
+    check_batch,
+    check_config,
+    check_data,
+    check_gpu_settings,
+    resolve_grid,
+)
 from axsparse.errors import ConfigError, DataError
 from axsparse.grid import Grid
 
@@ -227,6 +233,20 @@ def test_nesterov_needs_momentum() -> None:
     assert _config_refusal("optimizer.nesterov=true", "optimizer.momentum=0") == (
         "optimizer.nesterov (--set): true with optimizer.momentum 0, which has nothing to look "
         "ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
+    )
+
+
+@pytest.mark.parametrize("key", ["train.nvtx", "train.memory_history"])
+def test_what_looks_into_a_gpu_needs_one(key: str) -> None:
+    loaded = load_config(None, [f"{key}=true"])
+    check_gpu_settings(loaded, has_gpu=True)
+    check_gpu_settings(load_config(None), has_gpu=False)
+
+    with pytest.raises(ConfigError) as caught:
+        check_gpu_settings(loaded, has_gpu=False)
+
+    assert str(caught.value) == (
+        f"{key} (--set): true looks into a GPU, and the ranks train without one; choose false"
     )
 
 

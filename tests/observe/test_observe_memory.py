@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from axsparse.observe.memory import host_memory_bytes, peak_memory_bytes, resident_memory_bytes
+from axsparse.observe.memory import (
+    host_memory_bytes,
+    peak_gpu_memory_bytes,
+    peak_memory_bytes,
+    resident_memory_bytes,
+)
 
 
 def test_resident_memory_is_at_most_its_peak_and_grows_with_what_is_held() -> None:
@@ -16,6 +22,15 @@ def test_resident_memory_is_at_most_its_peak_and_grows_with_what_is_held() -> No
 
     assert resident_memory_bytes() >= before + 40_000_000
     assert peak_memory_bytes() >= before + len(held) * 0.8
+
+
+def test_the_peak_of_a_gpu_is_what_torch_has_reserved_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved = {torch.device("cuda", 0): 1_000, torch.device("cuda", 1): 2_000}
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
+
+    assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 2_000
 
 
 def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_phases_add_up_to_the_step_however_blocks_nest(moves: list[tuple[str, fl
         else:
             blocks.enter_context(phases(move))
         clock.advance(seconds)
-    result = phases.end_step()
+    result = dict(phases.end_step())
 
     step = result.pop("step")
     assert step == clock.now - 100.0

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.standin_device import Hardware, StandInDevice
 
 from axsparse.grid import Grid
 from axsparse.local import LocalWorld
 from axsparse.observe.console import Console
+from axsparse.observe.device_phases import DevicePhases
 from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
@@ -137,6 +139,25 @@ def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
     screen.recorder.close()
 
     assert [record["step"] for record in screen.records] == [1, 2]
+
+
+def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_path: Path) -> None:
+    screen, gpu = Screen(tmp_path), StandInDevice(Hardware(LocalWorld(1), 0), 0)
+    phases = DevicePhases(gpu)
+    for step in range(1, 4):
+        gpu.hardware.finish()  # the agreement of a step comes after all of the step before
+        gpu.hardware.frozen = True
+        phases.begin_step()
+        with phases("optimizer"):
+            gpu.work(float(step))
+        screen.recorder.step(figures(step), phases.end_step(), MOST)
+        assert [record["step"] for record in screen.records] == [1] * (step == 3)
+    gpu.hardware.frozen = False
+    screen.recorder.evaluation(3, 0.0, {})
+    screen.recorder.close()
+
+    assert [record["step"] for record in screen.records] == [1, 2, 3, 3]
+    assert [record["optimizer_seconds"] for record in screen.records[:3]] == [1.0, 2.0, 3.0]
 
 
 def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:

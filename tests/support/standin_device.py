@@ -25,10 +25,13 @@ from torch import Tensor
 from axsparse.comm import Event
 from axsparse.local import LocalWorld
 from axsparse.pipeline.wire import as_bytes
+from axsparse.streams import Mark
 
 POISON = 0xA5
 MOMENTS = (0, 1, 2, 3, 15)
 """How many operations may run between two questions of a host."""
+ZERO = 1e6
+"""What a device's clock shows when its host's begins."""
 Clock = dict[int, int]
 """Queue → how many of its operations are known to have completed."""
 
@@ -91,6 +94,33 @@ class Flag:
     def done(self) -> bool:
         """As a request of a wire."""
         return self.query()
+
+
+class StandInMark:
+    """A `Mark` whose time is known when it is set, and told once its operation has run."""
+
+    def __init__(self, device: StandInDevice) -> None:
+        self._device = device
+        self._flag: Flag | None = None
+        self._time = 0.0
+
+    def set(self) -> None:
+        self._flag = self._device.compute.queue.enqueue(Operation("a mark", lambda: None))
+        self._time = self._device.reached
+
+    def wait(self) -> None:
+        assert self._flag is not None
+        while not self._flag.query():
+            if self._device.hardware.frozen:
+                raise MisuseError("the host waits for a device that stands still")
+        self._device.now = max(self._device.now, self._time - ZERO)
+
+    def since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, StandInMark)
+        for mark in (earlier, self):
+            if mark._flag is None or not mark._flag.operation.done:
+                raise MisuseError("the time of a mark that has not been reached")
+        return self._time - earlier._time
 
 
 class Hardware:
@@ -206,6 +236,11 @@ class StandInDevice:
         self._touched: list[tuple[Span, bool, Operation]] = []
         self.compute = StandInStream(self, f"the compute stream of rank {rank}")
         self._streams = 0
+        self.now = 0.0
+        """What the host's clock shows; moves when it is told to."""
+        self._busy_until = 0.0
+        self.marks = 0
+        """Marks made."""
 
     def stream(self) -> StandInStream:
         self._streams += 1
@@ -213,6 +248,20 @@ class StandInDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def mark(self) -> StandInMark:
+        self.marks += 1
+        return StandInMark(self)
+
+    def work(self, seconds: float) -> None:
+        """Enqueue what keeps compute busy for a while."""
+        self._busy_until = max(self.now, self._busy_until) + seconds
+        self.compute.queue.enqueue(Operation("work", lambda: None))
+
+    @property
+    def reached(self) -> float:
+        """When compute will have run all that it has, by its own clock."""
+        return ZERO + max(self.now, self._busy_until)
 
     def later(self, wanted: Tensor) -> Tensor:
         """A tensor that compute fills some time; poison until then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from axsparse.comm import Event
 from axsparse.nccl import Backend, Rendezvous
-from axsparse.streams import Communicator
+from axsparse.streams import Communicator, Mark
 
 
 class Reached:
@@ -58,6 +59,32 @@ class ThreadStream:
             self._work.get()()
 
 
+class ThreadMark:
+    """A `Mark` of a thread."""
+
+    def __init__(self, stream: ThreadStream) -> None:
+        self._stream = stream
+        self._reached = threading.Event()
+        self._time = 0.0
+
+    def set(self) -> None:
+        reached = self._reached = threading.Event()
+
+        def run() -> None:
+            self._time = time.perf_counter()
+            reached.set()
+
+        self._stream.enqueue(run)
+
+    def wait(self) -> None:
+        self._reached.wait()
+
+    def since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, ThreadMark)
+        assert self._reached.is_set() and earlier._reached.is_set()
+        return self._time - earlier._time
+
+
 class ThreadDevice:
     """A `Device` whose compute is the host's own thread."""
 
@@ -71,6 +98,9 @@ class ThreadDevice:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def mark(self) -> ThreadMark:
+        return ThreadMark(self.compute)
 
 
 def gloo_backend(store: Store, rank: int, size: int) -> Backend:

@@ -1,0 +1,103 @@
+"""What is said, and left behind, when a GPU's memory runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from axsparse.errors import TrainingError
+from axsparse.observe import out_of_memory
+from axsparse.observe.out_of_memory import explained
+from axsparse.observe.phases import Phases
+from axsparse.observe.pulse import Pulse
+from axsparse.samo.memory import StateBytes
+from axsparse.waiting import SleepingBackoff
+
+STATE = StateBytes(weight=26_000_000_000, gradient=2_600_000_000, optimizer=10_400_000_000)
+TORCH = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 70_000_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 75_000_000_000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_200_000_000, 85_000_000_000))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks")
+    )
+
+
+def said(
+    folder: Path | None,
+    *,
+    text: str = TORCH,
+    action: str = "B3",
+    predicted: float | None = 62e9,
+) -> str:
+    phases = Phases()
+    pulse = Pulse(phases, SleepingBackoff(), list)
+    pulse.at("training", 12)
+    phases.action = action
+    with (
+        pytest.raises(TrainingError) as caught,
+        explained(5, pulse, lambda: STATE, predicted, folder),
+    ):
+        raise torch.OutOfMemoryError(text)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert not caught.value.on_all_ranks
+    return str(caught.value)
+
+
+def test_one_line_says_what_fills_the_gpu_and_what_makes_room(tmp_path: Path) -> None:
+    assert said(tmp_path) == (
+        "GPU memory ran out in B3 of step 12 (2.50 GiB more were wanted): 70.0 GB held and 75.0 "
+        "GB reserved by torch, 1.2 GB free of the device's 85.0 GB; model state 39.0 GB (weight "
+        "26.0 GB, gradient 2.6 GB, optimizer 10.4 GB), predicted peak 62.0 GB; raise "
+        "layout.g_inter, lower batch.microbatch_size, or set pipeline.checkpoint_activations; all "
+        f"blocks are in {tmp_path}/memory-rank5.pickle (pytorch.org/memory_viz)"
+    )
+    assert (tmp_path / "memory-rank5.pickle").read_bytes() == b"blocks"
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    line = said(None, text="CUDA\nout of memory", action="", predicted=None)
+
+    assert line.startswith("GPU memory ran out in training of step 12: 70.0 GB held")
+    assert line.endswith(
+        "10.4 GB); raise layout.g_inter, lower batch.microbatch_size, or set "
+        "pipeline.checkpoint_activations"
+    )
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_hide_the_rest(tmp_path: Path) -> None:
+    line = said(tmp_path / "none")
+
+    assert line.startswith("GPU memory ran out in B3 of step 12")
+    assert line.endswith("memory-rank5.pickle cannot be written (No such file or directory)")
+
+
+def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
+    pulse = Pulse(Phases(), SleepingBackoff(), list)
+
+    with (
+        pytest.raises(RuntimeError, match="another"),
+        explained(5, pulse, lambda: STATE, None, tmp_path),
+    ):
+        raise RuntimeError("another")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_history_is_recorded_up_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, int]] = []
+
+    def record(*, stacks: str, max_entries: int) -> None:
+        heard.append((stacks, max_entries))
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+
+    out_of_memory.record_history()
+
+    assert heard == [("python", out_of_memory.HISTORY)]
