@@ -139,6 +139,14 @@ def _nccl(ranks: Sequence[Facts]) -> Finding:
 
 def _cupy(ranks: Sequence[Facts]) -> Finding:
     found = _same("CuPy", ranks, lambda rank: rank.cupy)
+    if found.mark == "absent" and ranks[0].gpus:
+        major = _major(ranks[0].cuda)
+        return Finding(
+            "wrong",
+            "CuPy",
+            "cannot be imported, and runs the kernels of GPUs",
+            f"pip install cupy-cuda{major}x, as the extra cuda{major} does",
+        )
     if found.mark != "ok":
         return found
     for rank in ranks:

@@ -217,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(1)
     mask = torch.rand(arguments.numel, generator=generator, device=device) < arguments.density
-    made, moved = calls(CupyLauncher(), mask, device)
+    made, moved = calls(CupyLauncher(0), mask, device)
     rows = summary(measure(made, arguments.rounds), moved, arguments.numel)
     show(rows)
     if arguments.save:

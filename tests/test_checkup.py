@@ -106,6 +106,12 @@ def test_a_rank_of_another_environment_is_named(name: str, field: str) -> None:
         ("CuPy", {"cupy": "13.4.1"}, "ok", "13.4.1"),
         (
             "CuPy",
+            {**GPUS, "cupy": None, "cupy_cuda": None, "cupy_nccl": None},
+            "wrong",
+            "cannot be imported, and runs the kernels of GPUs",
+        ),
+        (
+            "CuPy",
             {**GPUS, "cupy_cuda": "11.8"},
             "wrong",
             "13.4.1 with CUDA 11, torch with CUDA 12, on host one",

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="module")
 def launch() -> CupyLauncher:
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    return CupyLauncher()
+    return CupyLauncher(0)
 
 
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)

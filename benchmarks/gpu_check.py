@@ -1,0 +1,369 @@
+"""All that asks for a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
+
+    scripts/gpu_check.sh [--part kernels,numerics,transport,speed,big] [--seconds 560]
+        [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
+    scripts/gpu_check.sh --merge A.json B.json --save benchmarks/results/gpu_check-h200.json
+
+    kernels      the kernels' contract; their share of the copy's bandwidth; unfused torch in
+                 turn; the paper's Figure 1
+    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
+    transport    staged links between ranks that share it; streams; NCCL at size 1
+    speed        GPT-3 2.7B and 13B: steps, part of the matrix peak, memory; SAMO against dense
+    big          dense 13B does not fit; the largest GPT that does
+
+The environment is looked at ahead of every part. Where an earlier call has saved, the parts that
+run are replaced and the others stay, so that one machine's checks may be made in several calls.
+Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
+
+What has no time left, or lacks something, is skipped with the reason. The exit code is 1 if a
+check fails, 69 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from gpu_host import ROOT, Host
+from gpu_report import (
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    Outcome,
+    Report,
+    Row,
+    count,
+    failed,
+    judged,
+    table,
+)
+
+HERE = Path(__file__).parent
+PARTS = ("kernels", "numerics", "transport", "speed", "big")
+SHARE_AIM = 0.8
+SHARED_NCCL = (2, 30)
+"""From where two ranks may share a GPU over NCCL."""
+TRAININGS = {"speed": ("2.7b", "compare", "13b"), "big": ("dense-13b", "largest")}
+EXPECTED_SECONDS = 20
+"""A part is not begun with less time left."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a part has: the machine, its time and a folder."""
+
+    host: Host
+    seen: Mapping[str, Any]
+    ends: float
+    folder: Path
+    shared_nccl: bool = False
+    """Whether to try NCCL between two ranks on one GPU, an experiment of NCCL's."""
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def script(self, name: str, *words: str, seconds: float | None = None) -> tuple[str, Any]:
+        """What a benchmark of this folder saved, and what went wrong, empty if nothing did."""
+        saved = self.folder / f"{name}.json"
+        command = [sys.executable, str(HERE / f"{name}.py"), *words, "--save", str(saved)]
+        ended = self.host.run(command, min(seconds or self.left, self.left))
+        print(ended.stdout, end="", flush=True)
+        details = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else None
+        return "" if ended.code == 0 else ended.last_words, details
+
+
+Found = tuple[list[Row], Any]
+
+
+# -- environment ----------------------------------------------------------------------------
+
+
+def environment(around: Around) -> Found:
+    part, seen = "environment", around.seen
+    rows = [
+        Row(part, name, "info", str(seen[name]))
+        for name in ("device", "driver", "torch", "CUDA", "NCCL", "CuPy", "MPI", "python", "cores")
+        if seen.get(name) is not None
+    ]
+    for name, mend in (
+        ("CuPy", "install the extra cuda12 or cuda13"),
+        ("MPI", "give --mpi-wheel, or load the site's module"),
+    ):
+        if name not in seen:
+            rows.append(Row(part, name, "fail", f"cannot be imported; {mend}"))
+    if around.host.launcher() is None:
+        rows.append(Row(part, "mpirun", "fail", "is not on PATH; give --mpi-wheel"))
+    ended = around.host.run(
+        [
+            *(sys.executable, "-m", "axsparse", "doctor", "--json"),
+            *("--run-dir", str(around.folder / "run")),
+        ],
+        min(120, around.left),
+    )
+    try:
+        told = json.loads(ended.stdout)
+    except json.JSONDecodeError:
+        return [*rows, Row(part, "axsparse doctor", "fail", ended.last_words)], None
+    wrong = [f for f in told["findings"] if f["mark"] == "wrong"]
+    said = "; ".join(f"{f['name']}: {f['said']}" for f in wrong) or "nothing is wrong"
+    rows.append(judged(part, "axsparse doctor", said, "nothing wrong", good=not wrong))
+    return rows, told["findings"]
+
+
+# -- tests ----------------------------------------------------------------------------------
+
+
+def pytest(around: Around, part: str, files: Sequence[str], *words: str) -> Found:
+    """A row for each file, and one for each test that failed."""
+    rows: list[Row] = []
+    for name in files:
+        saved = around.folder / f"{name}.xml"
+        ended = around.host.run(
+            [
+                *(sys.executable, "-m", "pytest", f"tests/gpu/{name}.py", "-q"),
+                # Warnings of other versions than the ones developed with are no failures.
+                *("-W", "default", "-p", "no:cacheprovider", f"--junitxml={saved}", *words),
+            ],
+            around.left,
+        )
+        if not saved.exists():
+            rows.append(Row(part, name, "fail", ended.last_words))
+        else:
+            rows += outcomes(part, name, saved)
+    return rows, None
+
+
+def outcomes(part: str, name: str, saved: Path) -> list[Row]:
+    """What a JUnit file says."""
+    tests = list(ElementTree.parse(saved).iter("testcase"))  # noqa: S314  pytest wrote it just now
+    bad = [test for test in tests if has(test, "failure") or has(test, "error")]
+    skipped = [test for test in tests if has(test, "skipped")]
+    passed = len(tests) - len(bad) - len(skipped)
+    said = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped"
+    whole: Outcome = "fail" if bad else "pass" if passed else "skip"
+    if not tests:
+        whole, said = "fail", "no test was found"
+    rows = [Row(part, name, whole, said, "all pass")]
+    for test in bad:
+        found = test.find("failure")
+        found = test.find("error") if found is None else found
+        assert found is not None
+        lines = (found.get("message") or "").splitlines() or ["no message"]
+        rows.append(Row(part, str(test.get("name")), "fail", lines[0][:300]))
+    reasons = {
+        str(found.get("message")) for test in skipped if (found := test.find("skipped")) is not None
+    }
+    rows += [Row(part, name, "skip", reason[:300]) for reason in sorted(reasons)]
+    return rows
+
+
+def has(test: ElementTree.Element, what: str) -> bool:
+    return test.find(what) is not None
+
+
+# -- parts ----------------------------------------------------------------------------------
+
+
+def kernels(around: Around) -> Found:
+    part = "kernels"
+    rows, _ = pytest(around, part, ["test_kernels_on_gpu"])
+    problem, shares = around.script("gpu_kernels", "--machine", str(around.seen["device"]))
+    rows += [Row(part, "gpu_kernels", "fail", problem)] if problem else bandwidths(part, shares)
+    figure: Any = None
+    if around.left < EXPECTED_SECONDS:
+        rows.append(Row(part, "fig1_fc_layer", "skip", "no time left"))
+    else:
+        words = ("--device", "cuda", "--machine", str(around.seen["device"]))
+        problem, figure = around.script("fig1_fc_layer", *words)
+        rows += [Row(part, "fig1_fc_layer", "fail", problem)] if problem else figure1(part, figure)
+    return rows, {"gpu_kernels": shares, "fig1_fc_layer": figure}
+
+
+def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
+    """Each kernel against the copy, and against torch that fuses nothing."""
+    rows = []
+    medians = {name: row["ms"][1] for name, row in shares.items() if "ms" in row}
+    for name in medians:
+        if name == "copy" or name.endswith("torch"):
+            continue
+        low, middle, high = shares[name]["share of copy bandwidth"]
+        rows.append(
+            judged(
+                part,
+                f"{name}, of the copy's bandwidth",
+                f"{middle:.2f} [{low:.2f}, {high:.2f}], {medians[name]:.3g} ms",
+                f">= {SHARE_AIM:.0%}",
+                good=middle >= SHARE_AIM,
+            )
+        )
+    for fused, name in (("compress, int32", "compress"), ("AdamW, int32, master fp32", "AdamW")):
+        times = medians[f"{name}, torch"] / medians[fused]
+        said = f"{times:.2f} times as fast"
+        rows.append(judged(part, f"{fused}, against torch", said, "> 1", good=times > 1))
+    return rows
+
+
+def figure1(part: str, figure: Mapping[str, Any]) -> list[Row]:
+    """The best sparse kernel of each case against the dense one; nothing is asked of them."""
+    rows = []
+    for title, found in figure.items():
+        ratios = {
+            name: row["ratio"][1]
+            for name, row in found.items()
+            if name != "dense" and isinstance(row, dict) and "ratio" in row
+        }
+        if ratios and "4096" in title:
+            best = min(ratios, key=lambda name: ratios[name])
+            said = f"{best}: {ratios[best]:.3g} times the dense one's"
+            rows.append(Row(part, f"Figure 1, {title}", "info", said))
+    return rows
+
+
+def numerics(around: Around) -> Found:
+    return pytest(around, "numerics", ["test_training_gpu"])
+
+
+def transport(around: Around) -> Found:
+    part = "transport"
+    rows, details = pytest(around, part, ["test_transport_gpu"])
+    version = around.seen.get("NCCL")
+    if version is None:
+        rows.append(Row(part, "NCCL", "skip", "this torch is built without it"))
+        return rows, details
+    what = "two ranks on one GPU by NCCL"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < SHARED_NCCL:
+        rows.append(Row(part, what, "skip", f"NCCL {version}, from 2.30 on only"))
+    elif not around.shared_nccl:
+        rows.append(Row(part, what, "skip", "not asked for; --shared-nccl"))
+    else:
+        around.host.environment["AXSPARSE_NCCL_SHARED"] = "1"
+        rows += pytest(around, part, ["test_nccl_shared_gpu"])[0]
+    return rows, details
+
+
+def trainings(part: str) -> Callable[[Around], Found]:
+    def run(around: Around) -> Found:
+        seconds = str(max(1, int(around.left) - 10))
+        problem, saved = around.script("gpu_train", *TRAININGS[part], "--seconds", seconds)
+        if saved is None:
+            return [Row(part, "gpu_train", "fail", problem)], None
+        rows = [
+            Row(part, f"{row['part']}: {row['check']}", *(row[key] for key in KEYS))
+            for row in saved["checks"]
+        ]
+        if problem and not failed(rows):
+            rows.append(Row(part, "gpu_train", "fail", problem))
+        return rows, saved["details"]
+
+    return run
+
+
+KEYS = ("outcome", "measured", "aim")
+RUN: dict[str, Callable[[Around], Found]] = {
+    "kernels": kernels,
+    "numerics": numerics,
+    "transport": transport,
+    "speed": trainings("speed"),
+    "big": trainings("big"),
+}
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--part", default=",".join(PARTS), help="parts, with commas in between; all")
+    add("--seconds", type=float, default=560.0, help="for all parts together (default 560)")
+    add("--mpi-wheel", type=Path, help="an mpich wheel, where no MPI library is installed")
+    add("--wheel", type=Path, action="append", default=[], help="another missing package")
+    add("--shared-nccl", action="store_true", help="try NCCL between two ranks on one GPU")
+    add("--save", type=Path, help="write JSON here")
+    add("--merge", type=Path, nargs="+", metavar="JSON", help="only join these into --save")
+    arguments = parser.parse_args(words)
+    arguments.parts = arguments.part.split(",")
+    for part in arguments.parts:
+        if part not in PARTS:
+            parser.error(f"--part {part}: no part; choose of {', '.join(PARTS)}")
+    wheels = [arguments.mpi_wheel] if arguments.mpi_wheel else []
+    arguments.wheels = [*wheels, *arguments.wheel]
+    for file in (*arguments.wheels, *(arguments.merge or ())):
+        if not file.is_file():
+            parser.error(f"{file}: no such file")
+    if arguments.merge and arguments.save is None:
+        parser.error("--merge: say by --save where to")
+    return arguments
+
+
+def result_path(device: str, environ: Mapping[str, str]) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    folder = Path(environ["OUT"]) if environ.get("OUT") else ROOT / "benchmarks" / "results"
+    return folder / f"gpu_check-{name}.json"
+
+
+def check(around: Around, parts: Sequence[str], report: Report) -> list[Row]:
+    """Run the parts, save after each, and return what these say."""
+    rows: list[Row] = []
+    wanted = {"environment": environment, **{part: RUN[part] for part in parts}}
+    for part, run in wanted.items():
+        if part != "environment" and around.left < EXPECTED_SECONDS:
+            own, details = [Row(part, "all", "skip", "no time left; name it by --part")], None
+        else:
+            began = time.monotonic()
+            own, details = run(around)
+            own.append(Row(part, "seconds", "info", f"{time.monotonic() - began:.0f}"))
+        report.put(part, own, details)
+        print("\n".join(table(own)), flush=True)
+        rows += own
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
+    ends = time.monotonic() + arguments.seconds
+    if arguments.merge:
+        joined = Report(arguments.save, {}, [], {})
+        for path in arguments.merge:
+            joined.merge(Report.opened(path, {}))
+        print("\n".join(table(joined.rows)))
+        return EXIT_FAILED if failed(joined.rows) else 0
+    host = Host()
+    try:
+        for wheel in arguments.wheels:
+            host.add_wheel(wheel)
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    seen = host.look()
+    if seen.get("problem") or seen["missing"]:
+        said = seen.get("problem") or f"lacks {', '.join(seen['missing'])}; give --wheel"
+        print(f"gpu_check: {sys.executable}: {said}", file=sys.stderr)
+        return EXIT_FAILED
+    if "device" not in seen:
+        print("gpu_check: no CUDA device is here; every part is skipped")
+        return EXIT_NO_DEVICE
+    report = Report.opened(arguments.save or result_path(seen["device"], os.environ), seen)
+    with tempfile.TemporaryDirectory() as folder:
+        around = Around(host, seen, ends, Path(folder), arguments.shared_nccl)
+        rows = check(around, arguments.parts, report)
+    print(f"\n{count(rows)}; saved in {report.path}")
+    return EXIT_FAILED if failed(rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What `gpu_train.py` trains, and what the plan says of it: no GPU is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from axsparse.config.load import load_config
+from axsparse.errors import ConfigError
+from axsparse.grid import Grid
+from axsparse.local import LocalWorld
+from axsparse.planner.cluster import load_cluster
+from axsparse.planner.memory import StageMemory, stage_memory
+from axsparse.planning import Method, subject
+from axsparse.pruning.ticket_writing import Drawn, write_ticket
+from axsparse.samo.memory import StateBytes
+from axsparse.transport import LocalTransport
+
+CLUSTER = "h200-node"
+"""Whose memory beside torch's own the plan takes; its speeds are not used."""
+MICROBATCHES = 4
+SIZES = (8, 4, 2, 1)
+"""Of microbatches, to try."""
+TILE, TILE_KEPT = 327_680, 32_768
+"""A tenth exactly, and a divisor of GPT-3's matrices."""
+COMMON = (
+    "layout.g_inter=1",
+    "pipeline.slack=0",
+    "train.eval_steps=0",
+    "train.log_every=1",
+    "checkpoint.every=0",
+    "watchdog.timeout=0",
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a worker is told."""
+
+    config: str
+    overrides: tuple[str, ...]
+    steps: int
+
+    def with_(self, *more: str, steps: int | None = None) -> Training:
+        return Training(self.config, (*self.overrides, *more), steps or self.steps)
+
+    def all(self, *more: str) -> list[str]:
+        return [*COMMON, *self.overrides, *more, f"train.steps={self.steps}"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    memory: StageMemory
+    state: StateBytes
+    model_flops: float
+    """Of a step, without what is computed again."""
+    all_flops: float
+    tokens: int
+    """Of a step."""
+    parameters: int
+
+
+def planned(training: Training, method: Method) -> Planned:
+    loaded = load_config(training.config, training.all())
+    cluster = load_cluster(CLUSTER)
+    asked = subject(loaded, cluster)
+    config, workload = loaded.config, asked.workload(method)
+    batch = config.batch
+    loads = workload.stages(1, 1, microbatches=batch.global_batch_size // batch.microbatch_size)
+    assert loads is not None, "there is no limit"
+    memory = stage_memory(
+        loads[0],
+        microbatch_size=batch.microbatch_size,
+        in_flight=1,
+        overhead=cluster.overhead_bytes,
+    )
+    samples = batch.global_batch_size
+    return Planned(
+        memory=memory,
+        state=loads[0].state,
+        model_flops=3 * asked.survey.flops * samples,
+        all_flops=workload.sample_flops * samples,
+        tokens=samples * config.model.sequence_length,
+        parameters=asked.survey.num_params,
+    )
+
+
+def batches(size: int, number: int = MICROBATCHES) -> tuple[str, ...]:
+    """So many microbatches."""
+    return (f"batch.microbatch_size={size}", f"batch.global_batch_size={size * number}")
+
+
+def chosen(
+    training: Training, methods: Sequence[Method], room: float, number: int = MICROBATCHES
+) -> Training:
+    """The first batch of which all methods fit side by side; ConfigError if none does."""
+    least = math.inf
+    for again, sizes in ((0, SIZES), (1, SIZES[-1:])):
+        for size in sizes:
+            tried = training.with_(
+                *batches(size, number), f"pipeline.checkpoint_activations={again}"
+            )
+            need = sum(planned(tried, method).memory.total for method in methods)
+            if need <= room:
+                return tried
+            least = min(least, need)
+    raise ConfigError(
+        f"{training.config}: needs {least / 1e9:.1f} GB at least, of {room / 1e9:.1f}; take a "
+        "larger device"
+    )
+
+
+def ticket(training: Training, folder: Path) -> Path:
+    """Masks that cost no time: of every tensor the same positions in each stretch of `TILE`."""
+    loaded = load_config(training.config, training.all())
+    asked = subject(loaded, load_cluster(CLUSTER))
+    assert asked.targets is not None, "the configurations prune"
+    generator = torch.Generator().manual_seed(1)
+    tile = torch.zeros(TILE, dtype=torch.bool)
+    tile[torch.randperm(TILE, generator=generator)[:TILE_KEPT]] = True
+
+    def mask(numel: int) -> Tensor:
+        return tile.repeat(-(-numel // TILE))[:numel]
+
+    shapes = asked.targets.shapes
+    drawn = Drawn(algorithm="random", step=0, seed=1, parameters=asked.survey.shapes, pruned=shapes)
+    own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
+    alone = LocalTransport(LocalWorld(1), 0)
+    path = folder / f"{Path(training.config).stem}-{asked.survey.num_params}.safetensors"
+    if not path.exists():
+        write_ticket(path, drawn, own, transport=alone, place=Grid(1, 1).place(0))
+    return path

@@ -1,0 +1,410 @@
+"""GPT-3 on one GPU: step time, part of the matrix peak, memory, and SAMO against dense.
+
+    python benchmarks/gpu_train.py [2.7b] [13b] [compare] [dense-13b] [largest]
+        [--seconds 540] [--save benchmarks/results/gpu_train.json]
+
+    2.7b, 13b    trains at 90 %: seconds, tokens/s, percentage of the matrix product that this GPU
+                 does fastest, live bytes by category and the peak against the plan
+    compare      2.7B dense and pruned, both on the GPU at once, which take steps in turn
+    dense-13b    does not fit: the plan says so, and an attempt ends with one line
+    largest      the most layers of 13B's width that the plan lets fit, confirmed by two steps
+
+Microbatches are as large as the plan lets fit without recomputing activations, else 1 with.
+Masks are a ticket of random positions, the same tenth over and over; start values see
+`gpu_worker.py`. Medians; brackets hold the quartiles. The exit code is 1 if a check fails, 69
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from gpu_plan import Training, batches, chosen, planned, ticket
+from gpu_report import (
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    Report,
+    Row,
+    failed,
+    judged,
+    spread,
+    table,
+)
+from gpu_turns import Worker, WorkerFailedError
+
+from axsparse.errors import ConfigError
+from axsparse.planner.memory import StageMemory
+
+HERE = Path(__file__).parent
+RUNS = ("2.7b", "13b", "compare", "dense-13b", "largest")
+CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "13b": "gpt3_13b.yaml"}
+PEAK_AIM, MEMORY_AIM, RATIO_AIM = 0.5, 1.1, 1.01
+PART_OF_PEAK = "part of the measured matrix peak"
+ROOM = 0.94
+"""Part of the device that a plan may fill: torch's allocator does not fill every hole."""
+STEPS, WARM = 6, 2
+COMPARED = 8
+"""Microbatches where SAMO is held against dense: with few of them the optimizer, of which SAMO has
+a tenth, would hide what compression costs each time."""
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    """Of the fastest bf16 matrix product."""
+
+
+# -- runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs run, and how long they may."""
+
+    device: Device
+    folder: Path
+    ends: float
+    """On the clock of `time.monotonic`."""
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    @property
+    def room(self) -> float:
+        return ROOM * self.device.memory_bytes
+
+
+Found = tuple[list[Row], dict[str, Any]]
+
+
+def pruned(training: Training, place: Place) -> Training:
+    return training.with_(f"pruning.ticket={ticket(training, place.folder)}")
+
+
+def alone(name: str, training: Training, place: Place) -> Found:
+    """One training by itself, against its plan."""
+    plan = planned(training, "samo")
+    with Worker(training, place.folder, place.left) as worker:
+        built = worker.event("built")
+        steps = [worker.step() for _ in range(training.steps)]
+        done = worker.event("done")
+        records = worker.records()
+    warm = min(WARM, len(steps) - 1)
+    seconds = [step["seconds"] for step in steps[warm:]]
+    middle = statistics.median(seconds)
+    part = plan.all_flops / middle / place.device.peak_flops
+    without = plan.model_flops / middle / place.device.peak_flops
+    state = asdict(plan.state)
+    rows = [
+        Row(name, "seconds a step", "info", spread(seconds, "s")),
+        Row(name, "tokens a second", "info", f"{plan.tokens / middle:,.0f}"),
+        judged(
+            name,
+            PART_OF_PEAK,
+            f"{part:.1%} (without what is computed again {without:.1%})",
+            f">= {PEAK_AIM:.0%}",
+            good=part >= PEAK_AIM,
+        ),
+        judged(
+            name,
+            "every loss is a number",
+            f"{steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f}",
+            "all steps",
+            good=all(step["finite"] for step in steps),
+        ),
+        judged(
+            name,
+            "live state has the planned bytes",
+            ", ".join(f"{key} {value / 1e9:.2f} GB" for key, value in built["state"].items()),
+            "equal",
+            good=built["state"] == state,
+        ),
+    ]
+    if done["peak"]:
+        rows.append(peak_row(name, done["peak"]["allocated"], plan.memory))
+    detail = {
+        "settings": training.all(),
+        "parameters": plan.parameters,
+        "tokens a step": plan.tokens,
+        "step seconds": [step["seconds"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+        "phases, medians": phases(records[warm:]),
+        "building seconds": built["seconds"],
+        "building peak": built["peak"],
+        "peak": done["peak"],
+        "live state": built["state"],
+        "planned": asdict(plan.memory),
+    }
+    return rows, detail
+
+
+def peak_row(name: str, allocated: int, memory: StageMemory) -> Row:
+    """Torch's peak against the plan, of which libraries are no part."""
+    expected = memory.total - memory.overhead
+    return judged(
+        name,
+        "peak memory against the plan",
+        f"{allocated / 1e9:.1f} GB of {expected / 1e9:.1f} planned ({allocated / expected:.3f})",
+        f"<= {MEMORY_AIM:.0%}",
+        good=allocated <= MEMORY_AIM * expected,
+    )
+
+
+def phases(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each phase of a step."""
+    names = [key for key in (records[0] if records else {}) if key.endswith("_seconds")]
+    return {key: statistics.median(record[key] for record in records) for key in names}
+
+
+def size(name: str, place: Place) -> Found:
+    start = pruned(Training(CONFIGS[name], (), STEPS), place)
+    return alone(name, chosen(start, ["samo"], place.room), place)
+
+
+def compare(training: Training, place: Place, rounds: int) -> Found:
+    """Dense and pruned in turn, both in memory, in an order drawn anew each round."""
+    name = "compare"
+    both = chosen(pruned(training, place), ["dense", "samo"], place.room, COMPARED)
+    both = both.with_(steps=rounds + WARM)
+    trainings = {"samo": both, "dense": both.with_("samo.enabled=false")}
+    seconds: dict[str, list[float]] = {"samo": [], "dense": []}
+    with (
+        Worker(trainings["samo"], place.folder, place.left) as samo,
+        Worker(trainings["dense"], place.folder, place.left) as dense,
+    ):
+        workers = {"samo": samo, "dense": dense}
+        for worker in workers.values():
+            worker.event("built")
+        for number in range(-WARM, rounds):
+            order = list(workers)
+            random.Random(number).shuffle(order)  # noqa: S311  an order of measuring is no secret
+            for which in order:
+                taken = workers[which].step()["seconds"]
+                if number >= 0:
+                    seconds[which].append(taken)
+        for worker in workers.values():
+            worker.event("done")
+        records = {which: worker.records()[WARM:] for which, worker in workers.items()}
+    ratios = [s / d for s, d in zip(seconds["samo"], seconds["dense"], strict=True)]
+    rows = [
+        Row(name, "seconds a step, dense", "info", spread(seconds["dense"], "s")),
+        Row(name, "seconds a step, SAMO", "info", spread(seconds["samo"], "s")),
+        judged(
+            name,
+            "SAMO's step against the dense one",
+            spread(ratios),
+            f"<= {RATIO_AIM}",
+            good=statistics.median(ratios) <= RATIO_AIM,
+        ),
+    ]
+    found = {which: phases(lines) for which, lines in records.items()}
+    return rows, {
+        "settings": both.all(),
+        "step seconds": seconds,
+        "ratios": ratios,
+        "phases, medians": found,
+    }
+
+
+def does_not_fit(training: Training, place: Place) -> Found:
+    """The plan of a dense training needs more than there is, and trying it says so in a line."""
+    name = "dense-13b"
+    least = training.with_(*batches(1), "pipeline.checkpoint_activations=1", "samo.enabled=false")
+    need = planned(least, "dense").memory.total
+    rows = [
+        judged(
+            name,
+            "the plan needs more than the device has",
+            f"{need / 1e9:.0f} GB of {place.device.memory_bytes / 1e9:.0f}",
+            "no fit",
+            good=need > place.device.memory_bytes,
+        )
+    ]
+    said = ""
+    try:
+        with Worker(least, place.folder, place.left) as worker:
+            worker.event("built")
+            worker.step()
+    except WorkerFailedError as error:
+        said = str(error)
+    clear = said.startswith("axsparse: error:") and "memory" in said
+    rows.append(
+        judged(
+            name,
+            "an attempt ends with one clear line",
+            said[:300] or "it trained",
+            "names memory",
+            good=clear,
+        )
+    )
+    return rows, {"settings": least.all(), "planned": need, "said": said}
+
+
+def most_layers(training: Training, room: float) -> int:
+    """The most blocks that the plan lets fit; 0 if not even one does."""
+
+    @cache
+    def need(layers: int) -> float:
+        return planned(with_layers(training, layers), "samo").memory.total
+
+    # What a block adds is the same for each; looking at a deep model takes long.
+    layers = max(0, 1 + int((room - need(1)) / (need(2) - need(1))))
+    while layers > 0 and need(layers) > room:
+        layers -= 1
+    while need(layers + 1) <= room:
+        layers += 1
+    return layers
+
+
+def with_layers(training: Training, layers: int) -> Training:
+    return training.with_(f"model.num_layers={layers}")
+
+
+def largest(training: Training, place: Place) -> Found:
+    """By the plan, then by two steps; with fewer layers if these do not run after all."""
+    name = "largest"
+    start = training.with_(
+        "batch.microbatch_size=1",
+        "batch.global_batch_size=1",
+        "pipeline.checkpoint_activations=1",
+        "samo.index=mask",
+        "samo.split_master=true",
+        steps=2,
+    )
+    layers = most_layers(start, place.room)
+    tries: list[dict[str, Any]] = []
+    while layers > 0:
+        tried = with_layers(start, layers)
+        plan = planned(tried, "samo")
+        attempt = {"layers": layers, "parameters": plan.parameters, "said": "trained"}
+        tries.append(attempt)
+        try:
+            rows, detail = alone(name, pruned(tried, place), place)
+        except WorkerFailedError as error:
+            attempt["said"] = str(error)
+            if "memory" not in str(error):
+                raise
+            layers -= max(1, layers // 20)
+            continue
+        rows = [row for row in rows if row.check != PART_OF_PEAK]  # nobody asks for speed here
+        right = len(tries) == 1
+        top = judged(
+            name,
+            "the plan's most layers train",
+            f"{layers} layers, {plan.parameters / 1e9:.1f}e9 parameters"
+            + ("" if right else f", after {len(tries) - 1} that did not fit"),
+            "at once",
+            good=right,
+        )
+        return [top, *rows], {**detail, "tries": tries}
+    raise ConfigError(f"{training.config}: not a single layer of it fits; take a larger device")
+
+
+def run_one(name: str, place: Place, rounds: int) -> Found:
+    if name == "compare":
+        return compare(Training(CONFIGS["2.7b"], (), STEPS), place, rounds)
+    if name == "dense-13b":
+        return does_not_fit(Training(CONFIGS["13b"], (), 1), place)
+    if name == "largest":
+        return largest(Training(CONFIGS["13b"], (), 2), place)
+    return size(name, place)
+
+
+def judge_runs(names: Sequence[str], place: Place, rounds: int) -> Iterator[tuple[str, Found]]:
+    """Each run's rows; one that fails is a row as well, and one without time is skipped."""
+    for name in names:
+        if place.left <= 0:
+            yield name, ([Row(name, "training", "skip", "no time left; name fewer runs")], {})
+            continue
+        try:
+            yield name, run_one(name, place, rounds)
+        except (WorkerFailedError, ConfigError) as error:
+            yield name, ([Row(name, "training", "fail", str(error)[:300])], {})
+
+
+# -- the device -----------------------------------------------------------------------------
+
+
+def probe(sizes: Sequence[int] = (8192, 16384)) -> Device:
+    """What this process's GPU is and does; torch's memory of it stays taken until it ends."""
+    peak = 0.0
+    for edge in sizes:
+        left, right = (torch.randn(edge, edge, device="cuda").bfloat16() for _ in range(2))
+        times = []
+        for number in range(25):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            torch.mm(left, right)
+            ended.record()
+            ended.synchronize()
+            if number >= 5:
+                times.append(began.elapsed_time(ended) / 1e3)
+        peak = max(peak, 2 * edge**3 / statistics.median(times))
+    properties = torch.cuda.get_device_properties(0)
+    return Device(properties.name, properties.total_memory, peak)
+
+
+def probe_apart() -> Device:
+    """The same by a process that gives the memory back."""
+    code = (
+        "import json, gpu_train, dataclasses as d; print(json.dumps(d.asdict(gpu_train.probe())))"
+    )
+    said = subprocess.run(  # noqa: S603  our own script
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    return Device(**json.loads(said.stdout.splitlines()[-1]))
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)}; all")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all runs together")
+    parser.add_argument("--rounds", type=int, default=10, help="of compare")
+    parser.add_argument("--save", type=Path, help="write JSON here")
+    arguments = parser.parse_args(words)
+    for name in arguments.runs:
+        if name not in RUNS:
+            parser.error(f"{name}: no run; choose of {', '.join(RUNS)}")
+    arguments.runs = arguments.runs or list(RUNS)
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
+    ends = time.monotonic() + arguments.seconds
+    if not torch.cuda.is_available():
+        print("gpu_train: no CUDA device is here, and there is nothing else to measure")
+        return EXIT_NO_DEVICE
+    device = probe_apart()
+    report = Report.opened(arguments.save, {**asdict(device), "torch": torch.__version__})
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(device, Path(folder), ends)
+        for name, (own, detail) in judge_runs(arguments.runs, place, arguments.rounds):
+            report.put(name, own, detail)
+            print("\n".join(table(own)), flush=True)
+            rows += own
+    return EXIT_FAILED if failed(rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

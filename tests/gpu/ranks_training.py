@@ -1,0 +1,158 @@
+"""What `test_training_gpu.py` starts under mpirun: trains one case after another, and saves what
+each rank has of it.
+
+    mpirun -n 4 python tests/gpu/ranks_training.py FOLDER CASES.json
+
+Where it trains follows from what this process may see: a GPU, or the CPU if that is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from support.runs import tiny_config, tiny_gpt, token_data
+from torch import Tensor
+
+from axsparse.builder import build
+from axsparse.config.load import Loaded
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.grid import Grid
+from axsparse.job import Job, run
+from axsparse.samo.state import LayerState
+from axsparse.startup import Datasets
+from axsparse.trainer import Trainer
+
+
+class Case(TypedDict):
+    """One training, as JSON."""
+
+    name: str
+    layout: tuple[int, int]
+    """Stages and replicas."""
+    settings: dict[str, Any]
+    """Sections, as of `tiny_config`."""
+    overflow_at: int | None
+    """The step, from 0, in which an entry of one gradient on the last rank is infinite."""
+    deterministic: bool
+    """Whether every kernel has to add in a fixed order; torch refuses those that cannot."""
+    run_dir: str | None
+    """Where it saves; None: nowhere."""
+    resume: str | None
+
+
+class Outcome(TypedDict):
+    """What one rank saw, tensors on the host."""
+
+    losses: list[float]
+    norms: list[float]
+    finite: list[bool]
+    scale: float
+    validation_loss: float | None
+    devices: list[str]
+    """Types of the devices that model state is on."""
+    masters: dict[str, Tensor]
+    """Of this rank's stage by global name: kept entries in fp32."""
+    kept: dict[str, Tensor]
+    """Where they stand, int64."""
+    moments: dict[str, Tensor]
+    """By `name/moment`, kept entries."""
+
+
+def train(job: Job, case: Case) -> Outcome:
+    # The first sets what NVIDIA's containers override by a variable.
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(case["deterministic"])
+    config = tiny_config(**case["settings"])
+    validation = token_data(samples=24) if config.train.eval_steps else None
+    datasets = Datasets(token_data(), validation)
+    quiet = case["run_dir"] is None
+    if not quiet:
+        config = config.model_copy(update={"run_dir": case["run_dir"]})
+    trainer = build(
+        job,
+        tiny_gpt(config),
+        lambda: datasets,
+        Loaded(config, "tiny", {}),
+        grid=Grid(*case["layout"]),
+        quiet=quiet,
+        resume=case["resume"],
+    )
+    at = case["overflow_at"]
+    if at is not None and job.transport.rank == job.transport.size - 1:
+        spoil(trainer, at)
+    found = Outcome(
+        losses=[],
+        norms=[],
+        finite=[],
+        scale=0.0,
+        validation_loss=None,
+        devices=[],
+        masters={},
+        kept={},
+        moments={},
+    )
+
+    def note(step: int, verdict: Verdict) -> None:
+        found["losses"].append(verdict.loss)
+        found["norms"].append(verdict.grad_norm)
+        found["finite"].append(verdict.finite)
+
+    trainer.train(note)
+    found["scale"] = trainer.parts.loss_scale.scale
+    if trainer.last_evaluation is not None:
+        found["validation_loss"] = trainer.last_evaluation.loss
+    for layer in trainer.parts.layers:
+        note_state(found, layer.state)
+    return found
+
+
+def note_state(found: Outcome, state: LayerState) -> None:
+    buffers = [state.gradient, *state.moments_K.values()]
+    if state.master_K is not None:
+        buffers.append(state.master_K)
+    buffers += [tensor.parameter for tensor in state.owned]
+    found["devices"] = sorted({*found["devices"], *(buffer.device.type for buffer in buffers)})
+    for tensor in state.owned:
+        found["masters"][tensor.name] = state.master(tensor.name).detach().cpu().clone()
+        found["kept"][tensor.name] = tensor.index.positions().cpu().long()
+        for moment in state.moments_K:
+            values = state.moment(tensor.name, moment)
+            found["moments"][f"{tensor.name}/{moment}"] = values.cpu().clone()
+
+
+def spoil(trainer: Trainer, step: int) -> None:
+    """Make a kept entry of a gradient infinite, a pruned one's if this stage has some, in one
+    microbatch of a step."""
+    owned = [tensor for layer in trainer.parts.layers for tensor in layer.state.owned]
+    pruned = [tensor for tensor in owned if tensor.kept < tensor.parameter.numel()]
+    tensor = (pruned or owned)[0]
+    place = int(tensor.index.positions()[tensor.kept // 2])
+    left = [1]
+
+    def spoilt(gradient: Tensor) -> Tensor:
+        if trainer.steps_done != step or not left:
+            return gradient
+        left.pop()
+        changed = gradient.clone()
+        changed.view(-1)[place] = torch.inf
+        return changed
+
+    tensor.parameter.register_hook(spoilt)
+
+
+def main(job: Job) -> None:
+    folder, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    rank = job.transport.rank
+    for case in cases:
+        found = train(job, case)
+        partial = folder / f"{case['name']}.{rank}.partial"
+        torch.save(found, partial)
+        partial.rename(folder / f"{case['name']}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,195 @@
+"""What `benchmarks/gpu_train.py` does before it has a GPU: plans, turns and failures, on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from support.mpirun import TESTS
+
+BENCHMARKS = TESTS.parent / "benchmarks"
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"),
+    *("model.sequence_length=16", "batch.microbatch_size=2", "batch.global_batch_size=4"),
+)
+pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="benchmarks/ is not here")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("gpu_train")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def tiny(benchmark: ModuleType, steps: int = 4) -> Any:
+    return benchmark.Training("quickstart.yaml", TINY, steps)
+
+
+def place(benchmark: ModuleType, folder: Path, seconds: float = 120.0) -> Any:
+    device = benchmark.Device("none", 24_000_000_000, 1.0)
+    return benchmark.Place(device, folder, time.monotonic() + seconds)
+
+
+def outcomes(rows: list[Any]) -> dict[str, str]:
+    return {row.check: row.outcome for row in rows}
+
+
+def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Path) -> None:
+    here = place(benchmark, tmp_path)
+
+    rows, detail = benchmark.alone("tiny", benchmark.pruned(tiny(benchmark), here), here)
+
+    assert outcomes(rows) == {
+        "seconds a step": "info",
+        "tokens a second": "info",
+        benchmark.PART_OF_PEAK: "pass",
+        "every loss is a number": "pass",
+        "live state has the planned bytes": "pass",
+    }
+    assert len(detail["step seconds"]) == 4
+    assert detail["tokens a step"] == 4 * 16
+    assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
+
+
+def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_path: Path) -> None:
+    rows, detail = benchmark.compare(tiny(benchmark), place(benchmark, tmp_path), rounds=3)
+
+    dense, samo = detail["step seconds"]["dense"], detail["step seconds"]["samo"]
+    assert detail["ratios"] == [s / d for s, d in zip(samo, dense, strict=True)]
+    assert len(samo) == 3
+    aim = benchmark.RATIO_AIM
+    assert rows[-1].outcome == ("pass" if sorted(detail["ratios"])[1] <= aim else "fail")
+
+
+def test_what_does_not_fit_has_to_say_so(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(benchmark, tmp_path)
+    refused = tiny(benchmark).with_("layout.memory_per_rank=0.0001")
+
+    said, _ = benchmark.does_not_fit(refused, here)
+    monkeypatch.setattr(benchmark, "Worker", lambda *_: nullcontext(Mock()))
+    trained, _ = benchmark.does_not_fit(tiny(benchmark), here)
+
+    assert [row.outcome for row in said] == ["fail", "pass"], said
+    assert said[1].measured.startswith("axsparse: error:")
+    assert [row.outcome for row in trained] == ["fail", "fail"]
+    assert trained[1].measured == "it trained"
+
+
+def test_a_worker_without_time_says_so(benchmark: ModuleType, tmp_path: Path) -> None:
+    with (
+        pytest.raises(benchmark.WorkerFailedError, match="ran out of time"),
+        benchmark.Worker(tiny(benchmark), tmp_path, 0.01) as worker,
+    ):
+        worker.event("built")
+
+
+def test_the_most_layers_are_the_last_that_the_plan_lets_fit(benchmark: ModuleType) -> None:
+    training = tiny(benchmark)
+
+    def need(layers: int) -> float:
+        total: float = benchmark.planned(
+            benchmark.with_layers(training, layers), "samo"
+        ).memory.total
+        return total
+
+    assert benchmark.most_layers(training, need(5)) == 5
+    assert benchmark.most_layers(training, need(6) - 1) == 5
+    assert benchmark.most_layers(training, 1.0) == 0
+
+
+def test_the_largest_batch_that_fits_is_taken_and_activations_are_recomputed_last(
+    benchmark: ModuleType,
+) -> None:
+    def need(size: int, again: int) -> float:
+        tried = tiny(benchmark).with_(
+            *benchmark.batches(size), f"pipeline.checkpoint_activations={again}"
+        )
+        total: float = benchmark.planned(tried, "samo").memory.total
+        return total
+
+    def taken(room: float) -> list[str]:
+        chosen: list[str] = list(benchmark.chosen(tiny(benchmark), ["samo"], room).overrides[-3:])
+        return chosen
+
+    assert need(1, 1) < need(1, 0) < need(4, 0) < need(8, 0)
+    assert taken(need(8, 0) - 1) == [*benchmark.batches(4), "pipeline.checkpoint_activations=0"]
+    assert taken(need(1, 0) - 1) == [*benchmark.batches(1), "pipeline.checkpoint_activations=1"]
+    with pytest.raises(benchmark.ConfigError, match=r"needs .* GB at least"):
+        taken(need(1, 1) - 1)
+
+
+def test_the_largest_model_loses_layers_until_it_trains(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def alone(name: str, training: Any, _: Any) -> Any:
+        tried.append(training.overrides[-2])
+        if len(tried) < 3:
+            raise benchmark.WorkerFailedError("axsparse: error: CUDA out of memory")
+        return [benchmark.Row(name, benchmark.PART_OF_PEAK, "fail")], {}
+
+    monkeypatch.setattr(benchmark, "alone", alone)
+    monkeypatch.setattr(benchmark, "most_layers", lambda training, room: 5)
+
+    rows, detail = benchmark.largest(tiny(benchmark), place(benchmark, tmp_path))
+
+    assert tried == [f"model.num_layers={layers}" for layers in (5, 4, 3)]
+    assert outcomes(rows) == {"the plan's most layers train": "fail"}
+    assert [attempt["layers"] for attempt in detail["tries"]] == [5, 4, 3]
+
+
+def test_a_run_that_fails_and_one_without_time_are_rows(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise benchmark.WorkerFailedError("it burns")
+
+    monkeypatch.setattr(benchmark, "run_one", fail)
+
+    [(_, ([burnt], _))] = benchmark.judge_runs(["13b"], place(benchmark, tmp_path), 1)
+    [(_, ([late], _))] = benchmark.judge_runs(["13b"], place(benchmark, tmp_path, -1.0), 1)
+
+    assert (burnt.outcome, burnt.measured) == ("fail", "it burns")
+    assert (late.outcome, late.measured) == ("skip", "no time left; name fewer runs")
+
+
+def test_memory_beyond_the_plan_fails(benchmark: ModuleType) -> None:
+    memory = benchmark.planned(tiny(benchmark), "samo").memory
+    expected = memory.total - memory.overhead
+
+    within, beyond = (
+        benchmark.peak_row("x", int(part * expected), memory).outcome for part in (1.09, 1.11)
+    )
+
+    assert (within, beyond) == ("pass", "fail")
+
+
+def test_without_a_gpu_it_ends_with_69(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert benchmark.main(["2.7b"]) == 69
+    assert "no CUDA device is here" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        benchmark.main(["3b"])
+    assert "3b: no run; choose of 2.7b, 13b" in capsys.readouterr().err

@@ -1,0 +1,351 @@
+"""Whole trainings on a GPU: several ranks share it by way of the hosts, and the oracle judges.
+
+Every layout's cases run in one job. Rounding is not the CPU's on a GPU, hence tolerances to
+the oracle, which is plain torch on one CPU. Between layouts with equally many replicas the bits
+are the same: all kernels run in their deterministic forms then (`use_deterministic_algorithms`
+and cuBLAS workspaces of a fixed size), on tensors of the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from gpu.ranks_training import Case, Outcome
+from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
+from support.by_config import oracle_of
+from support.dense_lamb import lamb
+from support.oracle import Oracle, adamw, sgd
+from support.runs import tiny_config, tiny_gpt, token_data
+from torch import Tensor
+
+from axsparse.config.schema import Config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
+
+Layout = tuple[int, int]
+LAYOUTS: list[Layout] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+STEPS, OVERFLOW = 6, 3
+FP32_LOSS, FP32_NORM, FP32_MASTERS = 2e-6, 5e-6, 5e-5
+"""Relative, masters by the norm of each tensor. The oracle in fp64 is 4e-8, 1.3e-7 and 4e-6 away
+from itself in fp32 over these steps: ten times that and more for sums of other orders, and for
+exponentials that are other approximations."""
+BF16_LOSS = 0.002
+"""As on a CPU: bf16 has 8 bits of mantissa."""
+FP16_LOSS = 3e-4
+"""As on a CPU."""
+METHOD_LOSS, METHOD_KEPT = 1e-3, 0.999
+"""A score beside the cut may fall on its other side, and each that does is one weight more and
+one less; no more than one kept entry of a thousand."""
+SHAPE: dict[str, Any] = {
+    # Tensors of many tiles of a kernel, and of more than one block of 65,536 entries.
+    "model": {"hidden_size": 160},
+    "batch": {"global_batch_size": 8, "microbatch_size": 1},
+    "train": {"steps": STEPS},
+}
+EPS = {"eps": 1e-5}
+"""So large that a gradient which is rounding and nothing else, as the keys' biases have, is no
+step of the full learning rate."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": EPS,
+    "sgd": {"name": "sgd", "learning_rate": 0.5},
+    "lamb": {"name": "lamb", "eps": 1e-6},
+}
+JUDGES = {"adamw": adamw, "sgd": sgd, "lamb": lamb}
+EQUAL: dict[str, dict[str, Any]] = {
+    # Cases of each layout that have the bits of `adamw`, and how they differ from it.
+    "int32": {"samo": {"index": "int32"}},
+    "mask": {"samo": {"index": "mask"}},
+    "recomputed": {"pipeline": {"checkpoint_activations": 1}},
+    "sharded": {"samo": {"shard_optimizer": True}},
+    "1f1b": {"pipeline": {"schedule": "1f1b"}},
+}
+HALVES: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "bf16-split": {"precision": "bf16", "samo": {"split_master": True}},
+    "bf16-fp32-gradient": {"precision": "bf16", "samo": {"gradient": "fp32"}},
+    "fp16": {"precision": "fp16"},
+}
+DROPOUT: dict[str, Any] = {"model": {**SHAPE["model"], "dropout": 0.2}}
+METHODS: dict[str, dict[str, Any]] = {
+    "at-step": {"at_step": 3, "distribution": "global"},
+    "gradual": {"method": "gradual", "at_step": 0, "interval": 2, "until_step": 4},
+    "iterative": {"method": "iterative", "at_step": 0, "interval": 2, "until_step": 4},
+    "snip": {"method": "snip"},
+    "set": {"method": "set", "interval": 2, "until_step": 5},
+    "rigl": {"method": "rigl", "interval": 2, "until_step": 5},
+}
+PRUNED_ON_THE_WAY: Layout = (2, 2)
+
+
+def settings(*changes: dict[str, Any]) -> dict[str, Any]:
+    found = {**SHAPE, "optimizer": EPS}
+    for change in changes:
+        for key, value in change.items():
+            is_section = isinstance(value, dict)
+            found[key] = {**found.get(key, {}), **value} if is_section else value
+    return found
+
+
+def cases(layout: Layout) -> list[Case]:
+    """All that is trained in a layout."""
+    wanted = {name: settings({"optimizer": chosen}) for name, chosen in OPTIMIZERS.items()}
+    wanted |= {name: settings(change) for name, change in EQUAL.items()}
+    wanted |= {name: settings(change) for name, change in HALVES.items()}
+    wanted["dropout"] = settings(DROPOUT)
+    wanted["dropout-recomputed"] = settings(DROPOUT, EQUAL["recomputed"])
+    found = [case(name, layout, chosen) for name, chosen in wanted.items()]
+    found.append(case("free", layout, settings(), deterministic=False))
+    spoilt = settings({"precision": "fp16", "loss_scale": {"initial": 64.0}})
+    found.append(case("overflow", layout, spoilt, overflow_at=OVERFLOW))
+    if layout == PRUNED_ON_THE_WAY:
+        found += [
+            case(name, layout, settings({"pruning": pruning}), deterministic=False)
+            for name, pruning in METHODS.items()
+        ]
+    return found
+
+
+Train = Callable[[Layout, str], list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """What the ranks of a layout saw of a case; a layout's job runs when it is first asked for."""
+
+    @cache
+    def job(layout: Layout) -> dict[str, list[Outcome] | CaseFailedError]:
+        return train_cases(tmp_path_factory.mktemp("layout"), cases(layout))
+
+    def found(layout: Layout, name: str) -> list[Outcome]:
+        outcomes = job(layout)[name]
+        if isinstance(outcomes, CaseFailedError):
+            raise outcomes
+        for outcome in outcomes:
+            assert outcome["devices"] == ["cuda"]
+            assert outcome["losses"] == outcomes[0]["losses"]
+            assert outcome["norms"] == outcomes[0]["norms"]
+        return outcomes
+
+    return found
+
+
+@cache
+def judged(g_data: int, optimizer: str) -> Oracle:
+    """An oracle of fp32 that has run."""
+    config = tiny_config(**settings({"optimizer": OPTIMIZERS[optimizer]}))
+    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, JUDGES[optimizer])
+    oracle.run(STEPS)
+    return oracle
+
+
+def assert_same_bits(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> None:
+    assert ours[0]["losses"] == reference[0]["losses"]
+    assert ours[0]["norms"] == reference[0]["norms"]
+    for key in ("kept", "masters", "moments"):
+        expected = joined(reference, key)
+        for name, values in joined(ours, key).items():
+            other = expected.get(name)
+            if other is None:  # the tied weight's second use, where it stands by itself
+                other = expected[name.replace("head.weight", "embed.token.weight")]
+            assert torch.equal(values, other), (key, name)
+
+
+def assert_masters_follow(outcomes: Sequence[Outcome], weights: dict[str, Tensor]) -> None:
+    masters, kept = joined(outcomes, "masters"), joined(outcomes, "kept")
+    assert masters
+    for name, values in masters.items():
+        owner = name if name in weights else "embed.token.weight"
+        expected = weights[owner].reshape(-1)[kept[name]]
+        distance = (values - expected).norm().item()
+        assert distance <= FP32_MASTERS * expected.norm().item(), name
+
+
+# -- against the oracle ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fp32_on_a_gpu_follows_the_oracle(trained: Train, layout: Layout, optimizer: str) -> None:
+    oracle = judged(layout[1], optimizer)
+
+    outcomes = trained(layout, optimizer)
+
+    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=FP32_LOSS)
+    assert outcomes[0]["norms"] == pytest.approx(oracle.trace.norms, rel=FP32_NORM)
+    kept = joined(outcomes, "kept")
+    for name, mask in oracle.masks.items():
+        assert torch.equal(kept[name], mask.view(-1).nonzero().view(-1)), name
+    assert_masters_follow(outcomes, oracle.trace.weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_kernels_that_may_add_in_any_order_follow_it_as_well(
+    trained: Train, layout: Layout
+) -> None:
+    oracle = judged(layout[1], "adamw")
+
+    outcomes = trained(layout, "free")
+
+    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=FP32_LOSS)
+    assert_masters_follow(outcomes, oracle.trace.weights)
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_half_precision_follows_the_fp32_oracle(trained: Train, layout: Layout, name: str) -> None:
+    oracle, tolerance = judged(1, "adamw"), FP16_LOSS if name == "fp16" else BF16_LOSS
+
+    outcomes = trained(layout, name)
+
+    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=tolerance)
+    assert outcomes[0]["losses"] != oracle.trace.losses
+
+
+class SpoiltOracle(Oracle):
+    """Skips the step of the overflow."""
+
+    def _gradients(self, step: int) -> tuple[float, dict[str, Tensor]]:
+        loss, total = super()._gradients(step)
+        if step == OVERFLOW:
+            next(iter(total.values())).view(-1)[0] = torch.inf
+        return loss, total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_overflow_on_one_rank_is_skipped_by_all(trained: Train, layout: Layout) -> None:
+    config = tiny_config(**settings())
+    oracle = SpoiltOracle(tiny_gpt(config), config, token_data(), 1).run(STEPS)
+
+    outcomes = trained(layout, "overflow")
+
+    for outcome in outcomes:
+        assert outcome["finite"] == [step != OVERFLOW for step in range(STEPS)]
+        assert outcome["scale"] == 32.0
+        good = [step for step in range(STEPS) if step != OVERFLOW]
+        assert [outcome["losses"][step] for step in good] == pytest.approx(
+            [oracle.losses[step] for step in good], rel=FP16_LOSS
+        )
+    assert all(values.isfinite().all() for values in joined(outcomes, "masters").values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_that_change_on_the_way_are_the_oracles(trained: Train, method: str) -> None:
+    config: Config = tiny_config(**settings({"pruning": METHODS[method]}))
+    oracle = oracle_of(config, PRUNED_ON_THE_WAY[1])
+    trace = oracle.run(STEPS)
+
+    outcomes = trained(PRUNED_ON_THE_WAY, method)
+
+    assert outcomes[0]["losses"] == pytest.approx(trace.losses, rel=METHOD_LOSS)
+    for name, mask in oracle.masks.items():
+        kept = joined(outcomes, "kept")[name]
+        assert len(kept) == int(mask.sum()), name
+        assert int(mask.view(-1)[kept].sum()) >= METHOD_KEPT * len(kept), name
+
+
+# -- against each other ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", *HALVES, "dropout"])
+@pytest.mark.parametrize(
+    ("layout", "reference"), [((2, 1), (1, 1)), ((4, 1), (1, 1)), ((2, 2), (1, 2))], ids=str
+)
+def test_layouts_with_equally_many_replicas_are_the_same_bits(
+    trained: Train, layout: Layout, reference: Layout, name: str
+) -> None:
+    assert_same_bits(trained(layout, name), trained(reference, name))
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_how_state_is_stored_and_in_which_order_stages_work_change_no_bit(
+    trained: Train, layout: Layout, name: str
+) -> None:
+    assert_same_bits(trained(layout, name), trained(layout, "adamw"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_dropout_is_drawn_again_when_activations_are_recomputed(
+    trained: Train, layout: Layout
+) -> None:
+    assert_same_bits(trained(layout, "dropout-recomputed"), trained(layout, "dropout"))
+    assert trained(layout, "dropout")[0]["losses"] != trained(layout, "adamw")[0]["losses"]
+
+
+# -- from one device to another -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Outcome]]:
+    """A whole run of each device, and one of each from the middle of each, with its evaluation."""
+    folder = tmp_path_factory.mktemp("moved")
+    saving = settings(
+        {
+            "checkpoint": {"every": STEPS // 2},
+            "schedule": {"decay_steps": STEPS},
+            "train": {"eval_steps": 2},
+        }
+    )
+    environments = {"gpu": {}, "cpu": ON_CPU}
+    found: dict[tuple[str, str], list[Outcome]] = {}
+
+    def train(source: str, target: str, layout: Layout) -> None:
+        name = f"{source}-{target}"
+        middle = folder / f"{source}-{source}" / "checkpoints" / f"step-{STEPS // 2}"
+        begins = source == target
+        own = case(
+            name,
+            layout,
+            saving,
+            run_dir=folder / name,
+            resume=None if begins else middle,
+        )
+        outcomes = train_cases(folder, [own], environments[target.removesuffix("-again")])[name]
+        if isinstance(outcomes, CaseFailedError):
+            raise outcomes
+        found[source, target] = outcomes
+
+    for device in environments:
+        train(device, device, (2, 1))
+    train("gpu", "cpu", (1, 1))
+    train("cpu", "gpu", (2, 2))
+    train("gpu", "gpu-again", (1, 1))
+    return found
+
+
+@pytest.mark.parametrize(("source", "target"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_a_run_goes_on_on_the_other_device_under_another_layout(
+    moved: dict[tuple[str, str], list[Outcome]], source: str, target: str
+) -> None:
+    whole = moved["cpu", "cpu"]
+
+    outcomes = moved[source, target]
+
+    assert {tuple(outcome["devices"]) for outcome in outcomes} == {
+        ("cuda",) if target == "gpu" else ("cpu",)
+    }
+    assert outcomes[0]["losses"] == pytest.approx(whole[0]["losses"][STEPS // 2 :], rel=FP32_LOSS)
+    assert outcomes[0]["validation_loss"] == pytest.approx(
+        whole[0]["validation_loss"], rel=FP32_LOSS
+    )
+    expected, kept = joined(whole, "masters"), joined(whole, "kept")
+    for name, values in joined(outcomes, "masters").items():
+        assert torch.equal(joined(outcomes, "kept")[name], kept[name]), name
+        distance = (values - expected[name]).norm().item()
+        assert distance <= FP32_MASTERS * expected[name].norm().item(), name
+
+
+def test_a_run_that_goes_on_on_its_gpu_has_the_bits_of_one_that_never_stopped(
+    moved: dict[tuple[str, str], list[Outcome]],
+) -> None:
+    whole, later = moved["gpu", "gpu"], moved["gpu", "gpu-again"]
+
+    assert later[0]["losses"] == whole[0]["losses"][STEPS // 2 :]
+    assert later[0]["validation_loss"] == whole[0]["validation_loss"]
+    expected = joined(whole, "masters")
+    for name, values in joined(later, "masters").items():
+        assert torch.equal(values, expected[name]), name

@@ -1,0 +1,73 @@
+"""That the script which trains on a GPU is a fair one: on a CPU, it gives the oracle's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import training_jobs
+from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
+from support.oracle import Oracle
+from support.runs import tiny_config, tiny_gpt, token_data
+
+STEPS = 3
+SETTINGS = {"train": {"steps": STEPS}}
+
+
+def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_jobs, "AT_ONCE", 2)
+    spoilt = {**SETTINGS, "precision": "fp16", "loss_scale": {"initial": 64.0}}
+    outcomes = train_cases(
+        tmp_path,
+        [
+            case("plain", (2, 1), SETTINGS),
+            case("refused", (2, 1), {"spikes": {"rule": "back"}}),
+            case("overflow", (2, 1), spoilt, overflow_at=1),
+        ],
+        ON_CPU,
+    )
+
+    plain, refused, overflow = (outcomes[name] for name in ("plain", "refused", "overflow"))
+    config = tiny_config(**SETTINGS)
+    oracle = Oracle(tiny_gpt(config), config, token_data(), 1)
+    trace = oracle.run(STEPS)
+    assert not isinstance(plain, CaseFailedError), plain
+    for outcome in plain:
+        assert (outcome["losses"], outcome["norms"]) == (trace.losses, trace.norms)
+        assert outcome["devices"] == ["cpu"]
+    masters, kept = joined(plain, "masters"), joined(plain, "kept")
+    for name, values in masters.items():
+        owner = name if name in trace.weights else "embed.token.weight"
+        assert torch.equal(values, trace.weights[owner].reshape(-1)[kept[name]]), name
+    assert len(kept["block0.fc1.weight"]) == oracle.masks["block0.fc1.weight"].sum()
+    assert isinstance(refused, CaseFailedError)
+    assert "back goes back to a checkpoint" in str(refused)
+    assert not isinstance(overflow, CaseFailedError), overflow
+    for outcome in overflow:
+        assert outcome["finite"] == [True, False, True]
+        assert outcome["scale"] == 32.0
+
+
+def test_a_case_that_saves_is_gone_on_with(tmp_path: Path) -> None:
+    settings = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "schedule": {"decay_steps": 4}}
+    first = case("whole", (1, 1), settings, run_dir=tmp_path / "run")
+    resumed = case(
+        "resumed",
+        (1, 1),
+        settings,
+        run_dir=tmp_path / "other",
+        resume=tmp_path / "run" / "checkpoints" / "step-2",
+    )
+
+    outcomes = train_cases(tmp_path, [first, resumed], ON_CPU)
+
+    whole, later = outcomes["whole"], outcomes["resumed"]
+    assert not isinstance(whole, CaseFailedError), whole
+    assert not isinstance(later, CaseFailedError), later
+    assert later[0]["losses"] == whole[0]["losses"][2:]
+    assert all(
+        map(torch.equal, joined(later, "masters").values(), joined(whole, "masters").values())
+    )
