@@ -22,7 +22,7 @@ from axsparse.checkpoint.verify import Checkpoint
 from axsparse.comm import Collective, Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, pruned_layout
+from axsparse.config.validate import check_config, check_gpu_settings, pruned_layout
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.data_parallel.buffers import StageBuffers
 from axsparse.data_parallel.sharded import WeightGather
@@ -34,8 +34,9 @@ from axsparse.masking.choose import choose_masking
 from axsparse.masking.live import Live, masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
+from axsparse.observe.device_phases import make_phases
 from axsparse.observe.memory import give_back_at_once
-from axsparse.observe.phases import Phases
+from axsparse.observe.out_of_memory import record_history
 from axsparse.observe.pulse import Pulse
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog import open_watchdog
@@ -43,11 +44,13 @@ from axsparse.parts import Parts
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
+from axsparse.placing import Placed, place
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.masks import Masks
 from axsparse.reporting import make_recorder
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
 from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
+from axsparse.samo.backend import Backend
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.shards import Replicas
@@ -88,9 +91,15 @@ def build(
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
     """
-    transport = job.transport
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
-    together(transport, lambda: check_config(loaded))
+    together(job.transport, lambda: check_config(loaded))
+    if job.placed is None:
+        job.placed = place(job.transport, loaded)
+    placed, transport = job.placed, job.placed.transport
+    has_gpu = placed.gpu is not None
+    together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
+    if loaded.config.train.memory_history:
+        record_history()
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     together(transport, lambda: _refuse_quiet(loaded, resume) if quiet else None)
     upto = None if back is None else back.base
@@ -98,7 +107,7 @@ def build(
     checkpoint = None if past is None else past.checkpoint
     progress = None if past is None else _progress_of(past, back)
     settings = _settings_of(loaded, checkpoint)
-    memory = found_memory(settings.config, transport)
+    memory = found_memory(settings.config, transport, placed.room)
     saved = None if checkpoint is None else checkpoint.manifest.pruned
     run = together(
         transport, lambda: resolve(settings, surveyed, transport, grid, score, memory, saved)
@@ -108,7 +117,7 @@ def build(
     torch.set_num_threads(run.config.train.threads)
     if run.memory_is_tight:
         give_back_at_once()
-    data = open_data(run, loaded, transport, open_datasets)
+    data = open_data(run, loaded, transport, open_datasets, pinned=placed.pins)
     facts = _facts(run, data)
     opened = None if past is None else _open_run_dir(run, settings, facts, job, past, back)
     column = run.place.grid.column(run.place.stage)
@@ -117,7 +126,7 @@ def build(
         transport.backoff,
         shard=run.config.samo.shard_optimizer,
     )
-    options = _options(run, model, replicas)
+    options = _options(run, model, replicas, placed.backend)
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -127,10 +136,10 @@ def build(
     layers = together(
         transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
     )
-    recorder = make_recorder(run, model.name, layers, data, transport, job.run_dir)
+    recorder = make_recorder(run, model.name, layers, data, placed, job.run_dir)
     if back is not None and progress is not None:
         recorder.went_back(back.record(progress))
-    parts = _join(run, model, layers, options, data, transport, recorder, job.run_dir)
+    parts = _join(run, model, layers, options, data, placed, recorder, job.run_dir)
     if checkpoint is not None:
         together(transport, partial(_load, checkpoint, parts))
     if opened is None:
@@ -261,7 +270,7 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
 
 
-def _options(run: Resolved, model: Model, replicas: Replicas) -> StateOptions:
+def _options(run: Resolved, model: Model, replicas: Replicas, backend: Backend) -> StateOptions:
     return StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
@@ -272,6 +281,7 @@ def _options(run: Resolved, model: Model, replicas: Replicas) -> StateOptions:
         index=run.index,
         replicas=replicas,
         start=model.start,
+        backend=backend,
     )
 
 
@@ -302,12 +312,14 @@ def _join(
     layers: list[BuiltLayer],
     options: StateOptions,
     data: Data,
-    transport: Transport,
+    placed: Placed,
     recorder: Recorder,
     run_dir: Path | None,
 ) -> Parts:
     """The parts of one rank, each given the others that it needs."""
-    place, config, phases, replicas = run.place, run.config, Phases(), options.replicas
+    place, config, replicas = run.place, run.config, options.replicas
+    phases = make_phases(placed.gpu, nvtx=config.train.nvtx)
+    transport = placed.transport
     states = [layer.state for layer in layers]
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
@@ -327,6 +339,7 @@ def _join(
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
         checkpoint_activations=config.pipeline.checkpoint_activations,
+        compiled=config.pipeline.compile,
     )
     link = transport.link(place)
     pipeline = config.pipeline
@@ -339,6 +352,7 @@ def _join(
         phases,
         schedule=Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer),
         while_idle=sync.advance,
+        gpu=placed.gpu,
     )
     collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
 
@@ -369,6 +383,7 @@ def _join(
         phases=phases,
         pulse=Pulse(phases, transport.backoff, engine.awaited),
         recorder=recorder,
+        peak_memory_bytes=placed.peak_memory_bytes,
         run_dir=run_dir,
     )
 

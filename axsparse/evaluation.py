@@ -12,6 +12,7 @@ from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import sum_by_owner
 from axsparse.grid import Place
 from axsparse.pipeline.engine import Engine
+from axsparse.samo.backend import to_host
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def evaluate(
     with Prefetcher(batches.evaluation, first_step=0, end=number) as prefetcher:
         for step in range(number):
             batch = prefetcher.get(step)
-            for loss, *found in engine.evaluate(batch):
+            for loss, *found in (row.tolist() for row in to_host(engine.evaluate(batch))):
                 losses.append(loss)
                 counts = [total + count for total, count in zip(counts, found, strict=True)]
             if place.is_last:

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -36,6 +36,9 @@ from axsparse.errors import (
 )
 from axsparse.stopping import StopRequest
 from axsparse.transport import connect, speaks
+
+if TYPE_CHECKING:
+    from axsparse.placing import Placed
 
 T = TypeVar("T")
 EXIT_INTERRUPTED = 130
@@ -72,6 +75,8 @@ class Job:
 
     def __init__(self, transport: Transport, stop: StopRequest | None = None) -> None:
         self.transport = transport
+        self.placed: Placed | None = None
+        """Where this rank computes and by which transport, once a configuration has said so."""
         self.stop = stop or StopRequest()
         """Whether this rank was told to stop; listens once there is a place to save."""
         self.where = f"rank {transport.rank}"
@@ -103,7 +108,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     torch.manual_seed(0)
     try:
         main(job)
-        transport.close()
+        (job.placed or job).transport.close()
     except BaseException as failure:
         if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
             _last_words(job, failure)

@@ -59,6 +59,8 @@ class Parts:
     pulse: Pulse
     """Where this rank stands, for its watchdog."""
     recorder: Recorder
+    peak_memory_bytes: Callable[[], int]
+    """The most that this rank has held where it computes."""
     run_dir: Path | None
     """Where the run writes; None if it does not."""
 

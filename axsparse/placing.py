@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,10 +19,12 @@ from axsparse.device import CONNECTIONS, Gpu, Seat, choose_plane, describe, seat
 from axsparse.errors import ConfigError
 from axsparse.job import together
 from axsparse.machine import cuda_aware
+from axsparse.observe.memory import peak_gpu_memory_bytes, peak_memory_bytes
+from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.cuda.compile import CupyLauncher
+from axsparse.streams import Device
 from axsparse.transport import MpiTransport
 from axsparse.transport_gpu import GpuTransport
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,34 @@ class Placed:
     """Where this rank computes and how it reaches the others."""
 
     transport: Transport
-    device: torch.device
-    table: list[str]
+    backend: Backend
+    """Of its training state."""
+    gpu: Device | None = None
+    """Its streams and memory; None on a CPU."""
+    table: Sequence[str] = ()
     """Lines for the screen: which rank has which GPU; none without GPUs."""
+    room: Room | None = None
+    """What its GPU has left."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether the host has memory that its GPU copies from without waiting."""
+        return self.backend.device.type == "cuda"
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that this rank has held where it computes."""
+        if self.backend.device.type == "cuda":
+            return peak_gpu_memory_bytes(self.backend.device)
+        return peak_memory_bytes()
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that ranks share."""
+
+    nbytes: int
+    where: str
+    """The same for the ranks that share it."""
 
 
 def place(transport: Transport, loaded: Loaded) -> Placed:
@@ -54,12 +82,13 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
     texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
     seats = [_read(text) for text in texts]
     plane = together(transport, lambda: choose_plane(wanted, where, seats))
-    if plane is None or own.number is None:
-        return Placed(transport, CPU, [])
-    device = torch.device("cuda", own.number)
-    torch.cuda.set_device(device)
+    number = own.number
+    if plane is None or number is None or own.gpu is None:
+        return Placed(transport, HOST)
+    uuid, table = own.gpu.uuid, describe(seats)
+    backend, gpu, room = together(transport, lambda: bind(number, uuid))
     if not isinstance(transport, MpiTransport):
-        return Placed(transport, device, describe(seats))  # one rank by itself
+        return Placed(transport, backend, gpu, table, room)  # one rank by itself
     if plane == "cuda-aware-mpi":
         together(transport, lambda: _refuse_blind_mpi(where))
     connections = None
@@ -67,17 +96,30 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
         from axsparse.nccl import NcclConnections, Rendezvous, nccl_backend
 
         rendezvous = Rendezvous(transport, nccl_backend)
-        connections = NcclConnections(rendezvous, CudaDevice(device), transport.backoff)
+        connections = NcclConnections(rendezvous, gpu, transport.backoff)
     return Placed(
         GpuTransport(
             transport,
-            CudaDevice(device),
+            gpu,
             connections=connections,
             staging="direct" if plane == "cuda-aware-mpi" else "pinned",
         ),
-        device,
-        describe(seats),
+        backend,
+        gpu,
+        table,
+        room,
     )
+
+
+def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, Room]:
+    """Take a GPU: its kernels, its streams, and the memory that is left there.
+
+    Raises ConfigError where its kernels cannot be compiled.
+    """
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    backend = Backend(device, CupyLauncher(number))
+    return backend, CudaDevice(device), Room(torch.cuda.mem_get_info(device)[0], uuid)
 
 
 def _read(text: str) -> Seat:

@@ -18,8 +18,11 @@ from axsparse.observe.memory import resident_memory_bytes
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.recorder import Predicted, Recorder, RunFigures
 from axsparse.observe.slow import SlowRanks
+from axsparse.placing import Placed
 from axsparse.planner.configured import Prediction
+from axsparse.planner.memory import SMALL_BLOCKS
 from axsparse.resolve import Resolved
+from axsparse.samo.backend import HOST
 from axsparse.samo.construct import BuiltLayer
 from axsparse.startup import METRICS_FILE, Data
 
@@ -29,14 +32,14 @@ def make_recorder(
     model_name: str,
     layers: Sequence[BuiltLayer],
     data: Data,
-    transport: Transport,
+    placed: Placed,
     run_dir: Path | None,
 ) -> Recorder:
     """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
-    config, survey = run.config, run.survey
+    config, survey, transport = run.config, run.survey, placed.transport
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
-    own = [live, matrix_peak(run.dtype) if peak == "auto" else peak]
+    own = [live, matrix_peak(run.dtype, placed.backend.device) if peak == "auto" else peak]
     own.append(max(0, resident_memory_bytes() - live))
     rows = sum_by_owner(transport.world, transport.backoff, own)
     sequences = config.batch.global_batch_size
@@ -69,7 +72,7 @@ def make_recorder(
         metrics=metrics,
         planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
     )
-    for line in lines:
+    for line in (*placed.table, *lines):
         console.line(line)
     file = MetricsFile(metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
@@ -93,7 +96,8 @@ def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | No
     """`overhead`: what the fullest process holds beside its model state, libraries above all."""
     if prediction is None:
         return None
-    return Predicted(prediction.memory_bytes + overhead, prediction.step_seconds)
+    memory = prediction.memory_bytes + overhead + SMALL_BLOCKS
+    return Predicted(memory, prediction.step_seconds)
 
 
 def _planned(prediction: Prediction | None, predicted: Predicted | None, *, is_tight: bool) -> str:
@@ -110,13 +114,16 @@ def _planned(prediction: Prediction | None, predicted: Predicted | None, *, is_t
     return text
 
 
-def matrix_peak(dtype: torch.dtype) -> float:
+def matrix_peak(dtype: torch.dtype, device: torch.device = HOST.device) -> float:
     """Flop/s of a square matrix product in this rank, the best of a few."""
-    size = 1024
-    left = torch.ones(size, size, dtype=dtype)
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 1024
+    left = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(4):
         began = time.perf_counter()
         torch.mm(left, left)
+        if on_gpu:
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best

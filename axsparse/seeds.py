@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 def keyed_seed(*key: int | str) -> int:
@@ -25,9 +26,19 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Lets modules draw from torch's global CPU generator and restores it afterwards."""
-    state = torch.get_rng_state()
+    """Lets modules draw from torch's global generators and restores them afterwards: the CPU's,
+    and the current GPU's once CUDA is in use."""
+    state = rng_state()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1])
+
+
+def rng_state() -> tuple[Tensor, ...]:
+    """The state of these generators, on the host; asking does not wait for a GPU."""
+    if not torch.cuda.is_initialized():
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), torch.cuda.get_rng_state()

@@ -29,6 +29,7 @@ from axsparse.job import together
 from axsparse.models.survey import Survey
 from axsparse.observe.console import Unit
 from axsparse.observe.memory import host_memory_bytes, resident_memory_bytes
+from axsparse.placing import Room
 from axsparse.resolve import Resolved
 
 METRICS_FILE = "metrics.jsonl"
@@ -101,10 +102,16 @@ class Data:
 
 
 def open_data(
-    run: Resolved, loaded: Loaded, transport: Transport, open_datasets: Callable[[], Datasets]
+    run: Resolved,
+    loaded: Loaded,
+    transport: Transport,
+    open_datasets: Callable[[], Datasets],
+    *,
+    pinned: bool = False,
 ) -> Data:
     """Open the data on both ends of the pipeline and tell its size to all ranks.
 
+    `pinned`: batches stand where a GPU can copy them from without waiting.
     Raises on all ranks what opening raised on any, DataError if two ranks read different
     data, and what the rules of `check_data` raise.
     """
@@ -133,6 +140,7 @@ def open_data(
             seed=run.config.seed,
             reads_inputs=run.place.is_first,
             reads_targets=run.place.is_last,
+            pinned=pinned,
         )
 
     training = batches(None if datasets is None else datasets.training, facts["samples"])
@@ -245,13 +253,16 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def found_memory(config: Config, transport: Transport) -> float | None:
-    """Bytes that every host leaves to each of its ranks, the least of all; None if it decides
-    nothing."""
+def found_memory(config: Config, transport: Transport, room: Room | None = None) -> float | None:
+    """Bytes that every host, or every GPU, leaves to each of its ranks, the least of all; None if
+    it decides nothing. `room` is that of this rank's GPU."""
     layout = config.layout
     if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
         return None
-    own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    if room is None:
+        own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    else:
+        own = f"{room.nbytes} 0 {room.where}"
     texts = gather_texts(transport.world, transport.backoff, own)
     hosts = [text.split(maxsplit=2) for text in texts]
     ranks = Counter(host for _, _, host in hosts)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from axsparse.checkpoint.manifest import FirstBad, Progress
 from axsparse.comm import Op
@@ -18,6 +19,7 @@ from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
 from axsparse.errors import TrainingError
 from axsparse.masking.change import Change
 from axsparse.parts import Parts
+from axsparse.samo.backend import to_host
 from axsparse.samo.learning_rate import learning_rate
 from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper
@@ -91,25 +93,27 @@ class Stepper:
         )
         self._warn_of_unused(parts.collector.finish())
         parts.sync.finish()
-        return self._agree(sum(losses), notice)
+        return self._agree(losses, notice)
 
     @property
     def batch(self) -> int:
         """Number, from 0, of the batch of the step under way."""
         return self.steps_done + self.jumped
 
-    def _agree(self, loss: float, notice: Notice) -> Verdict:
+    def _agree(self, losses: Sequence[Tensor], notice: Notice) -> Verdict:
         parts = self._parts
         with parts.phases("optimizer"):
-            partials = norm_partials([layer.state for layer in parts.layers], self._counted)
+            squares = norm_partials([layer.state for layer in parts.layers], self._counted)
+            extremes = parts.sync.own_extremes
+            # The step's one trip of the host to a GPU.
+            found = to_host([*losses, *extremes, *squares.values()])
+        loss = sum(map(float, found[: len(losses)]))
+        sums = found[len(found) - len(squares) :]
+        is_finite = all(map(math.isfinite, found[len(losses) : len(losses) + len(extremes)]))
+        partials = dict(zip(squares, sums, strict=True))
+        scale = parts.loss_scale.scale
         with parts.phases("collective"):
-            return self._agreement.reach(
-                loss,
-                partials,
-                parts.loss_scale.scale,
-                notice,
-                is_finite=parts.sync.own_is_finite,
-            )
+            return self._agreement.reach(loss, partials, scale, notice, is_finite=is_finite)
 
     def _update(self, verdict: Verdict) -> None:
         parts, settings = self._parts, self._config.optimizer

@@ -14,8 +14,8 @@ from axsparse.errors import AxsparseError, ConfigError, StoppedError, TrainingEr
 from axsparse.evaluation import Evaluation, evaluate
 from axsparse.masking.change import Change, Now
 from axsparse.masking.saving import save_live
-from axsparse.observe.memory import peak_memory_bytes
 from axsparse.observe.metrics import MaskRecord
+from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.tracing import Tracing
 from axsparse.observe.watchdog import Watchdog
@@ -107,14 +107,22 @@ class Trainer:
         """
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
+        parts = self.parts
         if self._watchdog is not None:
             self._watchdog.start()
         try:
-            while self._is_next():
-                self._recorded_step(on_step)
-            self.parts.recorder.flush()
+            with explained(
+                parts.place.rank,
+                parts.pulse,
+                parts.state_bytes,
+                parts.recorder.predicted_memory_bytes,
+                parts.run_dir,
+            ):
+                while self._is_next():
+                    self._recorded_step(on_step)
+            parts.recorder.flush()
             if self._saver is not None:
-                self.parts.pulse.at("checkpoint", self.steps_done)
+                parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
             if self.back is None:
                 self._refuse_bad_end()
@@ -237,7 +245,7 @@ class Trainer:
             "model_state_bytes": self.state_bytes().total,
             "gradient_bytes_sent": gradient_bytes,
             "p2p_bytes_sent": p2p_bytes,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": parts.peak_memory_bytes(),
         }
         seconds = parts.phases.end_step()
         if self._tracing is not None:

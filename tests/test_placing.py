@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support.runs import tiny_config
+from support.threaded_device import ThreadDevice
 
 from axsparse import placing
 from axsparse.config.load import Loaded
 from axsparse.device import Gpu
 from axsparse.errors import ConfigError
 from axsparse.local import LocalWorld
+from axsparse.samo.backend import HOST, Backend
 from axsparse.transport import LocalTransport
 
 
@@ -22,19 +24,26 @@ def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(placing, "visible_gpus", list)
     transport = LocalTransport(LocalWorld(1), 0)
 
-    assert placing.place(transport, loaded()) == placing.Placed(transport, placing.CPU, [])
+    assert placing.place(transport, loaded()) == placing.Placed(transport, HOST)
 
 
 def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[torch.device] = []
+    backend = Backend(torch.device("cuda", 0), None)
+    room = placing.Room(10**11, "a")
+    gpu = ThreadDevice()
+
+    def bind(number: int, uuid: str) -> tuple[Backend, ThreadDevice, placing.Room]:
+        assert (number, uuid) == (0, "a")
+        return backend, gpu, room
+
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "a"), Gpu("H200", "b")])
-    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr(placing, "bind", bind)
     transport = LocalTransport(LocalWorld(1), 0)
 
     placed = placing.place(transport, loaded())
 
-    assert (placed.transport, placed.device) == (transport, torch.device("cuda", 0))
-    assert taken == [placed.device]
+    assert (placed.transport, placed.backend, placed.gpu) == (transport, backend, gpu)
+    assert placed.room is room and placed.pins
     assert len(placed.table) == 1 and placed.table[0].endswith("rank 0 → GPU 0 (H200)")
 
 

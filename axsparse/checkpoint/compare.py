@@ -16,7 +16,7 @@ from axsparse.models.survey import Survey
 FREE = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path", "data.workers"),
     *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
-    *("train.trace", "watchdog."),
+    *("train.trace", "train.nvtx", "train.memory_history", "watchdog."),
     *("samo.index", "samo.split_master", "samo.shard_optimizer"),
 )
 """Keys, or their beginnings, that change no number of a run but the order of sums over replicas."""

@@ -117,7 +117,7 @@ def _tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, Saved
 
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
-            mask_D[index.positions()] = True
+            mask_D[index.positions().cpu()] = True
             return pack(mask_D)
 
         described = Described(torch.uint8, (-(-numel // 8),))
@@ -133,11 +133,11 @@ def _tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, Saved
 
 
 def _saved(tensor: Tensor) -> Saved:
-    return Saved(Described(tensor.dtype, tuple(tensor.shape)), lambda: tensor)
+    return Saved(Described(tensor.dtype, tuple(tensor.shape)), lambda: tensor.cpu())
 
 
 def _now(slot: Slot) -> Tensor:
-    return slot.tensor
+    return slot.tensor.cpu()
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:

@@ -76,7 +76,8 @@ def load_layers(
             if slot.persists:
                 wanted = Described(slot.tensor.dtype, tuple(slot.tensor.shape))
                 key = f"{BUFFER}/{layer.spec.name}.{slot.name}"
-                slot.put(files.of_layer(layer.spec.name).read(key, wanted))
+                saved_tensor = files.of_layer(layer.spec.name).read(key, wanted)
+                slot.put(saved_tensor.to(slot.tensor.device))
 
 
 def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:
@@ -85,7 +86,7 @@ def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorS
     master = file.entries(f"{MASTER}/{saved}", wanted)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
-        state.write_master(tensor, start, master(start, stop))
+        state.write_master(tensor, start, master(start, stop).to(state.backend.device))
     for kind in state.moments_K:
         values = file.entries(f"{kind}/{saved}", wanted)
         for start, stop in state.blocks(tensor, state.held):

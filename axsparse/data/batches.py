@@ -63,6 +63,8 @@ class Batches:
     """Of a dataset in parts, whether inputs are read: on the first stage they are."""
     reads_targets: bool = True
     """Likewise of targets, for the last stage."""
+    pinned: bool = False
+    """Whether tensors stand in memory that a GPU copies from without waiting."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
@@ -127,6 +129,9 @@ class Batches:
         microbatches = []
         for span, part in zip(spans, parts, strict=True):
             inputs, targets = part()
+            if self.pinned:
+                inputs = tuple(tensor.pin_memory() for tensor in inputs)
+                targets = None if targets is None else targets.pin_memory()
             first_sample = step * self.global_batch_size + span.start
             size = span.stop - span.start
             microbatches.append(Microbatch(inputs, targets, first_sample, size))

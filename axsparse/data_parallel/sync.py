@@ -32,6 +32,11 @@ class Use:
     def gradient(self) -> Tensor:
         return self.layer.gradient_of(self.tensor)
 
+    def summed(self) -> Tensor:
+        """The gradient, to which the other use's is about to be added."""
+        self.tensor.partials = None
+        return self.gradient
+
 
 @dataclass(frozen=True)
 class StageTie:
@@ -119,10 +124,10 @@ class GradientSync:
                     self._backoff.pause()
 
     @property
-    def own_is_finite(self) -> bool:
-        """Whether this replica's gradients were finite before others were added to them; of a
-        single one, which has its sums to show, True."""
-        return not self._extremes or bool(torch.stack(self._extremes).isfinite().all())
+    def own_extremes(self) -> Sequence[Tensor]:
+        """Numbers that are all finite if this replica's gradients were before others were added to
+        them; of a single one, which has its sums to show, none."""
+        return self._extremes
 
     def _is_done(self) -> bool:
         return self._started == len(self._buckets) and all(
@@ -136,11 +141,11 @@ class GradientSync:
                 break
             if tie.pair is None:
                 first, second = tie.uses
-                first.gradient.copy_(sum_in_rank_order([first.gradient, second.gradient]))
+                first.summed().copy_(sum_in_rank_order([first.gradient, second.gradient]))
                 self._tie_works.append(None)
             else:
                 (use,) = tie.uses
-                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.gradient))
+                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.summed()))
         for number, work in enumerate(self._tie_works):
             if work is not None and work.poll():
                 self._tie_works[number] = None

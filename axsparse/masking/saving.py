@@ -29,5 +29,5 @@ def save_live(live: Live, surveyed: Survey, path: Path, algorithm: str, step: in
 
 def _mask(tensor: TensorState) -> Tensor:
     mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-    mask_D[tensor.index.positions()] = True
+    mask_D[tensor.positions()] = True
     return mask_D

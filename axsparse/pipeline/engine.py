@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from axsparse.comm import Backoff, Direction, Link, Message
-from axsparse.data.batches import Batch
+from axsparse.comm import Backoff, Direction, Event, Link, Message
+from axsparse.data.batches import Batch, Microbatch
 from axsparse.grid import Place
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import ForwardOnly, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
+from axsparse.streams import Device
 
 MOST_UNSENT = 8
 """In an evaluation no gradient comes back to slow the first stage down; this does."""
+MOST_AHEAD = 2
+"""Actions that a GPU has not finished: one that runs and one behind it. With more, the host's head
+start would decide what runs next, and not what has arrived."""
 
 
 class Engine:
@@ -33,9 +38,10 @@ class Engine:
         *,
         schedule: Schedule,
         while_idle: Callable[[], None],
+        gpu: Device | None = None,
     ) -> None:
         """`while_idle` is called between polls when nothing can run: work that only needs
-        a push now and then."""
+        a push now and then. `gpu` is where the stage computes; None: on the CPU."""
         self._place = place
         self._stage = stage
         self._link = link
@@ -43,6 +49,8 @@ class Engine:
         self._phases = phases
         self._schedule = schedule
         self._while_idle = while_idle
+        self._gpu = gpu
+        self._under_way: deque[Event] = deque()
         self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
         self._inbox: dict[Action, Message] = {}
         self._policy: Policy | None = None
@@ -54,8 +62,9 @@ class Engine:
         divisor: float,
         loss_scale: float,
         before_last_backward: Callable[[], None],
-    ) -> list[float]:
-        """Forward and backward of all microbatches; on the last stage their losses, in order.
+    ) -> list[Tensor]:
+        """Forward and backward of all microbatches; on the last stage their losses, in order, as
+        scalars where the stage computes.
 
         Each loss is the microbatch's summed loss over `divisor`, the step's global count
         of targets, so that losses and gradients add up over microbatches and replicas.
@@ -67,7 +76,7 @@ class Engine:
             g_inter=place.grid.g_inter,
             microbatches=len(batch.microbatches),
         )
-        losses: list[float] = []
+        losses: list[Tensor] = []
 
         def run(action: Action) -> None:
             if action.direction is Direction.FORWARD:
@@ -80,19 +89,19 @@ class Engine:
         self._execute(policy, run)
         return losses
 
-    def evaluate(self, batch: Batch) -> list[list[float]]:
+    def evaluate(self, batch: Batch) -> list[Tensor]:
         """Forward only; on the last stage, for each microbatch in order, the summed loss and
-        what each metric counted."""
+        what each metric counted, fp64 where the stage computes."""
         policy = ForwardOnly(stage=self._place.stage, microbatches=len(batch.microbatches))
-        found: list[list[float]] = []
+        found: list[Tensor] = []
 
         def run(action: Action) -> None:
             microbatch = batch.microbatches[action.microbatch]
             inputs, _ = self._inputs(action.microbatch, batch)
             with self._phases("compute"):
-                outputs = self._stage.evaluate(inputs, microbatch.targets)
+                outputs = self._stage.evaluate(inputs, self._targets(microbatch))
             if self._place.is_last:
-                found.append([float(output) for output in outputs])
+                found.append(torch.stack([output.double() for output in outputs]))
             else:
                 self._send(Direction.FORWARD, action.microbatch, outputs)
 
@@ -119,7 +128,7 @@ class Engine:
         while not policy.finished:
             with self._phases("p2p"):
                 arrivals = self._link.arrivals()
-                congested = self._link.unsent > MOST_UNSENT
+                congested = self._link.unsent > MOST_UNSENT or self._is_ahead()
             for message in arrivals:
                 self._arrived[message.direction].append(message)
             self._take_in(policy)
@@ -127,6 +136,8 @@ class Engine:
             if action is not None:
                 self._phases.action = str(action)
                 run(action)
+                if self._gpu is not None:
+                    self._under_way.append(self._gpu.compute.record())
                 self._phases.action = ""
                 self._backoff.reset()
             else:
@@ -134,6 +145,19 @@ class Engine:
                     self._while_idle()
                     self._backoff.pause()
         self._policy = None
+
+    def _is_ahead(self) -> bool:
+        """Whether the GPU has as much to do as it may be given."""
+        while self._under_way and self._under_way[0].query():
+            self._under_way.popleft()
+        return len(self._under_way) >= MOST_AHEAD
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        """A tensor of the data where the stage computes; the host goes on while it is copied."""
+        return tensor if self._gpu is None else tensor.to(self._gpu.kind, non_blocking=True)
+
+    def _targets(self, microbatch: Microbatch) -> Tensor | None:
+        return None if microbatch.targets is None else self._put(microbatch.targets)
 
     def _take_in(self, policy: Policy) -> None:
         """Tell the policy of arrivals; a neighbour that is ahead sends those of the next run."""
@@ -144,16 +168,17 @@ class Engine:
                 self._inbox[Action(direction, message.microbatch)] = message
                 policy.arrived(direction, message.microbatch)
 
-    def _forward(self, number: int, batch: Batch, divisor: float) -> list[float]:
+    def _forward(self, number: int, batch: Batch, divisor: float) -> list[Tensor]:
         microbatch = batch.microbatches[number]
         inputs, requires_grad = self._inputs(number, batch)
         for tensor, wanted in zip(inputs, requires_grad, strict=True):
             tensor.requires_grad_(wanted)
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
-            outputs = self._stage.forward(number, inputs, key, microbatch.targets, divisor)
+            targets = self._targets(microbatch)
+            outputs = self._stage.forward(number, inputs, key, targets, divisor)
         if self._place.is_last:
-            return [float(outputs[0].detach())]
+            return [outputs[0].detach()]
         self._send(Direction.FORWARD, number, outputs)
         return []
 
@@ -169,7 +194,7 @@ class Engine:
     def _inputs(self, number: int, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
         """The inputs of a microbatch and which of them want a gradient."""
         if self._place.is_first:
-            inputs = batch.microbatches[number].inputs
+            inputs = tuple(map(self._put, batch.microbatches[number].inputs))
             return inputs, (False,) * len(inputs)
         message = self._inbox.pop(Action(Direction.FORWARD, number))
         tensors = tuple(tensor for tensor in message.tensors if tensor is not None)

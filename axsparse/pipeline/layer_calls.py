@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import Slot, slots, tracked_norms
-from axsparse.seeds import keyed_seed, preserved_rng
+from axsparse.seeds import keyed_seed, preserved_rng, rng_state
 
 Tensors = tuple[Tensor, ...]
 
@@ -27,10 +27,17 @@ class LayerCalls:
     """One layer of a stage, as it runs in training and in evaluation."""
 
     def __init__(
-        self, name: str, module: nn.Module, *, is_random: bool, is_recomputed: bool
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        is_random: bool,
+        is_recomputed: bool,
+        is_compiled: bool = False,
     ) -> None:
         """`is_random`: whether it draws beyond torch's dropout modules. `is_recomputed`:
-        whether a backward computes its activations once more instead of keeping them."""
+        whether a backward computes its activations once more instead of keeping them.
+        `is_compiled`: whether torch.compile fuses what it does."""
         self.name = name
         self._module = module
         self._is_random = is_random or _has_dropout(module)
@@ -45,15 +52,16 @@ class LayerCalls:
         self._is_proven = self._is_random
         """Whether it is known to be random, or a first call has shown that it draws nothing."""
         self._widened = _half_parameters_of_norms(module)
+        self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
     def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
         """The outputs; random numbers are those of `key`."""
         self._module.train()
         if self._is_proven:
             return self._once_or_twice(inputs, key)
-        before = torch.get_rng_state()
+        before = rng_state()
         outputs = self._once_or_twice(inputs, key)
-        if not torch.equal(before, torch.get_rng_state()):
+        if not all(map(torch.equal, before, rng_state())):
             raise ConfigError(
                 f"layer {self.name}: its forward draws random numbers, which would depend on the "
                 "layout; declare it with Layer(..., random=True)"
@@ -142,7 +150,7 @@ class LayerCalls:
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
-        outputs = _as_tuple(self.name, self._call(inputs))
+        outputs = _as_tuple(self.name, self._run(inputs))
         wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
             self._writes[self._module.training] = wrote

@@ -40,10 +40,11 @@ class Stage:
         input_dtype: torch.dtype | None,
         seed: int,
         checkpoint_activations: int,
+        compiled: bool = False,
     ) -> None:
         """`loss` and `metrics` are those of the last stage, `input_dtype` that of the first:
         what floating-point samples are cast to. Every `checkpoint_activations`-th layer is
-        recomputed in the backward; 0: none.
+        recomputed in the backward; 0: none. `compiled`: torch.compile fuses what a layer does.
         """
         self._layers = [
             LayerCalls(
@@ -51,6 +52,7 @@ class Stage:
                 layer.module,
                 is_random=layer.spec.random,
                 is_recomputed=checkpoint_activations > 0 and number % checkpoint_activations == 0,
+                is_compiled=compiled,
             )
             for number, layer in enumerate(layers)
         ]
@@ -104,9 +106,11 @@ class Stage:
             if gradient is not None
         ]
         if pairs:
-            torch.autograd.backward(
-                [root for root, _ in pairs], [gradient for _, gradient in pairs]
-            )
+            # In this thread, whose stream and device are the right ones for the hooks, too.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(
+                    [root for root, _ in pairs], [gradient for _, gradient in pairs]
+                )
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import math
 
 from torch import Tensor
 
+from axsparse.samo.cuda.step import adamw_step
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
 
 
@@ -41,4 +42,5 @@ ADAMW = Optimizer(
     update_moments=update_moments,
     statistics=None,
     apply=apply,
+    fused=adamw_step,
 )

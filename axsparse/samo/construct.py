@@ -17,7 +17,7 @@ from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
 from axsparse.models.layer import Layer, StartValues
 from axsparse.pruning.masks import Masks
-from axsparse.samo.index import FullIndex, Index, make_index
+from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.memory import IndexKind, master_kind
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state import LayerState, TensorState
@@ -51,6 +51,8 @@ class StateOptions:
     replicas: Replicas = ALONE
     start: StartValues | None = None
     """Where the model starts, if not at its layers' own values."""
+    backend: Backend = HOST
+    """Where state lives."""
 
 
 def construct(
@@ -74,7 +76,7 @@ def _construct_layer(
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
     module, values = _skeleton(layer, ties, options)
-    _fill_buffers(layer, module, options.start)
+    _fill_buffers(layer, module, options)
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
@@ -86,20 +88,21 @@ def _construct_layer(
                 f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and {shape} "
                 "differ; a tie joins two uses of one weight"
             )
-        storage = (
-            torch.zeros(shape, dtype=options.dtype) if owner is None else owner.parameter.detach()
-        )
+        if owner is None:
+            storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
+        else:
+            storage = owner.parameter.detach()
         weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
         _replace(module, local_name, weight)
         if not parameter.requires_grad:
             weight.detach().copy_(values(local_name))
             frozen.append(weight)
             continue
-        index: Index = FullIndex(weight.numel())
+        index = options.backend.full_index(weight.numel())
         first, masks = ties.get(name, name), options.masks
         if owner is None and masks is not None and first in masks.kept:
             mask_D = masks.mask(first, shape, partial(values, local_name))
-            index = make_index(mask_D, options.index)
+            index = options.backend.index(mask_D, options.index)
             del mask_D
         tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
@@ -112,6 +115,7 @@ def _construct_layer(
         index_kind=options.index,
         frozen=frozen,
         replicas=options.replicas,
+        backend=options.backend,
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
@@ -124,7 +128,7 @@ def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
 
     A call of its own, since a local of the caller would outlive the next value's making.
     """
-    value_D = value.view(-1)
+    value_D = value.view(-1).to(state.backend.device)
     for start, stop in tensor.blocks():
         state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
 
@@ -184,8 +188,10 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
                 child._parameters[key] = parameter
 
 
-def _fill_buffers(layer: Layer, module: nn.Module, start: StartValues | None) -> None:
-    """Give buffers their start values; those built on the meta device hold nothing yet."""
+def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
+    """Give buffers their start values, on the device; those built on the meta device hold nothing
+    yet."""
+    start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(f"{layer.name}.{slot.name}")
         if given is not None:
@@ -198,3 +204,4 @@ def _fill_buffers(layer: Layer, module: nn.Module, start: StartValues | None) ->
                 f"layer {layer.name}: buffer {slot.name!r} has no contents, because a layer with "
                 "`init` is built on the meta device; leave `init` out or compute it in forward"
             )
+        slot.put(slot.tensor.to(options.backend.device))

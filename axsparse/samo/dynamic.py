@@ -115,12 +115,12 @@ class Regrowth:
         if self._collector is None:
             owner = self._owners.get(tensor.name, tensor.name)
             generator = keyed_generator(self._seed, owner, "grow", step)
-            return strongest(
-                torch.rand(numel, generator=generator), (), tensor.index, count
-            ).positions
+            drawn = torch.rand(numel, generator=generator).to(tensor.parameter.device)
+            return strongest(drawn, (), tensor.index, count).positions
         own = found or no_candidates(numel, self._listed(tensor))
         lists = _from_all(own, self._replicas)
-        chosen = strongest(torch.zeros(numel), lists, tensor.index, count)
+        nothing = torch.zeros(numel, device=tensor.parameter.device)
+        chosen = strongest(nothing, lists, tensor.index, count)
         return chosen.positions if chosen.sums.any() else chosen.positions[:0]
 
     def _harvested(self) -> dict[str, Candidates]:
@@ -139,7 +139,8 @@ class Regrowth:
             parts = iter(lists)
             if tie.pair is not None:
                 parts = _from_all(lists[0], Replicas(tie.pair, self._replicas.backoff))
-            harvested[tensor.name] = strongest(torch.zeros(numel), parts, tensor.index, count)
+            nothing = torch.zeros(numel, device=tensor.parameter.device)
+            harvested[tensor.name] = strongest(nothing, parts, tensor.index, count)
         return harvested
 
     # -- what goes --------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Regrowth:
         if count:
             stays_K = largest(layer.master(tensor.name), tensor.kept - count, by_magnitude)
             mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-            mask_D[tensor.index.positions()[stays_K]] = True
+            mask_D[tensor.positions()[stays_K]] = True
             mask_D[grown.long()] = True
             layer.remask(tensor.name, mask_D)
         return count

@@ -52,7 +52,7 @@ class GradientCollector:
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
-                tensor.accumulated = False
+                tensor.accumulated, tensor.partials = False, None
 
     def last_microbatch(self) -> None:
         """The backward that follows is the step's last: its gradients complete the sums.
@@ -107,7 +107,7 @@ class GradientCollector:
             with self._timed():
                 if tensor.name in self._wanted:
                     self._pick(tensor, parameter.grad)
-                layer.accumulate(tensor, parameter.grad)
+                layer.accumulate(tensor, parameter.grad, is_last=self._is_last)
                 parameter.grad = None
             if self._is_last:
                 missing = self._missing[layer.name]

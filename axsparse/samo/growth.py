@@ -48,16 +48,19 @@ def no_candidates(numel: int, count: int) -> Candidates:
 def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count: int) -> Candidates:
     """The `count` largest in magnitude of `total_D` plus the parts, outside of the index.
 
-    `total_D` is flat, contiguous fp32 and is used up. Among equal ones lower positions come
+    `total_D` is flat, contiguous fp32 where the index is, and is used up; what is chosen is on
+    the host. Among equal ones lower positions come
     first. A sum that is no number, or infinite, counts as zero. `count` is at most
     the number of pruned positions. Allocates one byte an entry of the tensor, and blocks.
     """
     assert count <= total_D.numel() - index.kept, "there are fewer positions to choose from"
     for part in parts:
-        total_D.index_add_(0, part.positions, part.sums)
+        total_D.index_add_(0, part.positions.to(total_D.device), part.sums.to(total_D.device))
     total_D.nan_to_num_(0.0, 0.0, 0.0)
     for start in range(0, index.kept, BLOCK):
-        index.scatter(total_D, _NEVER[: index.kept - start], start)
+        never = _NEVER[: index.kept - start].to(total_D.device)
+        index.scatter(total_D, never, start)
+    total_D = total_D.cpu()
     chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
     return Candidates(chosen.to(_position_type(total_D.numel())), total_D[chosen])
 

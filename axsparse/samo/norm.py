@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from axsparse.samo.shards import BLOCK
 from axsparse.samo.state import LayerState
 
 
@@ -16,21 +15,17 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
     """Per tensor name, one fp64 sum of squares a block of kept gradient entries; zero for the
     blocks of other replicas' shares.
 
-    Non-finite exactly if a gradient entry of the block is: squares of fp32 values
-    cannot overflow fp64. `names` limits the result to tensors counted here, since
+    On the device of the gradients. Non-finite exactly if a gradient entry of the block is: squares
+    of fp32 values cannot overflow fp64. `names` limits the result to tensors counted here, since
     the second use of a tied weight is counted where the first is.
     """
     wanted = set(names)
-    partials = {}
-    for layer in layers:
-        for tensor in layer.owned:
-            if tensor.name in wanted:
-                gradient_K = layer.gradient_of(tensor)
-                partial = torch.zeros(-(-tensor.kept // BLOCK), dtype=torch.float64)
-                for start, stop in layer.blocks(tensor, layer.share):
-                    partial[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
-                partials[tensor.name] = partial
-    return partials
+    return {
+        tensor.name: layer.squares(tensor)
+        for layer in layers
+        for tensor in layer.owned
+        if tensor.name in wanted
+    }
 
 
 def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from axsparse.samo.cuda.step import Slot
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,6 @@ class Optimizer:
     """`(block, statistics, hyper)`: move the master weights, in place."""
     num_statistics: int = 0
     """How many sums `statistics` gives."""
+    fused: Callable[[Slot, Hyper, float], None] | None = None
+    """`(slot, hyper, gradient factor)`: the same by one kernel, on a GPU; None where there is
+    none."""

@@ -37,7 +37,7 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
 
 def kept_positions(tensor: TensorState) -> Tensor | None:
     """Flat positions of the kept entries of a pruned tensor; None of a dense one."""
-    return None if tensor.kept == tensor.parameter.numel() else tensor.index.positions()
+    return None if tensor.kept == tensor.parameter.numel() else tensor.positions()
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:
@@ -47,5 +47,5 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
         for tensor in layer.state.owned:
             digest.update(f"{tensor.name} {tensor.kept} ".encode())
             if tensor.kept < tensor.parameter.numel():
-                digest.update(tensor.index.positions().numpy().tobytes())
+                digest.update(tensor.positions().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 12

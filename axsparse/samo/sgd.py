@@ -14,8 +14,11 @@ the first step's momentum may differ in its sign, which no weight ever shows).
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
+from axsparse.samo.cuda.step import sgd_step
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
 
 
@@ -41,6 +44,7 @@ def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
         update_moments=update_moments,
         statistics=None,
         apply=apply,
+        fused=partial(sgd_step, momentum=momentum, nesterov=nesterov),
     )
 
 

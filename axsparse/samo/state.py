@@ -14,14 +14,18 @@ entries of this replica's share only (`samo/shards.py`); weight, index and gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.comm import Op
 from axsparse.samo import precision
-from axsparse.samo.index import Index, make_index
+from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.cuda.compress import Verdict, compress, judge
+from axsparse.samo.cuda.helpers import DeviceIndex
+from axsparse.samo.cuda.step import Slot
+from axsparse.samo.index import Index
 from axsparse.samo.memory import IndexKind, MasterKind, StateBytes
 from axsparse.samo.shards import ALONE, BLOCK, Replicas, share_bounds
 
@@ -45,6 +49,9 @@ class TensorState:
     offset: int = 0
     accumulated: bool = False
     """Whether this step's gradient has been written at least once."""
+    partials: Tensor | None = None
+    """On a GPU, the sums of squares of this step's gradient by blocks, where they came with it
+    and nothing has been added since."""
 
     @property
     def index(self) -> Index:
@@ -55,6 +62,10 @@ class TensorState:
     def kept(self) -> int:
         """Kept entries."""
         return self.index.kept
+
+    def positions(self) -> Tensor:
+        """Flat positions of the kept entries on the host, int64, ascending."""
+        return self.index.positions().cpu()
 
     @property
     def weight_D(self) -> Tensor:
@@ -81,6 +92,7 @@ class LayerState:
         index_kind: IndexKind = "int32",
         frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
+        backend: Backend = HOST,
     ) -> None:
         """Buffers are allocated here, and those of moments once they are asked for;
         `write_master` fills them.
@@ -88,23 +100,28 @@ class LayerState:
         `master` is where the fp32 master weights are, as above.
         `index_kind` is how tensors that are pruned later store their kept positions.
         `frozen` are the layer's untrained parameters and its buffers, which cost what they are.
+        `backend` is where all of it lives, the parameters of `tensors` included.
         """
         self.name = name
         self.index_kind = index_kind
         self._splits_master = master == "remainder"
         self.frozen = tuple(frozen)
         self._replicas = replicas
+        self.backend = backend
         # Aliases last, so that what is reduced over replicas is one contiguous piece.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
         self.owned = [tensor for tensor in self.tensors if tensor.alias_of is None]
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self.bounds: list[int] = []
         """Where the replicas' shares of the owned entries begin and end."""
-        self.gradient = torch.zeros(self._lay_out(), dtype=gradient_dtype)
+        self.gradient = self._zeros(self._lay_out(), gradient_dtype)
         held = len(self.held)
-        self.master_K = None if master == "weight" else torch.zeros(held, dtype=_MASTERS[master])
+        self.master_K = None if master == "weight" else self._zeros(held, _MASTERS[master])
         self._moments = tuple(moments)
         self._moments_K: dict[str, Tensor] = {}
+
+    def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.backend.device)
 
     def _lay_out(self) -> int:
         """Set offsets and bounds; returns the kept entries of all tensors, aliases included."""
@@ -148,7 +165,7 @@ class LayerState:
         own = _common(self.held, tensor)
         if not self.is_sharded:
             return read(own.start, own.stop)
-        whole = torch.zeros(tensor.kept)
+        whole = self._zeros(tensor.kept)
         whole[own.start : own.stop] = read(own.start, own.stop)
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
         self._replicas.exchange(Op.ALL_GATHER, whole, bounds)
@@ -171,20 +188,67 @@ class LayerState:
             self._replicas.exchange(Op.ALL_GATHER, self.reduced_gradient, self.bounds)
 
     def dense_gradient(self, name: str) -> Tensor:
-        """The gradient that is here in the parameter's shape, fp32, zero at pruned positions."""
+        """The gradient that is here in the parameter's shape, fp32 on the host, zero at pruned
+        positions."""
         tensor = self.tensor(name)
-        dense_D = torch.zeros(tensor.parameter.numel())
-        tensor.index.scatter(dense_D, self.gradient_of(tensor).float(), 0)
-        return dense_D.view_as(tensor.parameter)
+        return self._dense(tensor, self.gradient_of(tensor).float())
 
-    def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
-        """Add a dense gradient's kept entries; the first of a step replaces what was there."""
-        kept = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
-        if tensor.accumulated:
-            self.gradient_of(tensor).add_(kept)
+    def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
+        """Values of a tensor's kept entries in the parameter's shape, on the host."""
+        dense_D = self._zeros(tensor.parameter.numel())
+        tensor.index.scatter(dense_D, values_K, 0)
+        return dense_D.cpu().view(tensor.parameter.shape)
+
+    def accumulate(self, tensor: TensorState, dense: Tensor, *, is_last: bool = False) -> None:
+        """Add a dense gradient's kept entries; the first of a step replaces what was there.
+
+        `is_last`: no microbatch follows, so that a kernel can sum the squares on its way.
+        """
+        index, gradient_K = tensor.index, self.gradient_of(tensor)
+        if isinstance(index, DeviceIndex):
+            verdict = self._verdict(tensor) if is_last and self._replicas.size == 1 else None
+            adds = tensor.accumulated
+            compress(index, dense.reshape(-1), gradient_K, accumulate=adds, verdict=verdict)
+            tensor.partials = None if verdict is None else verdict.partials
+        elif tensor.accumulated:
+            gradient_K.add_(index.gather(dense.reshape(-1), 0, tensor.kept))
         else:
-            self.gradient_of(tensor).copy_(kept)
-            tensor.accumulated = True
+            gradient_K.copy_(index.gather(dense.reshape(-1), 0, tensor.kept))
+        tensor.accumulated = True
+
+    def squares(self, tensor: TensorState) -> Tensor:
+        """fp64 sums of the squared gradient, one a block of kept entries; zero for the blocks of
+        other replicas' shares."""
+        if tensor.partials is not None:
+            return tensor.partials
+        gradient_K, launch = self.gradient_of(tensor), self.backend.launch
+        if launch is None:
+            sums = torch.zeros(-(-tensor.kept // BLOCK), dtype=torch.float64)
+            for start, stop in self.blocks(tensor, self.share):
+                sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+            return sums
+        verdict, own = self._verdict(tensor), _common(self.share, tensor)
+        if own:
+            blocks = verdict.partials[own.start // BLOCK : -(-own.stop // BLOCK)]
+            judge(launch, gradient_K[own.start : own.stop], replace(verdict, partials=blocks))
+        return verdict.partials
+
+    def _verdict(self, tensor: TensorState) -> Verdict:
+        return Verdict.empty(tensor.kept, self._zeros(1, torch.int32))
+
+    def slot(self, tensor: TensorState) -> Slot:
+        """A tensor as the kernel of an optimizer step takes it, on a GPU."""
+        held = _common(self.held, tensor)
+        own = self._held_slice(tensor, held.start, held.stop)
+        assert isinstance(tensor.index, DeviceIndex), "a kernel's index is on its device"
+        return Slot(
+            tensor.index,
+            tensor.weight_D,
+            self.gradient_of(tensor),
+            None if self.master_K is None else self.master_K[own],
+            tuple(values[own] for values in self.moments_K.values()),
+            held,
+        )
 
     # -- master weights and moments ---------------------------------------------------
 
@@ -192,9 +256,7 @@ class LayerState:
     def moments_K(self) -> dict[str, Tensor]:
         """The held values of each moment, fp32; zero at first."""
         if not self._moments_K:
-            self._moments_K.update(
-                (name, torch.zeros(len(self.held), dtype=torch.float32)) for name in self._moments
-            )
+            self._moments_K.update((name, self._zeros(len(self.held))) for name in self._moments)
         return self._moments_K
 
     def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
@@ -221,11 +283,14 @@ class LayerState:
         tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     def master(self, name: str) -> Tensor:
-        """All fp32 master weights of one tensor, kept entries only: what pruning scores.
+        """All fp32 master weights of one tensor, kept entries only, on the host: what pruning
+        scores; may be a view.
 
         All replicas ask for it together where the state is sharded.
         """
-        tensor = self.tensor(name)
+        return self._whole_master(self.tensor(name)).cpu()
+
+    def _whole_master(self, tensor: TensorState) -> Tensor:
         if self.master_K is None:
             return self.read_master(tensor, 0, tensor.kept)
         return self._gathered(tensor, lambda start, stop: self.read_master(tensor, start, stop))
@@ -234,10 +299,8 @@ class LayerState:
         """As `master`, in the parameter's shape: zero at pruned positions; may be a view."""
         tensor = self.tensor(name)
         if tensor.kept == tensor.parameter.numel():
-            return self.master(name).view_as(tensor.parameter)
-        dense_D = torch.zeros(tensor.parameter.numel())
-        tensor.index.scatter(dense_D, self.master(name), 0)
-        return dense_D.view_as(tensor.parameter)
+            return self.master(name).view(tensor.parameter.shape)
+        return self._dense(tensor, self._whole_master(tensor))
 
     def reset_moments(self) -> None:
         """Set all moments to zero."""
@@ -249,7 +312,7 @@ class LayerState:
         tensor, values_K = self.tensor(name), self.moments_K[moment]
         return self._gathered(
             tensor, lambda start, stop: values_K[self._held_slice(tensor, start, stop)]
-        )
+        ).cpu()
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
@@ -294,7 +357,7 @@ class LayerState:
     # -- masks ------------------------------------------------------------------------
 
     def remask(self, name: str, mask_D: Tensor) -> None:
-        """Keep exactly the entries where the flat mask is True, between two steps.
+        """Keep exactly the entries where the flat mask, of the host, is True, between two steps.
 
         Entries kept before and after carry their master weight, moments and gradient over,
         exactly; entries that are new start at zero. Buffers are replaced one at a time, so the
@@ -306,7 +369,7 @@ class LayerState:
         numel = changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         old_positions = changed.index.positions()
-        new_index = make_index(mask_D, self.index_kind)
+        new_index = self.backend.index(mask_D, self.index_kind)
         new_positions = new_index.positions()
         # Where each new entry stood among the old ones; entries that were not there read 0.
         source = torch.searchsorted(old_positions, new_positions)
@@ -345,13 +408,13 @@ class LayerState:
         for tensor in self.owned:
             offset, kept = old_places[tensor.name]
             carry_over(tensor, old_gradient[offset : offset + kept], self.gradient_of(tensor))
-        survives_D = torch.zeros(numel, dtype=torch.bool)
+        survives_D = self._zeros(numel, torch.bool)
         survives_D[new_positions[found]] = True
         changed.weight_D.masked_fill_(~survives_D, 0)
 
     def refit(self) -> None:
         """Lay the gradient out anew after the owner of an alias in this layer was re-masked."""
-        self.gradient = torch.zeros(self._lay_out(), dtype=self.gradient.dtype)
+        self.gradient = self._zeros(self._lay_out(), self.gradient.dtype)
 
     # -- bytes ------------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ class _Step:
             return {}
         tensors = [(layer, tensor) for layer in layers for tensor in layer.owned]
         numbers = [-(-tensor.kept // BLOCK) for _, tensor in tensors]
-        parts = torch.zeros(sum(numbers), optimizer.num_statistics, dtype=torch.float64)
+        size, device = (sum(numbers), optimizer.num_statistics), layers[0].backend.device
+        parts = torch.zeros(size, dtype=torch.float64, device=device)
         each = dict(zip((t.name for _, t in tensors), parts.split(numbers), strict=True))
         for layer, tensor in tensors:
             for start, stop in layer.blocks(tensor, layer.held):
@@ -83,10 +84,15 @@ class _Step:
                 each[tensor.name][start // BLOCK] = part
         if replicas.shard:
             replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
+        each = dict(zip(each, parts.cpu().split(numbers), strict=True))
         return {name: blocks.sum(0) for name, blocks in each.items()}
 
     def apply(self, layer: LayerState, tensor: TensorState, statistics: Tensor | None) -> None:
         hyper = self.hyper_of(tensor)
+        fused = self.optimizer.fused
+        if layer.backend.launch is not None and fused is not None:
+            fused(layer.slot(tensor), hyper, self.gradient_factor)
+            return
         for start, stop in layer.blocks(tensor, layer.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:

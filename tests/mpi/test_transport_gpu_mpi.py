@@ -27,6 +27,7 @@ from axsparse.config.load import Loaded
 from axsparse.device import Gpu
 from axsparse.errors import ConfigError
 from axsparse.nccl import Rendezvous
+from axsparse.samo.backend import Backend
 from axsparse.transport import MpiTransport
 from axsparse.transport_gpu import GpuTransport, Staging
 
@@ -124,14 +125,14 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
-    monkeypatch.setattr(placing, "CudaDevice", ThreadDevice)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "the only one")
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
 
     placed = placing.place(
         MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(transport="mpi"), "test", {})
     )
 
-    assert placed.device == torch.device("cuda", 0)
+    assert (placed.backend, placed.room) == (backend, room)
     assert placed.transport.name.startswith("pinned, mpi (")
     assert len(placed.table) == 1 + (SIZE > 1)
     placed.transport.close()

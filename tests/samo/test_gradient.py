@@ -87,10 +87,10 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     alive_at_hook: list[int] = []
     accumulate = LayerState.accumulate
 
-    def watched(self: LayerState, tensor: TensorState, dense: Tensor) -> None:
+    def watched(self: LayerState, tensor: TensorState, dense: Tensor, *, is_last: bool) -> None:
         alive_at_hook.append(sum(reference() is not None for reference in storages))
         storages.append(weakref.ref(dense))
-        accumulate(self, tensor, dense)
+        accumulate(self, tensor, dense, is_last=is_last)
 
     monkeypatch.setattr(LayerState, "accumulate", watched)
     collecting.begin()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from axsparse.builder import build
 from axsparse.checkpoint.manifest import Progress
+from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
@@ -24,6 +25,7 @@ from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.buffers import slots
 from axsparse.models.layer import Model
+from axsparse.placing import Placed
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
@@ -57,8 +59,10 @@ def ran(
     resume: str | None = None,
     stop_after: int | None = None,
     look: Callable[[Trainer], None] = lambda trainer: None,
+    placed: Callable[[Transport], Placed] | None = None,
 ) -> Ran:
-    """Train, until a signal after a step if one is given; `look` sees each trainer at the start."""
+    """Train, until a signal after a step if one is given; `look` sees each trainer at the start,
+    `placed` says where else than on the CPU."""
     world: LocalWorld[None] = LocalWorld(layout[0] * layout[1])
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
@@ -67,6 +71,7 @@ def ran(
 
     def body(rank: int) -> None:
         job = Job(LocalTransport(world, rank))
+        job.placed = None if placed is None else placed(job.transport)
         trainer = build(
             job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume
         )
@@ -106,8 +111,8 @@ def note_state(found: Ran, trainer: Trainer) -> None:
     for layer in trainer.parts.layers:
         for tensor in layer.state.owned:
             values = {
-                "weight": tensor.parameter.detach(),
-                "kept": tensor.index.positions(),
+                "weight": tensor.parameter.detach().cpu(),
+                "kept": tensor.positions(),
                 "master": layer.state.master(tensor.name),
                 **{m: layer.state.moment(tensor.name, m) for m in layer.state.moments_K},
             }
@@ -116,7 +121,7 @@ def note_state(found: Ran, trainer: Trainer) -> None:
                 assert torch.equal(before, value), f"replicas differ in {kind} of {tensor.name}"
         if trainer.parts.place.replica == 0:
             for slot in slots(layer.module):
-                found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone()
+                found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone().cpu()
 
 
 def same(ours: Ran, reference: Ran) -> None:

@@ -23,6 +23,7 @@ from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model
+from axsparse.placing import Placed
 from axsparse.pruning.criteria import Score
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
@@ -112,9 +113,12 @@ def train_here(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
     score: Score | None = None,
+    placed: Callable[[Transport], Placed] | None = None,
 ) -> tuple[Trainer, Trace]:
-    """Train on this rank's transport; the trace has the weights and moments of its stage."""
+    """Train on this rank's transport; the trace has the weights and moments of its stage, on the
+    host. `placed` says where else than on the CPU."""
     job = Job(transport)
+    job.placed = None if placed is None else placed(transport)
     datasets = Datasets(data, validation)
     trainer = build(job, model, lambda: datasets, config, grid=grid, score=score, quiet=True)
     before(trainer)
@@ -128,12 +132,12 @@ def train_here(
     trainer.train(on_step=note)
     for layer in trainer.parts.layers:
         for tensor in layer.state.owned:
-            trace.weights[tensor.name] = tensor.parameter.detach().clone()
+            trace.weights[tensor.name] = tensor.parameter.detach().clone().cpu()
             trace.masters[tensor.name] = layer.state.master(tensor.name).clone()
             trace.moments[tensor.name] = {}
             for name in layer.state.moments_K:
                 dense = torch.zeros(tensor.parameter.numel())
-                dense[tensor.index.positions()] = layer.state.moment(tensor.name, name)
+                dense[tensor.positions()] = layer.state.moment(tensor.name, name)
                 trace.moments[tensor.name][name] = dense.view_as(tensor.parameter)
     return trainer, trace
 
@@ -149,6 +153,7 @@ def train_in_process(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
     score: Score | None = None,
+    placed: Callable[[Transport], Placed] | None = None,
 ) -> list[tuple[Trainer, Trace]]:
     """The same on all ranks of a world in this process; `order` draws an arrival order."""
     world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
@@ -163,6 +168,7 @@ def train_in_process(
             validation=validation,
             before=before,
             score=score,
+            placed=placed,
         )
     )
 

@@ -31,14 +31,16 @@ class TorchStream:
 
 
 class CupyLauncher:
-    """Runs kernels on torch's current device and stream, in torch's order."""
+    """Runs kernels on one device and torch's current stream there, in torch's order."""
 
-    def __init__(self) -> None:
-        """Raises ConfigError, in one line, where CuPy is missing or cannot compile."""
+    def __init__(self, device: int) -> None:
+        """`device`: its number among torch's. Raises ConfigError, in one line, where CuPy is
+        missing or cannot compile."""
         self._cupy = _import_cupy()
-        self._kernels: dict[tuple[int, str], Any] = {}
+        self._kernels: dict[str, Any] = {}
         # The smallest kernel shows at once whether there is a compiler that works.
-        self._kernel(torch.cuda.current_device(), "fold")
+        self._device = device
+        self._kernel("fold")
 
     def __call__(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         if blocks == 0:
@@ -47,19 +49,18 @@ class CupyLauncher:
             argument if isinstance(argument, np.generic) else np.uint64(pointer(argument))
             for argument in arguments
         )
-        device = torch.cuda.current_device()
-        stream = TorchStream(torch.cuda.current_stream(device).cuda_stream)
-        with self._cupy.cuda.Device(device), self._cupy.cuda.Stream.from_external(stream):
-            self._kernel(device, kernel)((blocks,), (THREADS,), values)
+        stream = TorchStream(torch.cuda.current_stream(self._device).cuda_stream)
+        with self._cupy.cuda.Device(self._device), self._cupy.cuda.Stream.from_external(stream):
+            self._kernel(kernel)((blocks,), (THREADS,), values)
 
-    def _kernel(self, device: int, name: str) -> Any:
-        found = self._kernels.get((device, name))
+    def _kernel(self, name: str) -> Any:
+        found = self._kernels.get(name)
         if found is None:
             module = self._cupy.RawModule(
                 code=source(read_source("device")), options=OPTIONS, name_expressions=[name]
             )
             try:
-                with self._cupy.cuda.Device(device):
+                with self._cupy.cuda.Device(self._device):
                     found = module.get_function(name)
             except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
                 raise ConfigError(
@@ -67,7 +68,7 @@ class CupyLauncher:
                     f"{_first_line(error)}); NVRTC of CUDA {torch.version.cuda} has to be "
                     "installed, with CuPy or by the site's CUDA module"
                 ) from error
-            self._kernels[device, name] = found
+            self._kernels[name] = found
         return found
 
 

@@ -63,14 +63,13 @@ class StandInCupy:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     stream = SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
 
 def launcher(monkeypatch: pytest.MonkeyPatch, cupy: StandInCupy) -> CupyLauncher:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    return CupyLauncher()
+    return CupyLauncher(3)
 
 
 @pytest.mark.usefixtures("on_device")
@@ -121,7 +120,7 @@ def test_without_cupy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ConfigError, match=r"need CuPy, which cannot be imported .*; pip install cupy-cuda13x"
     ):
-        CupyLauncher()
+        CupyLauncher(3)
 
 
 # -- what is refused before a kernel sees it ------------------------------------------------

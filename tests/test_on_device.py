@@ -1,0 +1,258 @@
+"""Training whose tensors are on a device: nothing of it forgets where they live.
+
+The device is pretended, its kernels are the package's own, run by the emulator: so all but
+AdamW's square root is bitwise what the CPU computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.images import image_config, image_data, small_wide_resnet
+from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
+from support.oracle import Oracle, sgd
+from support.pretend_gpu import AVAILABLE, LateStream, on_host, pretend
+from support.resuming import Layout, ran, same
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from support.threaded_device import ThreadDevice
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from axsparse.comm import Transport
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.models.layer import Model
+from axsparse.pipeline.engine import MOST_AHEAD
+from axsparse.placing import Placed
+from axsparse.samo.backend import Backend
+from axsparse.streams import Device, Mark
+
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU"),
+]
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
+ADAMW_TOLERANCE = 2e-4
+"""Of a loss after four steps: torch's square root is one unit off in few of its values, and early
+steps, about as large as the learning rate wherever a gradient is, make much of little."""
+
+
+class PretendDevice:
+    """What an engine needs of a `Device`."""
+
+    kind = "pretend"
+
+    def __init__(self) -> None:
+        self.compute = LateStream()
+        self.threads = ThreadDevice()
+
+    def mark(self) -> Mark:
+        return self.threads.mark()
+
+
+class Placing:
+    """Places ranks on pretended devices."""
+
+    def __init__(self, launch: EmulatedLauncher) -> None:
+        self.launch = launch
+        self.devices: list[PretendDevice] = []
+
+    def __call__(self, transport: Transport) -> Placed:
+        self.devices.append(PretendDevice())
+        backend = Backend(pretend(), on_host(self.launch))
+        return Placed(transport, backend, cast("Device", self.devices[-1]))
+
+
+@pytest.fixture(autouse=True)
+def same_attention() -> Iterator[None]:
+    """What a device that torch does not know computes attention by."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
+    wanted = [name for name in (*COMPRESS, *JUDGE, *STEP) if "Fp16" not in name]
+    return EmulatedLauncher([*wanted, *HELPERS], tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def on_device(launch: EmulatedLauncher) -> Placing:
+    launch.launched.clear()
+    return Placing(launch)
+
+
+def agree(
+    on_device: Placing,
+    layout: Layout,
+    config: Config,
+    make: Callable[[], Model] | None = None,
+    data: Dataset | None = None,
+    validation: Dataset | None = None,
+) -> None:
+    """The same run here and there, on every rank."""
+    made = make or (lambda: tiny_gpt(config))
+    data = data or token_data()
+
+    def run(placed: Placing | None) -> Any:
+        return train_in_process(*layout, made(), config, data, validation=validation, placed=placed)
+
+    for (ours, trace), (reference, expected) in zip(run(on_device), run(None), strict=True):
+        assert_bitwise(trace, expected)
+        assert ours.last_evaluation == reference.last_evaluation
+        for layer in ours.parts.layers:
+            held = [layer.state.gradient, *layer.state.moments_K.values(), *layer.state.frozen]
+            held += [tensor.parameter for tensor in layer.state.tensors]
+            assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
+
+
+@pytest.mark.parametrize("index", ["int32", "uint16", "mask"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placing) -> None:
+    config = tiny_config(optimizer=SGD, samo={"index": index}, train={"steps": 3})
+    data = token_data()
+    expected = Oracle(tiny_gpt(config), config, data, layout[1], optimizer=sgd).run(3)
+
+    ranks = train_in_process(*layout, tiny_gpt(config), config, data, placed=on_device)
+
+    for _, trace in ranks:
+        assert_bitwise(trace, expected)
+    kind = {"int32": "Int32Index", "uint16": "Uint16Index", "mask": "MaskIndex"}[index]
+    kernels = set(on_device.launch.launched)
+    assert {
+        f"compress<{kind}, Fp32, Fp32>",
+        f"step_sgd<{kind}, Fp32, Fp32, MasterIsWeight, PLAIN>",
+    } <= kernels
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_bf16_is_bitwise_what_the_cpu_computes(
+    split: bool, gradient: str, on_device: Placing
+) -> None:
+    samo = {"split_master": split, "gradient": gradient}
+    config = tiny_config(precision="bf16", optimizer=SGD, samo=samo, train={"steps": 2})
+
+    agree(on_device, (1, 1), config)
+
+
+def test_adamw_differs_by_its_square_root_only(on_device: Placing) -> None:
+    config = tiny_config(train={"steps": 4})
+    data = token_data()
+
+    [(_, ours)] = train_in_process(1, 1, tiny_gpt(config), config, data, placed=on_device)
+    [(_, theirs)] = train_in_process(1, 1, tiny_gpt(config), config, data)
+
+    assert ours.losses == pytest.approx(theirs.losses, rel=ADAMW_TOLERANCE)
+    assert ours.losses[0] == theirs.losses[0]
+
+
+def test_a_rule_without_a_kernel_runs_by_torch(on_device: Placing) -> None:
+    config = tiny_config(optimizer={"name": "lamb", "eps": 1e-6}, train={"steps": 3})
+
+    agree(on_device, (2, 1), config)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_sharded_state(layout: Layout, on_device: Placing) -> None:
+    samo = {"shard_optimizer": True}
+
+    agree(on_device, layout, tiny_config(optimizer=SGD, samo=samo, train={"steps": 3}))
+
+
+@pytest.mark.parametrize(
+    "pruning",
+    [
+        {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
+        {"method": "set", "interval": 2},
+        {"method": "rigl", "interval": 2},
+        {"method": "snip"},
+        {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
+        {"method": "magnitude", "at_step": 3, "rewind_step": 2},
+        {"method": "magnitude", "distribution": "global", "include": "all"},
+        {"sparsity": 0.0},
+    ],
+    ids=lambda pruning: str(pruning.get("method", "dense")),
+)
+def test_masks_that_change(pruning: dict[str, object], on_device: Placing) -> None:
+    steps = 8 if pruning.get("method") == "early-bird" else 5
+
+    agree(on_device, (2, 2), tiny_config(optimizer=SGD, pruning=pruning, train={"steps": steps}))
+
+
+def test_a_step_with_an_overflow(on_device: Placing) -> None:
+    config = tiny_config(
+        optimizer=SGD,
+        batch={"global_batch_size": 12, "microbatch_size": 3},
+        train={"steps": 7},
+    )
+    data = vector_data(infinite=17)
+
+    ranks = train_in_process(2, 2, mlp(), config, data, placed=on_device)
+    reference = train_in_process(2, 2, mlp(), config, data)
+
+    for (_, ours), (_, theirs) in zip(ranks, reference, strict=True):
+        assert ours.finite == theirs.finite and not all(ours.finite)
+        for name, weight in ours.weights.items():
+            assert torch.equal(weight, theirs.weights[name])
+
+
+def test_dropout_and_evaluation(on_device: Placing) -> None:
+    config = tiny_config(
+        optimizer=SGD,
+        model={"dropout": 0.2},
+        # torch's recomputation ends the process on a device that is written in Python.
+        pipeline={"checkpoint_activations": 0},
+        train={"steps": 2, "eval_steps": 2},
+    )
+
+    agree(on_device, (2, 1), config, validation=token_data(24))
+
+
+def test_running_statistics(on_device: Placing) -> None:
+    config = image_config(
+        optimizer=SGD, batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 2}
+    )
+
+    agree(on_device, (1, 2), config, small_wide_resnet, image_data(33))
+
+
+def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -> None:
+    config = tiny_config(optimizer=SGD, checkpoint={"every": 2}, train={"steps": 6})
+    whole = ran((1, 1), config, tmp_path / "whole")
+    there = ran((2, 1), config, tmp_path / "run", stop_after=2, placed=on_device)
+    here = ran((1, 1), config, tmp_path / "run", resume="auto", stop_after=4)
+    back = ran((2, 1), config, tmp_path / "run", resume="auto", placed=on_device)
+
+    assert there.losses | here.losses == {step: whole.losses[step] for step in range(1, 5)}
+    same(back, whole)
+
+
+def test_no_more_is_given_to_a_device_than_runs_and_waits_behind_it(on_device: Placing) -> None:
+    config = tiny_config(optimizer=SGD, train={"steps": 1})
+
+    train_in_process(1, 1, tiny_gpt(config), config, token_data(), placed=on_device)
+
+    [device] = on_device.devices
+    assert len(device.compute.events) == 2 * 12
+    assert device.compute.most == MOST_AHEAD
+
+
+def test_what_forgets_its_device_is_found() -> None:
+    there = torch.zeros(3, device=pretend())
+
+    with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
+        there.add_(torch.ones(3))
