@@ -13,10 +13,12 @@ from axsparse.errors import ConfigError
 from axsparse.models.layer import Model
 from axsparse.models.named import named_model
 from axsparse.models.survey import Survey, survey
+from axsparse.pipeline.link_staged import SLOT_BYTES, SLOTS
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.choose import Plan, plan, try_layouts
 from axsparse.planner.cluster import Cluster, Precision, load_cluster
-from axsparse.planner.configured import has_costs, schedules, workload
+from axsparse.planner.configured import copied_bytes, has_costs, schedules, workload
+from axsparse.planner.memory import gigabytes
 from axsparse.planner.surveyed import SurveyedModel
 from axsparse.pruning.targets import Targets
 from axsparse.pruning.ticket import Ticket
@@ -25,6 +27,8 @@ from axsparse.resolve import DTYPES, optimizer_of, starts_pruned, what_is_pruned
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense where masks are found later; `dense`: without
 pruning; `samo`: with the masks that the run ends with."""
+RINGS = 4
+"""Of pinned slots on a rank, at most: to and from both neighbours."""
 MOST_TIMES = 256
 """How many times the devices that were asked for are looked at for what would fit."""
 
@@ -37,6 +41,8 @@ class Subject:
     survey: Survey
     targets: Targets | None
     ticket: Ticket | None
+    on_host: bool
+    """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
     """What was taken otherwise than the configuration has it, or has to be known."""
 
@@ -48,14 +54,14 @@ class Subject:
             method == "start" and starts_pruned(config, self.targets, self.ticket)
         )
         if not is_pruned:
-            return workload(config, self.survey, name, {}, optimizer)
+            return workload(config, self.survey, name, {}, optimizer, on_host=self.on_host)
         if self.targets is None:
             raise ConfigError(
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
         kept = self.targets.kept() if self.ticket is None else self.ticket.kept
-        return workload(config, self.survey, name, kept, optimizer)
+        return workload(config, self.survey, name, kept, optimizer, on_host=self.on_host)
 
     def room(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
@@ -167,7 +173,19 @@ def subject(loaded: Loaded, cluster: Cluster, model: Model | None = None) -> Sub
             f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
         )
-    return Subject(loaded, surveyed, targets, ticket, notes)
+    if cluster.host_memory_bytes is not None:
+        notes.append(_beside(loaded.config, cluster.host_memory_bytes))
+    return Subject(loaded, surveyed, targets, ticket, cluster.is_of_hosts, notes)
+
+
+def _beside(config: Config, room: float) -> str:
+    """What a rank on a GPU takes of its host's memory, beside the process itself."""
+    copies, rings = copied_bytes(config), RINGS * SLOTS * SLOT_BYTES
+    return (
+        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copies)} GB for copies "
+        f"of checkpoints (checkpoint.buffer) and {gigabytes(rings)} GB for messages where they go "
+        "through it"
+    )
 
 
 def plan_for(

@@ -15,7 +15,7 @@ from axsparse.errors import ConfigError, MissingInputError
 from axsparse.planner.choose import Plan
 from axsparse.planning import Subject, plan_for, subject
 
-MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6)
+MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None)
 
 
 def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
@@ -81,7 +81,7 @@ def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
 
 
 def test_half_a_precision_is_exchanged_where_the_devices_lack_it() -> None:
-    volta = cluster(peak_bf16=None)
+    volta = cluster(peak_bf16=None, host_memory_bytes=None)
     config = tiny_config(precision="bf16")
     model = tiny_gpt(config)
 
@@ -91,6 +91,21 @@ def test_half_a_precision_is_exchanged_where_the_devices_lack_it() -> None:
     kept = subject(Loaded(config, "tiny", {"precision": "--set"}), volta, model)
     with pytest.raises(ConfigError, match="have no peak_bf16"):
         kept.plan("start", volta, 2)
+
+
+def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
+    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "buffer": 2.0}}
+    config = tiny_config(**saves)
+    gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
+
+    there = subject(Loaded(config, "tiny", {}), gpus, tiny_gpt(config))
+    assert there.notes == [
+        "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
+        "(checkpoint.buffer) and 0.2 GB for messages where they go through it"
+    ]
+    assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
+    assert there.workload("dense").checkpoint_buffer == 0
+    assert planned(2, **saves).recommended.memory[0].checkpoint > 0
 
 
 def test_a_model_without_example_cannot_be_planned() -> None:

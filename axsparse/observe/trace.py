@@ -9,7 +9,7 @@ add up to its seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from axsparse.errors import DataError, MissingInputError, OutputError
 from axsparse.observe.phases import PHASES
 
 MICROSECONDS = 1e6
+HEAD, BETWEEN = '{"traceEvents": [\n', ",\n"
+"""A file is `HEAD`, the parts of its ranks with `BETWEEN` between them, and `tail`."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +39,37 @@ class Span:
 
 def to_json(spans: Iterable[Span], source: str) -> str:
     """The text of a trace; `source` says what it is of."""
-    found = sorted(spans, key=lambda span: (span.replica, span.stage, span.begin))
-    events: list[dict[str, Any]] = []
-    for replica in sorted({span.replica for span in found}):
-        events.append(_label("process_name", replica, 0, f"replica {replica}"))
-        stages = sorted({span.stage for span in found if span.replica == replica})
-        events += [_label("thread_name", replica, stage, f"stage {stage}") for stage in stages]
-    for span in found:
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.phase,
-                "pid": span.replica,
-                "tid": span.stage,
-                "ts": MICROSECONDS * span.begin,
-                "dur": MICROSECONDS * (span.end - span.begin),
-                "args": {"step": span.step},
-            }
-        )
-    return json.dumps({"traceEvents": events, "otherData": {"source": source}})
+    ranks: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        ranks.setdefault((span.replica, span.stage), []).append(span)
+    parts = (part(*rank, found) for rank, found in sorted(ranks.items()))
+    return f"{HEAD}{BETWEEN.join(parts)}{tail(source)}"
+
+
+def part(replica: int, stage: int, spans: Iterable[Span]) -> str:
+    """The events of one rank, of which `BETWEEN` makes a whole."""
+    events = [_label("thread_name", replica, stage, f"stage {stage}")]
+    if stage == 0:
+        events.insert(0, _label("process_name", replica, 0, f"replica {replica}"))
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.phase,
+            "pid": replica,
+            "tid": stage,
+            "ts": MICROSECONDS * span.begin,
+            "dur": MICROSECONDS * (span.end - span.begin),
+            "args": {"step": span.step},
+        }
+        for span in sorted(spans, key=lambda span: span.begin)
+    ]
+    return BETWEEN.join(map(json.dumps, events))
+
+
+def tail(source: str) -> str:
+    """What comes after the events."""
+    return f'\n], "otherData": {json.dumps({"source": source})}}}'
 
 
 def _label(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
@@ -94,9 +107,42 @@ def _phase(name: str) -> str:
 
 def write(path: Path, spans: Iterable[Span], source: str) -> None:
     """Write a trace; OutputError if it cannot be written."""
+    _write(path, [to_json(spans, source)])
+
+
+def write_part(path: Path, replica: int, stage: int, spans: Iterable[Span]) -> None:
+    """Write what `join` puts together; OutputError if it cannot be written."""
+    _write(path, [part(replica, stage, spans)])
+
+
+def join(path: Path, parts: Sequence[Path], source: str) -> None:
+    """Make a trace of its ranks' parts, one at a time in memory, and remove them.
+
+    OutputError if it cannot be written, or a part is not there.
+    """
+
+    def pieces() -> Iterator[str]:
+        for number, each in enumerate(parts):
+            yield BETWEEN if number else HEAD
+            try:
+                yield each.read_text(encoding="utf-8")
+            except OSError as error:
+                raise OutputError(
+                    f"{each}: rank 0 cannot read this rank's part of the trace ({error.strerror}); "
+                    "put the run directory where all hosts see it"
+                ) from None
+        yield tail(source)
+
+    _write(path, pieces())
+    for each in parts:
+        each.unlink(missing_ok=True)
+
+
+def _write(path: Path, pieces: Iterable[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_json(spans, source), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
     except OSError as error:
         raise OutputError(
             f"{path}: the trace cannot be written ({error.strerror}); choose another place"

@@ -1,17 +1,21 @@
-"""Traces some steps of a run: every rank's phases, gathered into one file."""
+"""Traces some steps of a run: every rank's phases, in one file.
+
+Ranks write their own parts next to it and rank 0 joins them, so that a trace of thousands of
+ranks is never in one rank's memory, and none of it is sent.
+"""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from axsparse.comm import Transport
-from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
+from axsparse.data_parallel.agreement import sum_by_owner
 from axsparse.grid import Place
+from axsparse.job import together
 from axsparse.observe.phases import Phases
-from axsparse.observe.trace import Span, write
+from axsparse.observe.trace import Span, join, write_part
 
 TRACES = "trace"
 """In the run directory."""
@@ -40,7 +44,7 @@ class Tracing:
         self._last = last
         self._clock = clock
         self._zero = 0.0
-        self._spans: list[tuple[int, str, str, float, float]] = []
+        self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
 
     def begin(self, step: int) -> None:
         """Before a step; ranks agree before the first one on when time begins, since clocks of
@@ -53,27 +57,31 @@ class Tracing:
         self._phases.start_spans()
 
     def end(self, step: int) -> None:
-        """After a step; the last one writes the file, on rank 0. OutputError if it cannot."""
+        """After a step; the last one writes the file. OutputError if a rank cannot write its part,
+        on all ranks, or rank 0 the whole."""
         if not self._first <= step <= self._last:
             return
-        self._spans += [
-            (step, phase, name, begin - self._zero, end - self._zero)
-            for phase, name, begin, end in self._phases.take_spans()
-        ]
+        # A GPU may still be in this step: only the last one waits for it.
+        self._taken.append((step, self._phases.take_spans()))
         if step == self._last:
             self._write()
 
     def _write(self) -> None:
-        place, transport = self._place, self._transport
-        own = json.dumps([place.replica, place.stage, self._spans])
-        self._spans = []
-        texts = gather_texts(transport.world, transport.backoff, own)
-        if place.rank:
-            return
-        found = [
-            Span(step, replica, stage, phase, name, begin, end)
-            for replica, stage, spans in map(json.loads, texts)
-            for step, phase, name, begin, end in spans
+        place = self._place
+        own = [
+            Span(
+                step, place.replica, place.stage, phase, name, begin - self._zero, end - self._zero
+            )
+            for step, spans in self._taken
+            for phase, name, begin, end in spans
         ]
-        name = f"steps-{self._first}-{self._last}.json"
-        write(self._folder / TRACES / name, found, f"run: {self._folder}")
+        self._taken = []
+        whole = self._folder / TRACES / f"steps-{self._first}-{self._last}.json"
+        parts = [whole.with_suffix(f".rank-{rank}") for rank in range(place.grid.size)]
+
+        def write_own() -> None:
+            write_part(parts[place.rank], place.replica, place.stage, own)
+
+        together(self._transport, write_own)
+        if place.rank == 0:
+            join(whole, parts, f"run: {self._folder}")

@@ -64,10 +64,17 @@ class Cluster:
     """κ: dense gradient entries a second that a backward compresses."""
     overhead_bytes: float
     """c: what framework and libraries hold of a device's memory."""
+    host_memory_bytes: float | None = None
+    """The host's memory for each device; None: the device's memory is the host's."""
     jitter: float
     """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
     origins: Mapping[str, Origin]
     """By field; every constant has one."""
+
+    @property
+    def is_of_hosts(self) -> bool:
+        """Whether ranks compute in their host's memory."""
+        return self.host_memory_bytes is None
 
     def peak(self, precision: Precision) -> float:
         """Flop/s of a device; ConfigError if it has no unit for this precision."""
@@ -86,7 +93,8 @@ class Cluster:
 
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
-_OPTIONAL = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
+_PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
+_OPTIONAL = _PEAKS | {"host_memory_bytes"}
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
     {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
@@ -148,8 +156,8 @@ def parse_cluster(text: str, file: str) -> Cluster:
         values[key] = _number(key, *parts["value"])
         origins[key] = _origin(key, parts["kind"], parts["source"])
     lacking = [name for name in CONSTANTS if name not in values and name not in _OPTIONAL]
-    if not lacking and not _OPTIONAL & values.keys():
-        lacking = sorted(_OPTIONAL)
+    if not lacking and not _PEAKS & values.keys():
+        lacking = sorted(_PEAKS)
     if lacking:
         raise ConfigError(
             f"cluster file {file}: {lacking[0]} is missing; give every constant of "

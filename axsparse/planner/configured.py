@@ -20,7 +20,12 @@ from axsparse.planner.choose import (
     with_slack,
 )
 from axsparse.planner.cluster import Cluster, Precision
-from axsparse.planner.memory import gigabytes, most_in_flight, stage_memory
+from axsparse.planner.memory import (
+    StageMemory,
+    gigabytes,
+    most_in_flight,
+    stage_memory,
+)
 from axsparse.planner.surveyed import SurveyedModel
 from axsparse.samo.memory import IndexKind
 from axsparse.samo.optimizer import Optimizer
@@ -34,10 +39,23 @@ def has_costs(survey: Survey) -> bool:
     return all(layer.activations is not None for layer in survey.layers)
 
 
+def copied_bytes(config: Config) -> float:
+    """Bytes of the host's memory that a rank's checkpoints may take while training goes on."""
+    saves = config.checkpoint
+    return saves.buffer * 1e9 if 0 < saves.every < config.train.steps else 0.0
+
+
 def workload(
-    config: Config, survey: Survey, name: str, kept: Mapping[str, int], optimizer: Optimizer
+    config: Config,
+    survey: Survey,
+    name: str,
+    kept: Mapping[str, int],
+    optimizer: Optimizer,
+    *,
+    on_host: bool = True,
 ) -> SurveyedModel:
-    """What the configuration trains; `kept` as in `SurveyedModel`."""
+    """What the configuration trains; `kept` as in `SurveyedModel`. `on_host`: whether the memory
+    that is planned is the host's, where the copies of checkpoints are."""
     samo, split = config.samo, config.layout.split
     gradients: Mapping[str, Precision] = {"half": config.precision, "fp32": "fp32"}
     return SurveyedModel(
@@ -51,6 +69,7 @@ def workload(
         split_master=samo.split_master,
         shard_optimizer=samo.shard_optimizer,
         checkpoint_activations=config.pipeline.checkpoint_activations,
+        checkpoint_buffer=copied_bytes(config) if on_host else 0.0,
         split=None if split == "auto" else split,
     )
 
@@ -129,7 +148,7 @@ class Prediction:
     """What a run is predicted to take, on its fullest rank."""
 
     memory_bytes: float
-    """Beside what the process holds before it builds anything."""
+    """Beside what the process holds before it builds anything, and until the first checkpoint."""
     step_seconds: float | None
     """None without a cluster's constants."""
     reason: str | None
@@ -162,7 +181,7 @@ def predict(
             )
             for stage, load in enumerate(loads)
         ]
-        return Prediction(max(stage.total for stage in memory), None, reason)
+        return Prediction(_until_saved(memory), None, reason)
     [row], _ = try_layouts(
         subject,
         cluster,
@@ -173,4 +192,9 @@ def predict(
         microbatch_sizes=[config.batch.microbatch_size],
         room=math.inf,
     )
-    return Prediction(row.memory[row.fullest].total, row.seconds, reason)
+    return Prediction(_until_saved(row.memory), row.seconds, reason)
+
+
+def _until_saved(memory: Sequence[StageMemory]) -> float:
+    """Bytes of the fullest stage as long as nothing is on its way to the disk."""
+    return max(stage.total - stage.checkpoint for stage in memory)

@@ -30,9 +30,12 @@ COLOURS = {
     "working": "#c79bd0",
     "logits": "#b5524a",
     "temporary": "#d8a39e",
+    "checkpoint": "#6b8e8e",
     "overhead": "#9c9c9c",
 }
 METHODS = ("#4878a8", "#b5524a", "#5b9a68")
+LETTER = 6.5
+"""Width of a letter, taken rather too large than too small: fonts differ."""
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; color: #222; }
 svg { font: 11px system-ui, sans-serif; display: block; margin: .5em 0 1.5em; max-width: 100%; }
@@ -126,7 +129,7 @@ def _timeline(row: Row) -> Iterator[str]:
             f'width="{width:.2f}" height="{height - 2}" fill="{COLOURS[span.phase]}">'
             f"<title>{escape(told)}</title></rect>"
         )
-        if span.phase == "compute" and width > 22:
+        if span.phase == "compute" and width > LETTER * len(span.name) + 6:
             x = LEFT + scale * span.begin + 3
             yield _text(x, height * span.stage + 13, span.name, fill="#fff")
     yield _text(LEFT, height * row.grid.g_inter + 14, "0")
@@ -202,18 +205,49 @@ def _curves(
         )
 
     yield _svg(height)
-    for colour, (name, curve) in zip(METHODS * len(curves), curves, strict=False):
+    labels = _Labels()
+    drawn = list(zip(METHODS * len(curves), curves, strict=False))
+    for colour, (name, curve) in drawn:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
         for point in curve:
             x, y = place(*point)
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
-            yield _text(x + 5, y - 6, f"{shown(point[1])} {up}")
-            yield _text(x - 4, height - 8, shown(point[0]))
+            told = f"{name}, {shown(point[0])} {across}: {shown(point[1])} {up}"
+            yield (
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
+                f"<title>{escape(told)}</title></circle>"
+            )
+    yield from labels.first_free(across, (4, height - 8))
+    for colour, (name, curve) in drawn:
         x, y = place(*curve[-1])
-        yield _text(x + 80, y + 4, name, fill=colour)
-    yield _text(4, height - 8, across)
+        yield from labels.first_free(name, *((x + 80, y + by) for by in (4, 18, -10)), fill=colour)
+    for x in sorted({x for x, _ in points}):
+        yield from labels.first_free(shown(x), (place(x, low)[0] - 4, height - 8))
+    # From the right: where there is no room for all, the ends are told.
+    for point in sorted(points, reverse=True):
+        x, y = place(*point)
+        yield from labels.first_free(f"{shown(point[1])} {up}", (x + 5, y - 6), (x + 5, y + 14))
     yield "</svg>"
+
+
+class _Labels:
+    """Texts that do not run into each other; what finds no place is left to the tips."""
+
+    def __init__(self) -> None:
+        self._boxes: list[tuple[float, float, float, float]] = []
+
+    def first_free(
+        self, text: str, *places: tuple[float, float], fill: str = "#222"
+    ) -> Iterator[str]:
+        """The text at the first place that is free, if there is one."""
+        for x, y in places:
+            left, top, right, bottom = box = (x, y - 10, x + LETTER * len(text), y + 3)
+            if all(
+                right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in self._boxes
+            ):
+                self._boxes.append(box)
+                yield _text(x, y, text, fill)
+                return
 
 
 def _keys(names: Sequence[str] | set[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 from axsparse.errors import TrainingError
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision
+from axsparse.planner.memory import SMALL_BLOCKS
 from axsparse.planner.workload import StageLoad
 
 
@@ -93,7 +94,9 @@ def fitted(
         put("compression_rate", rate, "measured", f"{source}: its compression")
     else:
         put("compression_rate", 2e8, "assumed", "the model was dense")
-    put("overhead_bytes", seen.overhead_bytes, "measured", "resident beside model state")
+    overhead = seen.overhead_bytes + SMALL_BLOCKS
+    small = f"{SMALL_BLOCKS / 1e6:.0f} MB"
+    put("overhead_bytes", overhead, "measured", f"resident beside model state, and {small} later")
     put("jitter", spread(seen.forwards), "measured", "sigma of the logarithm of single forwards")
     constants = {key: value for key, (value, _) in values.items()}
     gpus = int(constants.pop("gpus_per_node"))

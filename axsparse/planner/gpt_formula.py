@@ -104,6 +104,7 @@ class GptFormula:
             state=self._state(g_inter),
             temporary=copies,
             building=0.0,  # made elsewhere: the memory of a GPU sees the state only
+            saved=0.0,  # as well
             held=number * width * s * h,
             working=s * (34 * h + 5 * self.heads * s),
             logits=6.0 * s * self.vocabulary if stage == g_inter - 1 else 0.0,

@@ -12,6 +12,10 @@ from axsparse.planner.workload import StageLoad
 if TYPE_CHECKING:
     from axsparse.models.survey import LayerInfo
 
+SMALL_BLOCKS = 10e6
+"""Bytes that threads, MPI and small tensors take once steps run: seen under an enforced limit.
+Comes on top of an overhead that was measured before the first step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -31,6 +35,8 @@ class StageMemory:
     temporary: float
     """One layer's dense gradient, and the optimizer's copies; or, where that is more than all that
     a step needs beside the state, the largest tensor as it is made."""
+    checkpoint: float
+    """Copies on their way to the disk while training goes on."""
     overhead: float
     """Of framework and libraries."""
 
@@ -57,6 +63,7 @@ def stage_memory(
         working=working,
         logits=logits,
         temporary=max(load.temporary, load.building - of_step),
+        checkpoint=load.saved,
         overhead=overhead,
     )
 

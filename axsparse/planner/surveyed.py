@@ -45,9 +45,12 @@ class SurveyedModel:
     shard_optimizer: bool = False
     checkpoint_activations: int = 0
     """Every so-manieth layer of a stage is recomputed; 0: none."""
+    checkpoint_buffer: float = 0.0
+    """Bytes for copies on their way to the disk, in the memory that stages are planned for; 0:
+    nothing is saved before the end, or the copies are elsewhere."""
     split: Sequence[int] | None = None
     """Layers of each stage; None balances their work."""
-    _loads: dict[tuple[range, int, Precision], StageLoad] = field(
+    _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -93,23 +96,25 @@ class SurveyedModel:
         fit = all(held(stage, layers) for stage, layers in enumerate(found))
         return found if fit else None
 
-    def _variant(self, g_data: int, microbatches: int) -> tuple[int, Precision]:
-        """Among how many the state is sharded, and what gradients are accumulated in."""
+    def _variant(self, g_data: int, microbatches: int) -> tuple[int, int, Precision]:
+        """Among how many the state is sharded, how many share the writing of a checkpoint, and
+        what gradients are accumulated in."""
         gradient: Precision = "fp32"
         if self.gradient != "auto":
             gradient = self.gradient
         elif accumulates_in_half(microbatches):
             gradient = self.precision
-        return g_data if self.shard_optimizer else 1, gradient
+        writers = g_data if self.checkpoint_buffer else 1
+        return g_data if self.shard_optimizer else 1, writers, gradient
 
-    def _load(self, held: range, replicas: int, gradient: Precision) -> StageLoad:
+    def _load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
         """Made once: the search for a split asks for the same layers over and over."""
-        key = (held, replicas, gradient)
+        key = (held, replicas, writers, gradient)
         if key not in self._loads:
-            self._loads[key] = self._made(held, replicas, gradient)
+            self._loads[key] = self._made(held, replicas, writers, gradient)
         return self._loads[key]
 
-    def _made(self, held: range, replicas: int, gradient: Precision) -> StageLoad:
+    def _made(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
         layers = [self.survey.layers[number] for number in held]
         again = [
             layer
@@ -142,11 +147,37 @@ class SurveyedModel:
             ),
             temporary=width * max(map(_trained, layers)),
             building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
+            saved=self._saved(layers, writers),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
         )
+
+    def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
+        """Bytes that a checkpoint has in memory at a time, at most.
+
+        Masters and moments in fp32, and what is not trained, each tensor once; whole layers go to
+        the writer with least so far, so that none has more than its share and the largest one. A
+        copy that waits for room comes on top of the buffer.
+        """
+        if not self.checkpoint_buffer:
+            return 0.0
+        own: list[int] = []
+        largest = 0
+        for layer in layers:
+            own.append(0)
+            for parameter in layer.parameters:
+                if parameter.name in self.survey.ties:
+                    continue
+                size, copies = value_bytes(self.precision) * parameter.numel, 1
+                if parameter.trained:
+                    size = 4 * self.kept.get(parameter.name, parameter.numel)
+                    copies += self.moments
+                own[-1] += copies * size
+                largest = max(largest, size)
+        share = min(sum(own), sum(own) / writers + max(own))
+        return min(share, self.checkpoint_buffer + largest)
 
     def _kept(self, layer: LayerInfo) -> int:
         ties = self.survey.ties

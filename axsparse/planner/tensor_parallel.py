@@ -84,18 +84,27 @@ class TensorParallel:
         )
 
 
-def deepspeed_3d(gpt: GptFormula, cluster: Cluster, gpus: int, global_batch_size: int) -> Row:
+def deepspeed_3d(
+    gpt: GptFormula,
+    cluster: Cluster,
+    gpus: int,
+    global_batch_size: int,
+    devices: int | None = None,
+) -> Row:
     """The fastest layout of any tensor-parallel degree within a node.
 
-    Its grid counts groups of devices that share their layers.
+    `devices` is how many one copy of the model is spread over, degree × stages; None leaves it
+    open, and sharded state lets it be few. The grid counts groups of devices that share their
+    layers. ConfigError if nothing fits.
     """
     found: list[Row] = []
     for degree in range(1, cluster.gpus_per_node + 1):
         fair = gpt.heads % degree == 0 and cluster.gpus_per_node % degree == 0
-        if not fair or gpus % degree:
+        if not fair or gpus % degree or (devices or 0) % degree:
             continue
+        stages = None if devices is None else [devices // degree]
         try:
-            made = _plan(gpt, cluster, gpus, global_batch_size, degree)
+            made = _plan(gpt, cluster, gpus, global_batch_size, degree, stages)
         except ConfigError:
             continue  # this degree fits nowhere, another may
         found.append(min(made.rows, key=lambda row: row.seconds))
@@ -108,7 +117,12 @@ def deepspeed_3d(gpt: GptFormula, cluster: Cluster, gpus: int, global_batch_size
 
 
 def _plan(
-    gpt: GptFormula, cluster: Cluster, gpus: int, global_batch_size: int, degree: int
+    gpt: GptFormula,
+    cluster: Cluster,
+    gpus: int,
+    global_batch_size: int,
+    degree: int,
+    stages: Sequence[int] | None,
 ) -> Plan:
     groups = replace(
         cluster,
@@ -121,6 +135,7 @@ def _plan(
         gpus // degree,
         global_batch_size=global_batch_size,
         schedule=Schedule("1f1b", 0, "alternate"),
+        g_inter=stages,
         microbatch_sizes=[1],
         costing=partial(_costs, gpt, degree),
     )

@@ -37,6 +37,8 @@ class StageLoad:
     """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
     building: float
     """Bytes beside the state while it is made: the largest tensor's start values, fp32."""
+    saved: float
+    """Bytes that a rank holds for a checkpoint while training goes on."""
     held: float
     """Bytes that a sample holds from its forward to its backward."""
     working: float

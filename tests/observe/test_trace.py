@@ -13,10 +13,12 @@ from axsparse.observe.trace import (
     Span,
     differences,
     from_json,
+    join,
     read,
     step_seconds,
     to_json,
     write,
+    write_part,
 )
 
 SPANS = [
@@ -80,6 +82,32 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"the trace cannot be written \(.*; choose another"):
         write(tmp_path / "file" / "trace.json", SPANS, "test")
+
+
+def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:
+    parts = [tmp_path / name for name in ("a", "b", "c", "d")]
+    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last one saw nothing
+    for path, rank in zip(parts, ranks, strict=True):
+        write_part(path, *rank, [span for span in SPANS if (span.replica, span.stage) == rank])
+    join(tmp_path / "joined.json", parts, "test")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["joined.json"]
+    text = (tmp_path / "joined.json").read_text()
+    assert read(tmp_path / "joined.json") == SPANS
+    assert json.loads(text)["otherData"] == {"source": "test"}
+    assert text.count("thread_name") == 4 and text.count("process_name") == 2
+
+
+def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Path) -> None:
+    write_part(tmp_path / "own", 0, 0, SPANS[:2])
+
+    with pytest.raises(OutputError, match=r"other: rank 0 cannot read .*where all hosts see it"):
+        join(tmp_path / "joined.json", [tmp_path / "own", tmp_path / "other"], "test")
+    assert (tmp_path / "own").exists()
+
+
+def test_an_empty_trace_is_one() -> None:
+    assert from_json(to_json([], "test"), "here") == []
 
 
 def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:

@@ -154,3 +154,13 @@ def test_a_cluster_needs_one_peak() -> None:
     text = "".join(f"{line}\n" for line in GOOD.splitlines() if not line.startswith("peak_"))
 
     assert "peak_bf16 is missing" in refusal(text)
+
+
+def test_memory_of_the_host_says_that_ranks_have_their_own() -> None:
+    assert {name for name in bundled_clusters() if load_cluster(name).is_of_hosts} == {"laptop"}
+    host = 'host_memory_bytes: {value: 1e9, kind: assumed, source: "a test"}\n'
+    without = "".join(f"{line}\n" for line in GOOD.splitlines() if "memory_bytes" not in line)
+    kept = next(line for line in GOOD.splitlines() if line.startswith("memory_bytes"))
+
+    assert parse_cluster(f"{without}{kept}\n", "mine.yaml").is_of_hosts
+    assert not parse_cluster(f"{without}{kept}\n{host}", "mine.yaml").is_of_hosts

@@ -14,7 +14,14 @@ from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.choose import Rejected
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.configured import Choice, choose_layout, predict, schedules, workload
+from axsparse.planner.configured import (
+    Choice,
+    choose_layout,
+    copied_bytes,
+    predict,
+    schedules,
+    workload,
+)
 from axsparse.planner.surveyed import SurveyedModel
 from axsparse.samo.adamw import ADAMW
 
@@ -95,3 +102,40 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
     assert (found.step_seconds is None) == (machine is None)
     assert found.memory_bytes == other.memory_bytes > 0
     assert found.reason == "because"
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 2e9), (19, 2e9), (20, 0)])
+def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
+    every: int, expected: float
+) -> None:
+    config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "buffer": 2.0})
+
+    assert copied_bytes(config) == expected
+    assert subject(config).checkpoint_buffer == expected
+    elsewhere = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
+    assert elsewhere.checkpoint_buffer == 0
+
+
+@pytest.mark.parametrize("machine", [None, MACHINE])
+def test_what_is_predicted_is_the_peak_before_the_first_checkpoint(machine: Cluster | None) -> None:
+    last, often = (
+        tiny_config(train={"steps": 20}, checkpoint={"every": every}) for every in (20, 1)
+    )
+    peaks = {
+        predict(subject(config), machine, config, Grid(2, 2), 1, None).memory_bytes
+        for config in (last, often)
+    }
+
+    assert len(peaks) == 1
+
+
+def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
+    sections: dict[str, Any] = {"train": {"steps": 20}}
+    at_the_end = chosen(1e12, **sections)
+    assert isinstance(at_the_end, Choice)
+    need = max(stage.total for stage in at_the_end.row.memory)
+
+    enough = chosen(need, **sections)
+    assert isinstance(enough, Choice) and enough.row.grid.g_inter == 1
+    more = chosen(need, **sections, checkpoint={"every": 1})
+    assert isinstance(more, Rejected) or more.row.grid.g_inter > 1

@@ -57,6 +57,14 @@ def test_the_cost_model_gives_back_what_was_measured() -> None:
     assert 0 < machine.efficiency <= 1
 
 
+def test_small_blocks_come_on_top_of_what_is_resident_before_the_first_step() -> None:
+    machine = fitted("mine", load(), "fp32", SEEN, "a test")
+
+    assert machine.overhead_bytes == SEEN.overhead_bytes + 10e6
+    assert machine.origins["overhead_bytes"].source.endswith("and 10 MB later")
+    assert machine.is_of_hosts
+
+
 def test_messages_and_all_reduces_come_back_as_well() -> None:
     machine = fitted("mine", load(), "fp32", SEEN, "a test")
     loads = MODEL.stages(2, 1)

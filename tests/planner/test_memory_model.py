@@ -64,7 +64,7 @@ def load_of(**fields: float) -> StageLoad:
         working=100.0,
         logits=1000.0,
         outputs=0.0,
-        **fields,
+        **{"temporary": 0.0, "building": 0.0, "saved": 0.0, **fields},
     )
 
 
@@ -88,6 +88,14 @@ def test_where_a_tensor_takes_more_to_make_than_to_train_that_is_the_peak() -> N
     load = load_of(temporary=10_000.0, building=50_000.0)
 
     assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0).total == 15 + 50_000
+
+
+def test_copies_for_a_checkpoint_come_on_top_while_training_goes_on() -> None:
+    load = load_of(building=50_000.0, saved=700.0)
+    found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0)
+
+    assert found.checkpoint == 700
+    assert found.total == 15 + 50_000 + 700
 
 
 def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:

@@ -31,6 +31,7 @@ LOAD = StageLoad(
     state=StateBytes(weight=1000, index=200, gradient=100, master=200, optimizer=400),
     building=0.0,
     temporary=0.0,
+    saved=0.0,
     held=0.0,
     working=0.0,
     logits=0.0,

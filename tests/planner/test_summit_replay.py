@@ -49,6 +49,14 @@ def test_the_last_line_has_what_is_asked_of_it(replay: dict[str, Any]) -> None:
     assert sum(entry["kind"] == "fitted" for entry in replay["constants"].values()) == 6
 
 
+def test_deepspeed_3d_on_as_many_devices_as_axonn_comes_out_as_published(
+    replay: dict[str, Any],
+) -> None:
+    for rows in replay["deepspeed_3d"].values():
+        assert rows["as AxoNN"]["percent_of_peak"] == pytest.approx(rows["published"], rel=0.04)
+        assert rows["bound"]["percent_of_peak"] > rows["as AxoNN"]["percent_of_peak"]
+
+
 def test_the_phases_of_figure_8_are_axonns_step(replay: dict[str, Any]) -> None:
     for breakdown in replay["figure8"].values():
         assert sum(breakdown["AxoNN"].values()) == pytest.approx(100, abs=0.05)

@@ -44,6 +44,45 @@ def test_a_stage_is_the_sum_of_its_layers() -> None:
     assert loads[0].outputs == 30
 
 
+FROZEN = 7 * 2
+"""Bytes of a layer's frozen vector."""
+
+
+@pytest.mark.parametrize(
+    ("buffer", "writers", "expected"),
+    [
+        (0, 1, 0),  # nothing is saved while training goes on, or elsewhere
+        (1e6, 1, 12 * 160 + 3 * FROZEN),
+        # A third, and c of 20 or d of 100 kept, whichever is dearer: whole layers are dealt.
+        (1e6, 3, (12 * 160 + 3 * FROZEN) / 3 + 12 * 100 + FROZEN),
+        (500, 1, 500 + 4 * 100),  # a tensor waits beside the buffer
+    ],
+)
+def test_copies_for_a_checkpoint_are_what_a_rank_writes_or_what_the_buffer_lets_in(
+    buffer: float, writers: int, expected: float
+) -> None:
+    loads = replace(MODEL, split=(1, 3), checkpoint_buffer=buffer).stages(2, writers)
+    assert loads is not None
+
+    assert loads[1].saved == pytest.approx(expected)
+
+
+def test_more_replicas_have_less_to_save_each() -> None:
+    model = replace(MODEL, checkpoint_buffer=1e6)
+    alone, third = (model.stages(1, writers) for writers in (1, 3))
+    assert alone is not None and third is not None
+
+    assert third[0].saved < alone[0].saved
+
+
+def test_a_tied_weight_is_saved_once() -> None:
+    tied = replace(MODEL.survey, ties={"d.weight": "a.weight"})
+    loads = replace(MODEL, survey=tied, split=(1, 3), checkpoint_buffer=1e6).stages(2, 1)
+    assert loads is not None
+
+    assert loads[1].saved == 12 * 60 + 3 * FROZEN
+
+
 def test_only_every_kth_layer_is_computed_again() -> None:
     loads = replace(MODEL, split=(1, 3), checkpoint_activations=2).stages(2, 1)
     assert loads is not None

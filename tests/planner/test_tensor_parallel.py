@@ -47,6 +47,19 @@ def test_sharded_state_needs_fewer_stages_than_axonn() -> None:
     assert degree * found.grid.g_inter < 8
 
 
+def test_a_copy_is_spread_over_as_many_devices_as_asked() -> None:
+    found = deepspeed_3d(GPT, SUMMIT, 128, 512, 8)
+
+    assert 128 // found.grid.size * found.grid.g_inter == 8
+    assert found.seconds > deepspeed_3d(GPT, SUMMIT, 128, 512).seconds
+
+
+def test_an_odd_number_of_devices_leaves_only_pipelines() -> None:
+    found = deepspeed_3d(GPT, cluster(memory_bytes=1e12), 20, 20, 5)
+
+    assert (found.grid.g_inter, found.grid.g_data) == (5, 4)
+
+
 def test_slow_rings_within_a_node_make_tensor_parallelism_not_worth_it() -> None:
     slow = deepspeed_3d(GPT, cluster(ring_bandwidth=1e8), 128, 512)
 
