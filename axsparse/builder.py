@@ -50,9 +50,9 @@ from axsparse.pruning.masks import Masks
 from axsparse.reporting import make_recorder
 from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
 from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
-from axsparse.samo.backend import Backend
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.gradient import GradientCollector
+from axsparse.samo.offload import Offload
 from axsparse.samo.shards import Replicas
 from axsparse.spikes import Back, without_base
 from axsparse.startup import (
@@ -110,7 +110,10 @@ def build(
     memory = found_memory(settings.config, transport, placed.room)
     saved = None if checkpoint is None else checkpoint.manifest.pruned
     run = together(
-        transport, lambda: resolve(settings, surveyed, transport, grid, score, memory, saved)
+        transport,
+        lambda: resolve(
+            settings, surveyed, transport, grid, score, memory, saved, on_host=not has_gpu
+        ),
     )
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
@@ -126,7 +129,7 @@ def build(
         transport.backoff,
         shard=run.config.samo.shard_optimizer,
     )
-    options = _options(run, model, replicas, placed.backend)
+    options = _options(run, model, replicas, placed)
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -270,7 +273,11 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
 
 
-def _options(run: Resolved, model: Model, replicas: Replicas, backend: Backend) -> StateOptions:
+def _options(run: Resolved, model: Model, replicas: Replicas, placed: Placed) -> StateOptions:
+    backend = placed.backend
+    if run.config.samo.offload:
+        assert placed.gpu is not None, "the settings were checked"
+        backend = replace(backend, host=placed.gpu.pinned)
     return StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
@@ -341,6 +348,9 @@ def _join(
         checkpoint_activations=config.pipeline.checkpoint_activations,
         compiled=config.pipeline.compile,
     )
+    offload = None
+    if config.samo.offload and placed.gpu is not None:
+        offload = Offload(placed.gpu, states, transport.backoff)
     link = transport.link(place)
     pipeline = config.pipeline
     assert pipeline.slack != "auto"
@@ -374,6 +384,7 @@ def _join(
         weights=WeightGather(gradients, transport.backoff, phases),
         buffers=StageBuffers([layer.module for layer in layers], replicas),
         optimizer=run.optimizer,
+        offload=offload,
         loss_scale=loss_scale(config),
         live=live,
         masking=None if live is None else choose_masking(run, live, collector, ties),

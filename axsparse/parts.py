@@ -23,6 +23,7 @@ from axsparse.samo.construct import BuiltLayer
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import StateBytes
+from axsparse.samo.offload import Offload
 from axsparse.samo.optimizer import Optimizer
 from axsparse.samo.shards import Replicas
 
@@ -46,6 +47,8 @@ class Parts:
     replicas: Replicas
     """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer
+    offload: Offload | None
+    """Brings masters and moments from the host for their update; None if they stay here."""
     loss_scale: LossScale
     live: Live | None
     """What is pruned of this rank's layers; None where nothing ever is."""
@@ -66,4 +69,5 @@ class Parts:
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
-        return StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
+        state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
+        return state if self.offload is None else state + StateBytes(visiting=self.offload.nbytes)

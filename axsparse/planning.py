@@ -8,7 +8,7 @@ from typing import Literal
 
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config
+from axsparse.config.validate import check_config, check_offload
 from axsparse.errors import ConfigError
 from axsparse.models.layer import Model
 from axsparse.models.named import named_model
@@ -173,6 +173,7 @@ def subject(loaded: Loaded, cluster: Cluster, model: Model | None = None) -> Sub
             f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
         )
+    check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
         notes.append(_beside(loaded.config, cluster.host_memory_bytes))
     return Subject(loaded, surveyed, targets, ticket, cluster.is_of_hosts, notes)

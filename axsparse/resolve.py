@@ -106,6 +106,7 @@ class Resolved:
             index=self.index,
             split_master=self.config.samo.split_master,
             replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
+            offload=self.config.samo.offload,
         ).total
 
     def stage_of(self, name: str) -> int:
@@ -122,6 +123,8 @@ def resolve(
     score: Score | None = None,
     found_memory: float | None = None,
     saved: Mapping[str, int] | None = None,
+    *,
+    on_host: bool = True,
 ) -> Resolved:
     """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
     this transport, number of ranks or model cannot run.
@@ -136,7 +139,8 @@ def resolve(
     wanted, ticket = what_is_pruned(config, surveyed)
     cluster = cluster_of(config)
     start = _kept_at_start(config, wanted, ticket) if saved is None else saved
-    subject = workload(config, surveyed, loaded.name, start, optimizer_of(config.optimizer))
+    optimizer = optimizer_of(config.optimizer)
+    subject = workload(config, surveyed, loaded.name, start, optimizer, on_host=on_host)
     choice = None
     if has_costs(surveyed) and grid is None:
         choice = chosen_layout(loaded, subject, cluster, transport.size, found_memory)

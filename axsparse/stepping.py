@@ -134,6 +134,7 @@ class Stepper:
                 factor / parts.loss_scale.scale,
                 replicas=parts.replicas,
                 updated=parts.weights.updated,
+                visits=iter if parts.offload is None else parts.offload.visits,
             )
         parts.weights.finish()
 

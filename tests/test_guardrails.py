@@ -115,6 +115,7 @@ FLOORS = {
     "pruning.ticket": 2,
     "pruning.ticket_manifest": 2,
     "samo.construct": 2,
+    "samo.offload": 2,
     "samo.dynamic": 3,
     "samo.footprint": 2,
     "samo.growth": 2,

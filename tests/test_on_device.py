@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from support.cuda_on_cpu import EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
 from support.oracle import Oracle, sgd
-from support.pretend_gpu import AVAILABLE, LateStream, on_host, pretend
+from support.pretend_gpu import AVAILABLE, PretendDevice, on_host, pretend
 from support.resuming import Layout, ran, same
 from support.runs import (
     assert_bitwise,
@@ -27,7 +27,6 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
-from support.threaded_device import ThreadDevice
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axsparse.comm import Transport
@@ -37,7 +36,7 @@ from axsparse.models.layer import Model
 from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.placing import Placed
 from axsparse.samo.backend import Backend
-from axsparse.streams import Device, Mark
+from axsparse.samo.footprint import stage_bytes
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
@@ -45,22 +44,10 @@ pytestmark = [
 ]
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
+OFFLOAD = {"offload": True}
 ADAMW_TOLERANCE = 2e-4
 """Of a loss after four steps: torch's square root is one unit off in few of its values, and early
 steps, about as large as the learning rate wherever a gradient is, make much of little."""
-
-
-class PretendDevice:
-    """What an engine needs of a `Device`."""
-
-    kind = "pretend"
-
-    def __init__(self) -> None:
-        self.compute = LateStream()
-        self.threads = ThreadDevice()
-
-    def mark(self) -> Mark:
-        return self.threads.mark()
 
 
 class Placing:
@@ -73,7 +60,7 @@ class Placing:
     def __call__(self, transport: Transport) -> Placed:
         self.devices.append(PretendDevice())
         backend = Backend(pretend(), on_host(self.launch))
-        return Placed(transport, backend, cast("Device", self.devices[-1]))
+        return Placed(transport, backend, self.devices[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -108,14 +95,17 @@ def agree(
     data = data or token_data()
 
     def run(placed: Placing | None) -> Any:
-        return train_in_process(*layout, made(), config, data, validation=validation, placed=placed)
+        samo = {"offload": config.samo.offload and placed is not None}
+        given = config.model_copy(update={"samo": config.samo.model_copy(update=samo)})
+        return train_in_process(*layout, made(), given, data, validation=validation, placed=placed)
 
     for (ours, trace), (reference, expected) in zip(run(on_device), run(None), strict=True):
         assert_bitwise(trace, expected)
         assert ours.last_evaluation == reference.last_evaluation
         for layer in ours.parts.layers:
-            held = [layer.state.gradient, *layer.state.moments_K.values(), *layer.state.frozen]
+            held = [layer.state.gradient, *layer.state.frozen]
             held += [tensor.parameter for tensor in layer.state.tensors]
+            held += [] if config.samo.offload else [*layer.state.moments_K.values()]
             assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
 
 
@@ -166,11 +156,58 @@ def test_a_rule_without_a_kernel_runs_by_torch(on_device: Placing) -> None:
     agree(on_device, (2, 1), config)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-def test_sharded_state(layout: Layout, on_device: Placing) -> None:
-    samo = {"shard_optimizer": True}
+def test_sharded_state(layout: Layout, offload: bool, on_device: Placing) -> None:
+    samo = {"shard_optimizer": True, "offload": offload}
 
     agree(on_device, layout, tiny_config(optimizer=SGD, samo=samo, train={"steps": 3}))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_state_that_rests_on_the_host(split: bool, on_device: Placing) -> None:
+    samo = {"split_master": split, "offload": True}
+    config = tiny_config(precision="bf16", optimizer=SGD, samo=samo, train={"steps": 3})
+
+    agree(on_device, (2, 1), config)
+
+
+def test_a_rule_with_sums_over_tensors_goes_twice_through_state_on_the_host(
+    on_device: Placing,
+) -> None:
+    optimizer = {"name": "lamb", "eps": 1e-6}
+
+    agree(on_device, (1, 1), tiny_config(optimizer=optimizer, samo=OFFLOAD, train={"steps": 3}))
+
+
+def test_masks_of_state_on_the_host(on_device: Placing) -> None:
+    pruning = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
+    config = tiny_config(optimizer=SGD, samo=OFFLOAD, pruning=pruning, train={"steps": 5})
+
+    agree(on_device, (1, 1), config)
+
+
+def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placing) -> None:
+    config = tiny_config(precision="bf16", samo=OFFLOAD, train={"steps": 1})
+
+    for trainer, _ in train_in_process(
+        2, 1, tiny_gpt(config), config, token_data(), placed=on_device
+    ):
+        parts = trainer.parts
+        layers = [layer.spec.name for layer in parts.layers]
+        pruned = {t.name: t.kept for layer in parts.layers for t in layer.state.owned}
+        expected = stage_bytes(
+            [info for info in parts.survey.layers if info.name in layers],
+            parts.survey.ties,
+            pruned,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.float32,
+            moments=2,
+            index="uint16",
+            offload=True,
+        )
+        assert trainer.state_bytes() == expected
+        assert expected.offloaded > 0 and expected.master == expected.optimizer == 0
 
 
 @pytest.mark.parametrize(

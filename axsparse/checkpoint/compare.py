@@ -17,7 +17,7 @@ FREE = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path", "data.workers"),
     *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
     *("train.trace", "train.nvtx", "train.memory_history", "watchdog."),
-    *("samo.index", "samo.split_master", "samo.shard_optimizer"),
+    *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
 )
 """Keys, or their beginnings, that change no number of a run but the order of sums over replicas."""
 TOLD = (

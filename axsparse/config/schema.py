@@ -249,6 +249,9 @@ class SamoConfig(Section):
     shard_optimizer: bool = False
     """Each replica holds and updates its share of master weights and moments only (ZeRO stage
     1 over compressed state). The same losses, and as many bytes on the wire."""
+    offload: bool = False
+    """On GPUs: master weights and moments rest in the memory of the host, and are on the GPU for
+    their layer's update only. The same losses; every step moves them there and back."""
 
 
 class OptimizerConfig(Section):

@@ -74,7 +74,7 @@ def check_config(loaded: Loaded) -> None:
 
 
 def check_gpu_settings(loaded: Loaded, *, has_gpu: bool) -> None:
-    """ConfigError for the first setting that looks into a GPU where ranks train without one."""
+    """ConfigError for the first setting that is for GPUs where ranks train without one."""
     train = loaded.config.train
     for name, is_set in (("nvtx", train.nvtx), ("memory_history", train.memory_history)):
         if is_set and not has_gpu:
@@ -82,6 +82,16 @@ def check_gpu_settings(loaded: Loaded, *, has_gpu: bool) -> None:
                 f"{loaded.where(f'train.{name}')}: true looks into a GPU, and the ranks train "
                 "without one; choose false"
             )
+    check_offload(loaded, has_gpu=has_gpu)
+
+
+def check_offload(loaded: Loaded, *, has_gpu: bool) -> None:
+    """ConfigError if state is to be offloaded from where there is no GPU."""
+    if loaded.config.samo.offload and not has_gpu:
+        raise ConfigError(
+            f"{loaded.where('samo.offload')}: true takes state off a GPU, and there is none; "
+            "choose false"
+        )
 
 
 def _check_pruning(loaded: Loaded) -> None:

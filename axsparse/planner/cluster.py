@@ -66,6 +66,9 @@ class Cluster:
     """c: what framework and libraries hold of a device's memory."""
     host_memory_bytes: float | None = None
     """The host's memory for each device; None: the device's memory is the host's."""
+    host_bandwidth: float | None = None
+    """Bytes a second between a device and its host, each way at once; None: it has no host of its
+    own, and nothing is offloaded."""
     jitter: float
     """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
     origins: Mapping[str, Origin]
@@ -94,7 +97,7 @@ class Cluster:
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
 _PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
-_OPTIONAL = _PEAKS | {"host_memory_bytes"}
+_OPTIONAL = _PEAKS | {"host_memory_bytes", "host_bandwidth"}
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
     {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}

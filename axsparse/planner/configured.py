@@ -68,6 +68,7 @@ def workload(
         index=AUTO_INDEX if samo.index == "auto" else samo.index,
         split_master=samo.split_master,
         shard_optimizer=samo.shard_optimizer,
+        offload=samo.offload,
         checkpoint_activations=config.pipeline.checkpoint_activations,
         checkpoint_buffer=copied_bytes(config) if on_host else 0.0,
         split=None if split == "auto" else split,

@@ -111,7 +111,12 @@ def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
 
 def optimizer_seconds(load: StageLoad, cluster: Cluster, weight_bytes: int) -> float:
     """One pass: gradients and indices are read, masters and moments read and written, the kept
-    weights written, of `weight_bytes` each."""
+    weights written, of `weight_bytes` each. What is offloaded comes and goes meanwhile."""
     state = load.state
-    moved = state.gradient + state.index + 2 * (state.master + state.optimizer)
-    return (moved + weight_bytes * load.kept) / cluster.memory_bandwidth
+    values = state.master + state.optimizer + state.offloaded
+    moved = state.gradient + state.index + 2 * values + weight_bytes * load.kept
+    seconds = moved / cluster.memory_bandwidth
+    if not state.offloaded:
+        return seconds
+    assert cluster.host_bandwidth is not None, "offloading was checked"
+    return max(seconds, state.offloaded / cluster.host_bandwidth)

@@ -26,6 +26,7 @@ class StageMemory:
     gradient: float
     master: float
     optimizer: float
+    """With what comes to a GPU for its update only, where state is offloaded."""
     activations: float
     """Held for the microbatches in flight."""
     working: float
@@ -58,7 +59,7 @@ def stage_memory(
         index=state.index,
         gradient=state.gradient,
         master=state.master,
-        optimizer=state.optimizer,
+        optimizer=state.optimizer + state.visiting,
         activations=activations,
         working=working,
         logits=logits,

@@ -43,6 +43,8 @@ class SurveyedModel:
     index: IndexKind
     split_master: bool = False
     shard_optimizer: bool = False
+    offload: bool = False
+    """Masters and moments rest in the memory of the hosts."""
     checkpoint_activations: int = 0
     """Every so-manieth layer of a stage is recomputed; 0: none."""
     checkpoint_buffer: float = 0.0
@@ -144,6 +146,7 @@ class SurveyedModel:
                 index=self.index,
                 split_master=self.split_master,
                 replicas=replicas,
+                offload=self.offload,
             ),
             temporary=width * max(map(_trained, layers)),
             building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),

@@ -6,7 +6,7 @@ and masks come from there, and what pruning scores and checkpoints hold goes bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ class Backend:
     device: torch.device
     launch: Launcher | None
     """Runs its kernels; None where torch's own operations are all there is."""
+    host: Callable[[int], Tensor] | None = None
+    """So many bytes of the host, where masters and moments rest between updates
+    (`samo/offload.py`); None: they stay on the device."""
 
     def index(self, mask_D: Tensor, kind: IndexKind) -> Index:
         """The index of a flat boolean mask (True: kept) of the host; ConfigError as
@@ -32,6 +35,12 @@ class Backend:
         if self.launch is None:
             return make_index(mask_D, kind)
         return make_device_index(self.launch, mask_D.to(self.device), kind)
+
+    def rest(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros where masters and moments rest."""
+        if self.host is None:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        return self.host(size * dtype.itemsize).view(dtype).zero_()
 
     def full_index(self, numel: int) -> Index:
         """The index of a tensor of which everything is kept."""

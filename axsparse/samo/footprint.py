@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from axsparse.models.survey import LayerInfo, ParameterInfo
-from axsparse.samo.memory import IndexKind, StateBytes, TensorSize, layer_bytes
+from axsparse.samo.memory import (
+    VISITS,
+    IndexKind,
+    StateBytes,
+    TensorSize,
+    layer_bytes,
+    visit_bytes,
+)
 
 
 def stage_bytes(
@@ -22,14 +30,16 @@ def stage_bytes(
     split_master: bool = False,
     replicas: int = 1,
     replica: int = 0,
+    offload: bool = False,
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank.
 
     `kept`: kept entries of the pruned tensors, by the name of a weight's first use.
-    `replicas` above 1: those that shard the optimizer state.
+    `replicas` above 1: those that shard the optimizer state. `offload`: masters and moments rest on
+    the host.
     """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
-    return StateBytes.sum(
+    each = [
         layer_bytes(
             [
                 _size(parameter, kept, ties, is_alias=ties.get(parameter.name) in here)
@@ -45,6 +55,19 @@ def stage_bytes(
         )
         + StateBytes(weight=layer.buffer_bytes)
         for layer in layers
+    ]
+    if not offload:
+        return StateBytes.sum(each)
+    visits = [
+        visit_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
+        for state in each
+    ]
+    return replace(
+        StateBytes.sum(each),
+        master=0,
+        optimizer=0,
+        visiting=VISITS * max(visits, default=0),
+        offloaded=sum(state.master + state.optimizer for state in each),
     )
 
 

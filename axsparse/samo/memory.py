@@ -28,9 +28,10 @@ replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
 
     mask     2.127 + 2·f + 10·f/d    2.45 at d = 8, with split masters
 
-The second use of a tied weight costs its own full state on another stage, and only its
-own gradient where both uses are on one stage. Untrained parameters cost their weight only;
-buffers count as weights, in the type they have.
+Where masters and moments are offloaded, they are on the host, and the GPU has room for those of
+two layers of the largest size. The second use of a tied weight costs its own full state on another
+stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
+weight only; buffers count as weights, in the type they have.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ MasterKind: TypeAlias = Literal["weight", "fp32", "remainder"]
 and a buffer of 16-bit remainders."""
 MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4, "remainder": 2}
 MOMENT_BYTES = 4
+VISITS = 2
+"""Layers whose offloaded state has room on a GPU: one is updated, one comes or goes."""
+VISIT_ALIGNED = 256
+"""Bytes; where a tensor begins there."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,16 @@ class StateBytes:
     gradient: int = 0
     master: int = 0
     optimizer: int = 0
+    visiting: int = 0
+    """Room on a GPU for what comes there for its update only."""
+    offloaded: int = 0
+    """Masters and moments that rest in the memory of the host."""
 
     @property
     def total(self) -> int:
-        return self.weight + self.index + self.gradient + self.master + self.optimizer
+        """Where training computes: all but what is offloaded."""
+        there: int = sum(astuple(self)) - self.offloaded
+        return there
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
@@ -104,6 +115,11 @@ def master_kind(*, half: bool, split: bool) -> MasterKind:
     if not half:
         return "weight"
     return "remainder" if split else "fp32"
+
+
+def visit_bytes(tensors: Iterable[int]) -> int:
+    """Room on a GPU for the offloaded tensors of a layer, of so many bytes each."""
+    return sum(-(-nbytes // VISIT_ALIGNED) * VISIT_ALIGNED for nbytes in tensors)
 
 
 def fits_int32(number: int) -> bool:

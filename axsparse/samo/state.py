@@ -14,6 +14,7 @@ entries of this replica's share only (`samo/shards.py`); weight, index and gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,6 +79,14 @@ class TensorState:
             yield start, min(start + BLOCK, self.kept)
 
 
+@dataclass(frozen=True)
+class Rest:
+    """A layer's held masters and moments, in one place."""
+
+    master: Tensor | None
+    moments: dict[str, Tensor]
+
+
 class LayerState:
     """Gradient, master weights and moments of one layer's trained tensors."""
 
@@ -116,9 +125,12 @@ class LayerState:
         """Where the replicas' shares of the owned entries begin and end."""
         self.gradient = self._zeros(self._lay_out(), gradient_dtype)
         held = len(self.held)
-        self.master_K = None if master == "weight" else self._zeros(held, _MASTERS[master])
+        self._master_K = None if master == "weight" else backend.rest(held, _MASTERS[master])
         self._moments = tuple(moments)
         self._moments_K: dict[str, Tensor] = {}
+        self._visit: Rest | None = None
+        self.settle: Callable[[], None] = _nothing
+        """Waits until what rests on the host is what the last update left."""
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.backend.device)
@@ -238,15 +250,15 @@ class LayerState:
 
     def slot(self, tensor: TensorState) -> Slot:
         """A tensor as the kernel of an optimizer step takes it, on a GPU."""
-        held = _common(self.held, tensor)
+        held, now = _common(self.held, tensor), self._now()
         own = self._held_slice(tensor, held.start, held.stop)
         assert isinstance(tensor.index, DeviceIndex), "a kernel's index is on its device"
         return Slot(
             tensor.index,
             tensor.weight_D,
             self.gradient_of(tensor),
-            None if self.master_K is None else self.master_K[own],
-            tuple(values[own] for values in self.moments_K.values()),
+            None if now.master is None else now.master[own],
+            tuple(values[own] for values in now.moments.values()),
             held,
         )
 
@@ -255,15 +267,43 @@ class LayerState:
     @property
     def moments_K(self) -> dict[str, Tensor]:
         """The held values of each moment, fp32; zero at first."""
+        return self._now().moments
+
+    @property
+    def master_K(self) -> Tensor | None:
+        """The held masters or their remainders; None where fp32 weights are their own."""
+        return self._now().master
+
+    def _now(self) -> Rest:
+        """Masters and moments where they are read and written now."""
+        if self._visit is not None:
+            return self._visit
+        self.settle()
+        return self.resting()
+
+    def resting(self) -> Rest:
+        """Masters and moments where they are between updates; what an update left may still be on
+        its way there."""
         if not self._moments_K:
-            self._moments_K.update((name, self._zeros(len(self.held))) for name in self._moments)
-        return self._moments_K
+            size, rest = len(self.held), self.backend.rest
+            self._moments_K.update((name, rest(size, torch.float32)) for name in self._moments)
+        return Rest(self._master_K, self._moments_K)
+
+    @contextmanager
+    def visiting(self, here: Rest) -> Iterator[None]:
+        """Within, masters and moments are these, equal to those that rest."""
+        self._visit = here
+        try:
+            yield
+        finally:
+            self._visit = None
 
     def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
         """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
-        if self.master_K is None:
+        master_K = self.master_K
+        if master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        own = self.master_K[self._held_slice(tensor, start, stop)]
+        own = master_K[self._held_slice(tensor, start, stop)].to(self.backend.device)
         if self._splits_master:
             return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
         return own
@@ -273,8 +313,9 @@ class LayerState:
         into the dense weight."""
         weight_K = precision.round_to(values_K, tensor.parameter.dtype)
         held = _common(self.held, tensor, start, start + values_K.numel())
-        if self.master_K is not None and held:
-            own = self.master_K[self._held_slice(tensor, held.start, held.stop)]
+        master_K = self.master_K
+        if master_K is not None and held:
+            own = master_K[self._held_slice(tensor, held.start, held.stop)]
             values_K = values_K[held.start - start : held.stop - start]
             if self._splits_master:
                 own.copy_(precision.remainder(values_K))
@@ -291,7 +332,7 @@ class LayerState:
         return self._whole_master(self.tensor(name)).cpu()
 
     def _whole_master(self, tensor: TensorState) -> Tensor:
-        if self.master_K is None:
+        if self._master_K is None:
             return self.read_master(tensor, 0, tensor.kept)
         return self._gathered(tensor, lambda start, stop: self.read_master(tensor, start, stop))
 
@@ -387,8 +428,8 @@ class LayerState:
             else:
                 after.copy_(before)
 
-        def rebuild(held: Tensor) -> Tensor:
-            old = held
+        def rebuild(resting: Tensor) -> Tensor:
+            old = held = resting.to(self.backend.device)
             if self.is_sharded:
                 old = held.new_zeros(old_bounds[-1])
                 old[old_held.start : old_held.stop] = held
@@ -398,10 +439,14 @@ class LayerState:
                 offset, kept = old_places[tensor.name]
                 after = new[tensor.offset : tensor.offset + tensor.kept]
                 carry_over(tensor, old[offset : offset + kept], after)
-            return new[self.held.start : self.held.stop].clone() if self.is_sharded else new
+            own = new[self.held.start : self.held.stop] if self.is_sharded else new
+            if self.is_sharded or self.backend.host is not None:
+                return self.backend.rest(len(self.held), new.dtype).copy_(own)
+            return own
 
-        if self.master_K is not None:
-            self.master_K = rebuild(self.master_K)
+        self.settle()
+        if self._master_K is not None:
+            self._master_K = rebuild(self._master_K)
         for moment, values_K in self._moments_K.items():
             self._moments_K[moment] = rebuild(values_K)
         old_gradient, self.gradient = self.gradient, self.gradient.new_zeros(total)
@@ -420,13 +465,18 @@ class LayerState:
 
     def live_bytes(self) -> StateBytes:
         """Bytes of the tensors that live, each storage once."""
+        resting = self.resting()
+        master = 0 if resting.master is None else resting.master.nbytes
+        optimizer = sum(values.nbytes for values in resting.moments.values())
+        on_host = self.backend.host is not None
         return StateBytes(
             weight=sum(tensor.parameter.nbytes for tensor in self.owned)
             + sum(parameter.nbytes for parameter in self.frozen),
             index=sum(tensor.index.nbytes for tensor in self.owned),
             gradient=self.gradient.nbytes,
-            master=0 if self.master_K is None else self.master_K.nbytes,
-            optimizer=sum(values.nbytes for values in self.moments_K.values()),
+            master=0 if on_host else master,
+            optimizer=0 if on_host else optimizer,
+            offloaded=master + optimizer if on_host else 0,
         )
 
 
@@ -435,3 +485,7 @@ def _common(part: range, tensor: TensorState, start: int = 0, stop: int | None =
     stop = tensor.kept if stop is None else stop
     first = min(max(part.start - tensor.offset, start), stop)
     return range(first, max(first, min(part.stop - tensor.offset, stop)))
+
+
+def _nothing() -> None:
+    """What stays where it is read is always what the last update left."""

@@ -7,7 +7,7 @@ over replicas, each updates what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,16 +27,18 @@ def update(
     *,
     replicas: Replicas = ALONE,
     updated: Callable[[LayerState], None] | None = None,
+    visits: Callable[[Sequence[LayerState]], Iterable[LayerState]] = iter,
 ) -> None:
     """One update of all owned tensors, and their dense weights with them.
 
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
     `hyper.weight_decay` applies to the tensors that decay. `updated(layer)` is called as
-    soon as all that this replica holds of a layer is done.
+    soon as all that this replica holds of a layer is done. `visits` goes through the layers, each
+    of which has its masters and moments where it is updated until the next one comes.
     """
     step = _Step(optimizer, hyper, replace(hyper, weight_decay=0.0), gradient_factor)
-    statistics = step.statistics(layers, replicas)
-    for layer in layers:
+    statistics = step.statistics(layers, replicas, visits)
+    for layer in visits(layers):
         for tensor in layer.owned:
             # Elementwise rules do all at once, while the block is in the cache.
             step.apply(layer, tensor, statistics.get(tensor.name))
@@ -62,7 +64,12 @@ class _Step:
             moments=layer.moments_of(tensor, start, stop),
         )
 
-    def statistics(self, layers: Sequence[LayerState], replicas: Replicas) -> dict[str, Tensor]:
+    def statistics(
+        self,
+        layers: Sequence[LayerState],
+        replicas: Replicas,
+        visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
+    ) -> dict[str, Tensor]:
         """Update the moments first where a rule needs sums over whole tensors, and sum.
 
         Every block's part has one owner and is added in block order, so the sums are the
@@ -71,17 +78,18 @@ class _Step:
         optimizer = self.optimizer
         if optimizer.statistics is None:
             return {}
-        tensors = [(layer, tensor) for layer in layers for tensor in layer.owned]
-        numbers = [-(-tensor.kept // BLOCK) for _, tensor in tensors]
+        tensors = [tensor for layer in layers for tensor in layer.owned]
+        numbers = [-(-tensor.kept // BLOCK) for tensor in tensors]
         size, device = (sum(numbers), optimizer.num_statistics), layers[0].backend.device
         parts = torch.zeros(size, dtype=torch.float64, device=device)
-        each = dict(zip((t.name for _, t in tensors), parts.split(numbers), strict=True))
-        for layer, tensor in tensors:
-            for start, stop in layer.blocks(tensor, layer.held):
-                block = self.read(layer, tensor, start, stop)
-                optimizer.update_moments(block, self.hyper_of(tensor))
-                part = optimizer.statistics(block, self.hyper_of(tensor))
-                each[tensor.name][start // BLOCK] = part
+        each = dict(zip((t.name for t in tensors), parts.split(numbers), strict=True))
+        for layer in visits(layers):
+            for tensor in layer.owned:
+                for start, stop in layer.blocks(tensor, layer.held):
+                    block = self.read(layer, tensor, start, stop)
+                    optimizer.update_moments(block, self.hyper_of(tensor))
+                    part = optimizer.statistics(block, self.hyper_of(tensor))
+                    each[tensor.name][start // BLOCK] = part
         if replicas.shard:
             replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
         each = dict(zip(each, parts.cpu().split(numbers), strict=True))

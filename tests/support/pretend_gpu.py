@@ -7,14 +7,18 @@ pretended: every operation has run when its call returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from support.threaded_device import ThreadDevice
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
+from axsparse.comm import Event
 from axsparse.samo.cuda.launch import Argument, Launcher
+from axsparse.streams import Mark
 
 NAME = "pretend"
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -123,24 +127,80 @@ def on_host(launch: Launcher) -> Launcher:
 
 
 class LateEvent:
-    """An event that has completed when it is asked for the third time."""
+    """An event that has completed when it is asked for the third time, or somebody waits."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, stream: LateStream, operations: int) -> None:
+        self.is_open = True
+        self._stream = stream
+        self._operations = operations
+        self._asked = 0
 
     def query(self) -> bool:
-        self.asked += 1
-        return self.asked > 2
+        self._asked += 1
+        if self._asked > 2:
+            self.finish()
+        return not self.is_open
+
+    def finish(self) -> None:
+        """All that was enqueued before it runs now, if it has not run yet."""
+        self._stream.run(self._operations)
+        self.is_open = False
 
 
 class LateStream:
-    """The compute stream of a device whose events come late, and that counts how many are open."""
+    """A stream that does nothing before somebody waits for it, as late as it may.
 
-    def __init__(self) -> None:
+    On the compute stream, whose operations run when they are called, waiting is done at once.
+    """
+
+    def __init__(self, *, computes: bool = False) -> None:
         self.events: list[LateEvent] = []
         self.most = 0
+        """Events that were open at a time."""
+        self._computes = computes
+        self._operations: list[Callable[[], object]] = []
+        self._ran = 0
 
     def record(self) -> LateEvent:
-        self.events.append(LateEvent())
-        self.most = max(self.most, sum(event.asked <= 2 for event in self.events))
+        self.events.append(LateEvent(self, len(self._operations)))
+        self.most = max(self.most, sum(event.is_open for event in self.events))
         return self.events[-1]
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, LateEvent)
+        if self._computes:
+            event.finish()
+        else:
+            self._operations.append(event.finish)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape and target.dtype == source.dtype
+        assert not self._computes, "copies have streams of their own"
+        self._operations.append(lambda: target.copy_(source))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=pretend())
+
+    def run(self, upto: int) -> None:
+        while self._ran < upto:
+            self._ran += 1
+            self._operations[self._ran - 1]()
+
+
+class PretendDevice:
+    """A `Device` whose streams are as late as they may be."""
+
+    kind = NAME
+
+    def __init__(self) -> None:
+        self.compute = LateStream(computes=True)
+        self._clock = ThreadDevice()
+
+    def stream(self) -> LateStream:
+        return LateStream()
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def mark(self) -> Mark:
+        return self._clock.mark()
