@@ -37,7 +37,7 @@ from axsparse.models.gpt import gpt
 from axsparse.samo.dynamic import moved_entries
 from axsparse.samo.growth import Candidates, no_candidates, strongest
 from axsparse.samo.index import Index
-from axsparse.samo.state import TensorState
+from axsparse.samo.tensor import TensorState
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport

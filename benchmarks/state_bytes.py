@@ -26,7 +26,8 @@ from axsparse.samo.adamw import ADAMW
 from axsparse.samo.index import make_index
 from axsparse.samo.memory import IndexKind, TensorSize, layer_bytes, master_kind
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.transport import LocalTransport
 
 SIDE = 4096

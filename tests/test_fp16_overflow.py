@@ -16,7 +16,8 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.errors import TrainingError
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.trainer import Trainer
 
 INITIAL = 2.0**6

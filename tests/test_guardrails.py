@@ -64,6 +64,7 @@ FLOORS = {
     "samo.pieces": 1,
     "samo.precision": 1,
     "samo.shards": 1,
+    "samo.tensor": 1,
     "samo.state": 1,
     "samo.optimizer": 1,
     "samo.adamw": 1,

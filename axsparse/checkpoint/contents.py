@@ -28,7 +28,8 @@ from axsparse.models.buffers import Slot, slots
 from axsparse.models.safetensors import SUFFIX, Described
 from axsparse.pruning.ticket import pack
 from axsparse.samo.construct import BuiltLayer
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 MASK, MASTER, VALUE, BUFFER = "mask", "master", "value", "buffer"
 """Kinds of tensors, beside the names of moments."""

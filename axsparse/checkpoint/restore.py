@@ -21,7 +21,8 @@ from axsparse.models.buffers import slots
 from axsparse.models.safetensors import Described, SafetensorsFile
 from axsparse.pruning.criteria import Shape, Weight
 from axsparse.samo.construct import BuiltLayer
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 PIECE = 1 << 20
 """Kept entries that are read at a time."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from axsparse.comm import Backoff, Collective, Op, Work
 from axsparse.data_parallel.ordered import sum_in_rank_order
 from axsparse.observe.phases import Phases
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from axsparse.pruning.masks import Masks, Scored, ScoredMasks, common_cuts
 from axsparse.pruning.targets import Targets
 from axsparse.samo.construct import BuiltLayer, StateOptions
 from axsparse.samo.prune import kept_positions, prune_in_place
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from axsparse.masking.change import Change, MaskingState, Now, Read, Standing
 from axsparse.masking.live import Live
 from axsparse.masking.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.criteria import Criterion
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 
 class Once:

@@ -11,7 +11,7 @@ from torch import Tensor
 from axsparse.masking.live import Live
 from axsparse.models.survey import Survey
 from axsparse.pruning.ticket_writing import Drawn, write_ticket
-from axsparse.samo.state import TensorState
+from axsparse.samo.tensor import TensorState
 
 
 def save_live(live: Live, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:

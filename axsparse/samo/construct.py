@@ -20,7 +20,8 @@ from axsparse.pruning.masks import Masks
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.memory import IndexKind, master_kind
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.seeds import keyed_generator, keyed_seed, preserved_rng
 
 

@@ -19,7 +19,8 @@ from axsparse.pruning.selection import by_magnitude, largest
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.growth import Candidates, no_candidates, strongest
 from axsparse.samo.shards import Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.seeds import keyed_generator
 
 CAPACITY = 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.growth import Candidates, strongest
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 
 class GradientCollector:

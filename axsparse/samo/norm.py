@@ -8,7 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from axsparse.samo.cuda.compress import Verdict, judge
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState, common
 
 
 def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[str, Tensor]:
@@ -21,11 +24,28 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
     """
     wanted = set(names)
     return {
-        tensor.name: layer.squares(tensor)
+        tensor.name: _squares(layer, tensor)
         for layer in layers
         for tensor in layer.owned
         if tensor.name in wanted
     }
+
+
+def _squares(layer: LayerState, tensor: TensorState) -> Tensor:
+    """The sums of one tensor, as they came with its last gradient or of what is there now."""
+    if tensor.partials is not None:
+        return tensor.partials
+    gradient_K, launch = layer.gradient_of(tensor), layer.backend.launch
+    blocks = -(-tensor.kept // BLOCK)
+    sums = torch.zeros(blocks, dtype=torch.float64, device=gradient_K.device)
+    if launch is None:
+        for start, stop in layer.blocks(tensor, layer.share):
+            sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+    elif own := common(layer.share, tensor):
+        found = torch.zeros(1, dtype=torch.int32, device=gradient_K.device)
+        verdict = Verdict(sums[own.start // BLOCK : -(-own.stop // BLOCK)], found)
+        judge(launch, gradient_K[own.start : own.stop], verdict)
+    return sums
 
 
 def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from axsparse.comm import Backoff, Event
 from axsparse.samo.memory import VISITS, visit_bytes
-from axsparse.samo.state import LayerState, Rest
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import Rest
 from axsparse.streams import Device
 
 

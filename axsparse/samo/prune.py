@@ -10,7 +10,7 @@ from torch import Tensor
 
 from axsparse.pruning.masks import Masks
 from axsparse.samo.construct import BuiltLayer
-from axsparse.samo.state import TensorState
+from axsparse.samo.tensor import TensorState
 
 
 def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:

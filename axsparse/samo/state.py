@@ -15,76 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from axsparse.comm import Op
 from axsparse.samo import precision
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.cuda.compress import Verdict, compress, judge
+from axsparse.samo.cuda.compress import Verdict, compress
 from axsparse.samo.cuda.helpers import DeviceIndex
-from axsparse.samo.cuda.step import Slot
-from axsparse.samo.index import Index
 from axsparse.samo.memory import IndexKind, MasterKind, StateBytes
-from axsparse.samo.shards import ALONE, BLOCK, Replicas, share_bounds
+from axsparse.samo.shards import ALONE, Replicas, share_bounds
+from axsparse.samo.tensor import Rest, TensorState, common
 
 _MASTERS = {"fp32": torch.float32, "remainder": torch.int16}
-
-
-@dataclass(eq=False)
-class TensorState:
-    """One trained parameter: its dense weight and where its kept entries stand."""
-
-    name: str
-    """Global parameter name."""
-    parameter: nn.Parameter
-    """Dense, in the training precision; zero at pruned positions."""
-    own_index: Index
-    decays: bool
-    """Whether weight decay applies."""
-    alias_of: TensorState | None = None
-    """The other use of the same weight on the same stage, which owns index, master and
-    moments. An alias shares that weight's storage and has a gradient of its own."""
-    offset: int = 0
-    accumulated: bool = False
-    """Whether this step's gradient has been written at least once."""
-    partials: Tensor | None = None
-    """On a GPU, the sums of squares of this step's gradient by blocks, where they came with it
-    and nothing has been added since."""
-
-    @property
-    def index(self) -> Index:
-        """The kept positions; an alias has those of its owner."""
-        return self.alias_of.index if self.alias_of is not None else self.own_index
-
-    @property
-    def kept(self) -> int:
-        """Kept entries."""
-        return self.index.kept
-
-    def positions(self) -> Tensor:
-        """Flat positions of the kept entries on the host, int64, ascending."""
-        return self.index.positions().cpu()
-
-    @property
-    def weight_D(self) -> Tensor:
-        """The weight as a flat view."""
-        return self.parameter.detach().view(-1)
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """The bounds of its blocks of kept entries, in order."""
-        for start in range(0, self.kept, BLOCK):
-            yield start, min(start + BLOCK, self.kept)
-
-
-@dataclass(frozen=True)
-class Rest:
-    """A layer's held masters and moments, in one place."""
-
-    master: Tensor | None
-    moments: dict[str, Tensor]
 
 
 class LayerState:
@@ -174,7 +118,7 @@ class LayerState:
 
     def _gathered(self, tensor: TensorState, read: Callable[[int, int], Tensor]) -> Tensor:
         """All of a tensor's values of which `read(start, stop)` has the held ones, in fp32."""
-        own = _common(self.held, tensor)
+        own = common(self.held, tensor)
         if not self.is_sharded:
             return read(own.start, own.stop)
         whole = self._zeros(tensor.kept)
@@ -218,7 +162,9 @@ class LayerState:
         """
         index, gradient_K = tensor.index, self.gradient_of(tensor)
         if isinstance(index, DeviceIndex):
-            verdict = self._verdict(tensor) if is_last and self._replicas.size == 1 else None
+            verdict = None
+            if is_last and self._replicas.size == 1:
+                verdict = Verdict.empty(tensor.kept, self._zeros(1, torch.int32))
             adds = tensor.accumulated
             compress(index, dense.reshape(-1), gradient_K, accumulate=adds, verdict=verdict)
             tensor.partials = None if verdict is None else verdict.partials
@@ -227,40 +173,6 @@ class LayerState:
         else:
             gradient_K.copy_(index.gather(dense.reshape(-1), 0, tensor.kept))
         tensor.accumulated = True
-
-    def squares(self, tensor: TensorState) -> Tensor:
-        """fp64 sums of the squared gradient, one a block of kept entries; zero for the blocks of
-        other replicas' shares."""
-        if tensor.partials is not None:
-            return tensor.partials
-        gradient_K, launch = self.gradient_of(tensor), self.backend.launch
-        if launch is None:
-            sums = torch.zeros(-(-tensor.kept // BLOCK), dtype=torch.float64)
-            for start, stop in self.blocks(tensor, self.share):
-                sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
-            return sums
-        verdict, own = self._verdict(tensor), _common(self.share, tensor)
-        if own:
-            blocks = verdict.partials[own.start // BLOCK : -(-own.stop // BLOCK)]
-            judge(launch, gradient_K[own.start : own.stop], replace(verdict, partials=blocks))
-        return verdict.partials
-
-    def _verdict(self, tensor: TensorState) -> Verdict:
-        return Verdict.empty(tensor.kept, self._zeros(1, torch.int32))
-
-    def slot(self, tensor: TensorState) -> Slot:
-        """A tensor as the kernel of an optimizer step takes it, on a GPU."""
-        held, now = _common(self.held, tensor), self._now()
-        own = self._held_slice(tensor, held.start, held.stop)
-        assert isinstance(tensor.index, DeviceIndex), "a kernel's index is on its device"
-        return Slot(
-            tensor.index,
-            tensor.weight_D,
-            self.gradient_of(tensor),
-            None if now.master is None else now.master[own],
-            tuple(values[own] for values in now.moments.values()),
-            held,
-        )
 
     # -- master weights and moments ---------------------------------------------------
 
@@ -303,7 +215,7 @@ class LayerState:
         master_K = self.master_K
         if master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        own = master_K[self._held_slice(tensor, start, stop)].to(self.backend.device)
+        own = master_K[self.held_slice(tensor, start, stop)].to(self.backend.device)
         if self._splits_master:
             return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
         return own
@@ -312,10 +224,10 @@ class LayerState:
         """Store the held ones of the master weights from `start` on, and expand them all
         into the dense weight."""
         weight_K = precision.round_to(values_K, tensor.parameter.dtype)
-        held = _common(self.held, tensor, start, start + values_K.numel())
+        held = common(self.held, tensor, start, start + values_K.numel())
         master_K = self.master_K
         if master_K is not None and held:
-            own = master_K[self._held_slice(tensor, held.start, held.stop)]
+            own = master_K[self.held_slice(tensor, held.start, held.stop)]
             values_K = values_K[held.start - start : held.stop - start]
             if self._splits_master:
                 own.copy_(precision.remainder(values_K))
@@ -352,15 +264,15 @@ class LayerState:
         """All values of one moment of a tensor, kept entries only; as `master`."""
         tensor, values_K = self.tensor(name), self.moments_K[moment]
         return self._gathered(
-            tensor, lambda start, stop: values_K[self._held_slice(tensor, start, stop)]
+            tensor, lambda start, stop: values_K[self.held_slice(tensor, start, stop)]
         ).cpu()
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
-        held = self._held_slice(tensor, start, stop)
+        held = self.held_slice(tensor, start, stop)
         return {name: values[held] for name, values in self.moments_K.items()}
 
-    def _held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
+    def held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
         """Where a tensor's kept entries [start, stop) stand in the buffers of held entries."""
         begin, end = tensor.offset + start - self.held.start, tensor.offset + stop - self.held.start
         assert begin == end or 0 <= begin < end <= len(self.held), "another replica holds these"
@@ -390,7 +302,7 @@ class LayerState:
         """Write the kept weights of the other replicas' shares into the dense weights."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
-            own = _common(self.share, tensor)
+            own = common(self.share, tensor)
             for start, stop in ((0, own.start), (own.stop, tensor.kept)):
                 weight_K = exchanged[tensor.offset + start : tensor.offset + stop]
                 tensor.index.scatter(tensor.weight_D, weight_K, start)
@@ -478,13 +390,6 @@ class LayerState:
             optimizer=0 if on_host else optimizer,
             offloaded=master + optimizer if on_host else 0,
         )
-
-
-def _common(part: range, tensor: TensorState, start: int = 0, stop: int | None = None) -> range:
-    """Which of a tensor's kept entries [start, stop) lie in a part of the flat buffers."""
-    stop = tensor.kept if stop is None else stop
-    first = min(max(part.start - tensor.offset, start), stop)
-    return range(first, max(first, min(part.stop - tensor.offset, stop)))
 
 
 def _nothing() -> None:

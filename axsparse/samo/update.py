@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from axsparse.comm import Op
+from axsparse.samo.cuda.helpers import DeviceIndex
+from axsparse.samo.cuda.step import Slot
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
 from axsparse.samo.shards import ALONE, BLOCK, Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState, common
 
 
 def update(
@@ -99,7 +102,7 @@ class _Step:
         hyper = self.hyper_of(tensor)
         fused = self.optimizer.fused
         if layer.backend.launch is not None and fused is not None:
-            fused(layer.slot(tensor), hyper, self.gradient_factor)
+            fused(_slot(layer, tensor), hyper, self.gradient_factor)
             return
         for start, stop in layer.blocks(tensor, layer.held):
             block = self.read(layer, tensor, start, stop)
@@ -107,3 +110,18 @@ class _Step:
                 self.optimizer.update_moments(block, hyper)
             self.optimizer.apply(block, statistics, hyper)
             layer.write_master(tensor, start, block.master)
+
+
+def _slot(layer: LayerState, tensor: TensorState) -> Slot:
+    """A tensor as kernels take it: what is held here, on its device."""
+    held = common(layer.held, tensor)
+    master_K, index = layer.master_K, tensor.index
+    assert isinstance(index, DeviceIndex), "a kernel's index is on its device"
+    return Slot(
+        index,
+        tensor.weight_D,
+        layer.gradient_of(tensor),
+        None if master_K is None else master_K[layer.held_slice(tensor, held.start, held.stop)],
+        tuple(layer.moments_of(tensor, held.start, held.stop).values()),
+        held,
+    )

@@ -27,7 +27,8 @@ from axsparse.data_parallel.sync import GradientSync, StageTie, Use
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
 from axsparse.samo.index import make_index
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 NUMEL, KEPT = 20, 6
 

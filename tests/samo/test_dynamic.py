@@ -28,7 +28,8 @@ from axsparse.samo.dynamic import Regrowth, moved_entries
 from axsparse.samo.gradient import GradientCollector
 from axsparse.samo.index import make_index
 from axsparse.samo.shards import ALONE, BLOCK, Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct
 from axsparse.samo.gradient import GradientCollector
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 WIDTH = 8
 

@@ -17,7 +17,8 @@ from axsparse.samo.growth import Candidates, no_candidates, strongest
 from axsparse.samo.index import make_index
 from axsparse.samo.memory import IndexKind
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 KINDS: list[IndexKind] = ["int32", "uint16", "mask"]
 NUMELS = st.integers(2, 300)

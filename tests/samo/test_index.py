@@ -23,7 +23,8 @@ from axsparse.samo.index_mask import MaskIndex, move_bits
 from axsparse.samo.index_uint16 import Uint16Index, move_low
 from axsparse.samo.memory import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
 from axsparse.samo.pieces import PIECE, read_dtype
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 DENSER_CLASSES: dict[str, type[Uint16Index | MaskIndex]] = {

@@ -13,7 +13,8 @@ from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.lamb import LAMB
 from axsparse.samo.optimizer import Hyper
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.samo.update import update
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-6, 0.1

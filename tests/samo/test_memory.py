@@ -40,7 +40,8 @@ from axsparse.samo.memory import (
     tensor_bytes,
 )
 from axsparse.samo.shards import Replicas
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.transport import LocalTransport
 
 

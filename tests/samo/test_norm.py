@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from axsparse.samo.index import FullIndex
 from axsparse.samo.norm import clip_factor, global_norm, norm_partials
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 SIZES = {"small": 3, "edge": BLOCK, "large": 2 * BLOCK + 5}
 examples = settings(max_examples=50, deadline=None, derandomize=True)

@@ -11,7 +11,8 @@ from axsparse.samo.optimizer import Block, Hyper
 from axsparse.samo.precision import round_to
 from axsparse.samo.sgd import sgd
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.samo.update import update
 
 RATE, DECAY = 0.01, 0.1

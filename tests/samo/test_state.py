@@ -16,7 +16,8 @@ from axsparse.samo.index import FullIndex, Index, make_index
 from axsparse.samo.memory import StateBytes, TensorSize, tensor_bytes
 from axsparse.samo.optimizer import Hyper
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.samo.update import update
 
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}

@@ -19,7 +19,8 @@ from axsparse.samo.norm import norm_partials
 from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.sgd import sgd
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.samo.update import update
 
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -11,7 +11,8 @@ from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.optimizer import Block, Hyper, Optimizer
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 from axsparse.samo.update import update
 
 EDGES = [1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1]

@@ -27,7 +27,8 @@ from axsparse.samo.memory import (
 )
 from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.sgd import sgd
-from axsparse.samo.state import LayerState, TensorState
+from axsparse.samo.state import LayerState
+from axsparse.samo.tensor import TensorState
 
 GUARD = 256
 """Bytes before and after what kernels may write; a multiple of what vectors want aligned."""

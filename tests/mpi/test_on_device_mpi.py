@@ -1,0 +1,89 @@
+"""Ranks with tensors on pretended devices, which meet through pinned memory and real MPI."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
+from support.on_mpi import on_mpi
+from support.oracle import Oracle, sgd
+from support.pretend_gpu import AVAILABLE, NAME, on_host, pretend
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_here
+from support.threaded_device import ThreadDevice, ThreadStream
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from axsparse.comm import Transport
+from axsparse.grid import Grid
+from axsparse.placing import Placed
+from axsparse.samo.backend import Backend
+from axsparse.transport import MpiTransport
+from axsparse.transport_gpu import GpuTransport
+
+SIZE = MPI.COMM_WORLD.size
+GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU"),
+]
+
+
+class PretendStream(ThreadStream):
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=pretend())
+
+
+class PretendThreads(ThreadDevice):
+    """Streams that really run beside the host."""
+
+    kind = NAME
+
+    def stream(self) -> PretendStream:
+        return PretendStream()
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[EmulatedLauncher]:
+    """The first rank compiles, for all."""
+    wanted = [name for name in (*COMPRESS, *JUDGE, *STEP) if "Fp32, Fp32" in name or name in JUDGE]
+    names = [*(name for name in wanted if "adamw" not in name), *HELPERS]
+    first = MPI.COMM_WORLD.rank == 0
+    with tempfile.TemporaryDirectory() as folder:
+        place = MPI.COMM_WORLD.bcast(folder if first else None)
+        made = EmulatedLauncher(names, Path(place)) if first else None
+        MPI.COMM_WORLD.barrier()
+        yield made or EmulatedLauncher(names, Path(place))
+        MPI.COMM_WORLD.barrier()
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
+def test_a_gpt_on_devices_is_bitwise_the_oracle(
+    grid: Grid, shard: bool, launch: EmulatedLauncher
+) -> None:
+    optimizer = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
+    samo = {"shard_optimizer": shard}
+    config = tiny_config(optimizer=optimizer, samo=samo, train={"steps": 3})
+    data = token_data()
+
+    def placed(transport: Transport) -> Placed:
+        device = PretendThreads()
+        assert isinstance(transport, MpiTransport)
+        between = GpuTransport(transport, device, connections=None)
+        return Placed(between, Backend(pretend(), on_host(launch)), device)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        reference = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd).run(3)
+        with on_mpi() as transport:
+            trainer, trace = train_here(
+                transport, grid, tiny_gpt(config), config, data, placed=placed
+            )
+            assert isinstance(trainer.parts.transport, GpuTransport)
+
+    assert_bitwise(trace, reference)
