@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from axsparse.command import CommandParser
 from axsparse.stopping import StopRequest
+from axsparse.transport import cannot_start
 
 DESCRIPTION = """\
 Train a pruned network over pipeline stages and replicas.
@@ -82,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     stop = StopRequest()
     stop.listen()
     # Late, so that --help costs neither torch nor MPI.
-    from axsparse.config.load import load_config
-    from axsparse.job import Job, run, together
-    from axsparse.models.named import named_model
-    from axsparse.sources import open_datasets
-    from axsparse.training import run_training
+    try:
+        from axsparse.config.load import load_config
+        from axsparse.job import Job, run, together
+        from axsparse.models.named import named_model
+        from axsparse.sources import open_datasets
+        from axsparse.training import run_training
+    except Exception as reason:
+        cannot_start(reason)
 
     overrides = list(arguments.overrides)
     if arguments.steps is not None:

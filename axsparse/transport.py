@@ -7,14 +7,16 @@ read this file for its `LAUNCHER_VARIABLES`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import socket
 import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from axsparse.comm import Backoff, Collective, Link, Transport
-from axsparse.errors import ConfigError
+from axsparse.errors import EXIT_INTERNAL, ConfigError
 from axsparse.grid import Place
 from axsparse.local import LocalWorld, TurnBackoff
 from axsparse.waiting import SleepingBackoff
@@ -123,19 +125,23 @@ class MpiTransport:
         return number
 
     def abort(self, code: int) -> NoReturn:
-        """Our line has been printed; MPI's own words after it would only bury it."""
-        _flush()
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 2)
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main or thread_level() == "multiple":
-            self._comm.Abort(code)
-        os._exit(code)  # the launcher ends the others
+        _end_all(self._comm, code)
 
     def close(self) -> None:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
+
+
+def _end_all(comm: MPI.Intracomm, code: int) -> NoReturn:
+    """Our line has been printed; MPI's own words after it would only bury it."""
+    _flush()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or thread_level() == "multiple":
+        comm.Abort(code)
+    os._exit(code)  # the launcher ends the others
 
 
 def _flush() -> None:
@@ -177,6 +183,36 @@ def check_size(size: int) -> None:
         )
 
 
+START_SECONDS = 600.0
+"""How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
+that ends before it has, and whoever has would wait for ever."""
+
+
+def _wait_until_all_ranks_have_started() -> None:
+    """Start MPI. The name is what a traceback shows where a rank has waited too long."""
+    if "mpi4py.MPI" in sys.modules:
+        return
+    # By a thread of C, since MPI holds the interpreter meanwhile.
+    faulthandler.dump_traceback_later(START_SECONDS, exit=True)
+    try:
+        from mpi4py import MPI  # noqa: F401 - importing it starts it
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def cannot_start(reason: Exception) -> NoReturn:
+    """End a job whose rank cannot load what it needs, such as a package that one host lacks."""
+    text = " ".join(str(reason).split())
+    where = f"host {socket.gethostname()}: {type(reason).__name__}"
+    print(f"axsparse: error: {where}: {text}", file=sys.stderr, flush=True)
+    if started_by_launcher():
+        _wait_until_all_ranks_have_started()
+        from mpi4py import MPI
+
+        _end_all(MPI.COMM_WORLD, EXIT_INTERNAL)
+    sys.exit(EXIT_INTERNAL)
+
+
 def connect() -> Transport:
     """The transport of this process: MPI where there is an MPI library, else one rank by itself.
 
@@ -187,6 +223,8 @@ def connect() -> Transport:
 
     bind_early(os.environ)
     try:
+        if started_by_launcher():
+            _wait_until_all_ranks_have_started()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as reason:
         if started_by_launcher():
