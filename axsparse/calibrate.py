@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, add_configuration
 from axsparse.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -40,15 +40,7 @@ def parser() -> CommandParser:
         epilog=EPILOG,
     )
     add = arguments.add_argument
-    add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key; may be repeated",
-    )
+    add_configuration(add)
     add("--out", metavar="FILE", type=Path, required=True, help="the cluster file to write")
     add("--steps", metavar="N", default="10", help="steps of the model (default %(default)s)")
     return arguments

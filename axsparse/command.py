@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from axsparse.errors import EXIT_CONFIG
@@ -31,3 +32,37 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if speaks():
             super().print_help(file)
+
+
+def add_configuration(add: Callable[..., object]) -> None:
+    """The options that say what is configured; `add` is the `add_argument` of a parser or group."""
+    add(
+        "--config",
+        metavar="FILE",
+        help="a path, or the name of a bundled configuration such as quickstart.yaml; without it, "
+        "the defaults",
+    )
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one key, such as layout.g_inter=2; may be repeated",
+    )
+
+
+def add_run(add: Callable[..., object]) -> None:
+    """The options of a run that are short for a setting."""
+    add("--steps", metavar="N", help="short for --set train.steps=N")
+    add("--run-dir", metavar="DIR", help="short for --set run_dir=DIR")
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What the options of `add_configuration` and `add_run` set, as KEY=VALUE; later ones win."""
+    overrides = list(arguments.overrides)
+    if arguments.steps is not None:
+        overrides.append(f"train.steps={arguments.steps}")
+    if arguments.run_dir is not None:
+        overrides.append(f"run_dir={arguments.run_dir}")
+    return overrides

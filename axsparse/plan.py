@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, add_configuration
 from axsparse.errors import AxsparseError, ConfigError, OutputError
 from axsparse.transport import speaks
 
@@ -49,15 +49,7 @@ def parser() -> CommandParser:
         epilog=EPILOG,
     )
     add = arguments.add_argument
-    add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key; may be repeated",
-    )
+    add_configuration(add)
     add("--gpus", metavar="N[,N…]", required=True, help="devices; several are a scaling study")
     add(
         "--cluster",

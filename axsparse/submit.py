@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, add_configuration, add_run, overrides_of
 from axsparse.config.load import Loaded, load_config
 from axsparse.config.validate import check_batch, check_config, resolve_grid
 from axsparse.errors import AxsparseError, ConfigError, MissingInputError, OutputError
@@ -63,17 +63,8 @@ def parser() -> CommandParser:
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
 
     add = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
-    add("--config", metavar="FILE", help="a path, or the name of a bundled configuration")
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key; may be repeated",
-    )
-    add("--steps", metavar="N", help="short for --set train.steps=N")
-    add("--run-dir", metavar="DIR", help="short for --set run_dir=DIR")
+    add_configuration(add)
+    add_run(add)
 
     add = arguments.add_argument_group("what the job asks for").add_argument
     add("--nodes", metavar="N", default="1", help="default %(default)s")
@@ -141,7 +132,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _submit(arguments: argparse.Namespace) -> None:
-    loaded = load_config(arguments.config, _overrides(arguments))
+    loaded = load_config(arguments.config, overrides_of(arguments))
     request = make_request(arguments, loaded)
     check_ranks(loaded, request.ranks)
     if arguments.dry_run:
@@ -173,15 +164,6 @@ def _submit(arguments: argparse.Namespace) -> None:
     )
 
 
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    overrides: list[str] = list(arguments.overrides)
-    if arguments.steps is not None:
-        overrides.append(f"train.steps={arguments.steps}")
-    if arguments.run_dir is not None:
-        overrides.append(f"run_dir={arguments.run_dir}")
-    return overrides
-
-
 def make_request(arguments: argparse.Namespace, loaded: Loaded) -> Request:
     """The job that a command line asks for, checked but for the configuration's own rules.
 
@@ -197,7 +179,7 @@ def make_request(arguments: argparse.Namespace, loaded: Loaded) -> Request:
     # Else every start would make a folder of its own.
     options = [f"--run-dir={run_dir}"] if loaded.config.run_dir == "auto" else []
     options += [] if arguments.config is None else [f"--config={arguments.config}"]
-    options += [f"--set={pair}" for pair in _overrides(arguments)]
+    options += [f"--set={pair}" for pair in overrides_of(arguments)]
     python = Path(sys.executable)
     beside = python.parent / "mpirun"
     launchers = lsf.LAUNCHERS if arguments.lsf else slurm.LAUNCHERS

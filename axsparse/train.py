@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, add_configuration, add_run, overrides_of
 from axsparse.stopping import StopRequest
 from axsparse.transport import cannot_start
 
@@ -50,22 +50,8 @@ def parser() -> CommandParser:
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    arguments.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a path, or the name of a bundled configuration such as quickstart.yaml; "
-        "without it, the defaults",
-    )
-    arguments.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key, such as layout.g_inter=2; may be repeated",
-    )
-    arguments.add_argument("--steps", metavar="N", help="short for --set train.steps=N")
-    arguments.add_argument("--run-dir", metavar="DIR", help="short for --set run_dir=DIR")
+    add_configuration(arguments.add_argument)
+    add_run(arguments.add_argument)
     arguments.add_argument(
         "--resume",
         metavar="auto|PATH",
@@ -92,11 +78,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as reason:
         cannot_start(reason)
 
-    overrides = list(arguments.overrides)
-    if arguments.steps is not None:
-        overrides.append(f"train.steps={arguments.steps}")
-    if arguments.run_dir is not None:
-        overrides.append(f"run_dir={arguments.run_dir}")
+    overrides = overrides_of(arguments)
 
     def train(job: Job) -> None:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
