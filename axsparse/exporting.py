@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,8 @@ from axsparse.checkpoint.manifest import ParameterEntry
 from axsparse.checkpoint.restore import CheckpointMasks, Files
 from axsparse.checkpoint.verify import Checkpoint, verify
 from axsparse.config.schema import Config
-from axsparse.data.prepare_files import sync_folder, writes
+from axsparse.data.prepare_files import writes
+from axsparse.disk import sync_folder, write_new
 from axsparse.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.models.gpt import gpt
 from axsparse.models.hf_gpt2 import CONFIG_FILE, gpt2_name, gpt2_settings, turned
@@ -86,7 +86,8 @@ def export(
             unfinished.mkdir()
             file = unfinished / WHOLE_FILE
             settings = gpt2_settings(weights.config().model, weights.dtype)
-            _write_text(unfinished / CONFIG_FILE, json.dumps(settings, indent=2))
+            text = json.dumps(settings, indent=2)
+            write_new(unfinished / CONFIG_FILE, f"{text}\n".encode())
         write_safetensors(file, described, weights.values(groups), metadata)
         if is_folder:
             sync_folder(unfinished)
@@ -330,10 +331,3 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from axsparse.comm import Transport
 from axsparse.data_parallel.agreement import gather_texts
+from axsparse.disk import sync_folder, write_new
 from axsparse.errors import ConfigError, OutputError
 from axsparse.job import together
 from axsparse.models.gpt import gpt
@@ -105,11 +105,11 @@ def _values(trainer: Trainer, masters: bool) -> Iterator[Tensor]:
             if name in trainer.parts.survey.ties:
                 continue
             if not masters:
-                yield turned(name, parameter.detach())
+                yield turned(name, parameter.detach().cpu())
             elif name in trained:
                 yield turned(name, layer.state.dense_master(name))
             else:  # frozen
-                yield turned(name, parameter.detach().float())
+                yield turned(name, parameter.detach().float().cpu())
 
 
 # -- how ------------------------------------------------------------------------------------
@@ -168,30 +168,14 @@ def _complete(trainer: Trainer, partial: Path, path: Path, masters: bool) -> str
         files = {gpt2_name(name): _file(trainer, parts.stage_of(name)) for name in described}
         texts[INDEX_FILE] = index_text(files, sum(t.nbytes for t in described.values()))
     try:
-        _write_texts(partial, texts)
-        _see_on_disk(partial)
+        for name, text in texts.items():
+            write_new(partial / name, f"{text}\n".encode())
+        sync_folder(partial)
         partial.rename(path.absolute())
-        _see_on_disk(path.absolute().parent)
+        sync_folder(path.absolute().parent)
     except OSError as reason:
         raise _unwritable(path, reason) from reason
     return ""
-
-
-def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        with (folder / name).open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _see_on_disk(folder: Path) -> None:
-    """The names in a folder outlast a loss of power."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _unwritable(path: Path, reason: OSError) -> OutputError:

@@ -25,6 +25,7 @@ FLOORS = {
     "grid": 0,
     "comm": 0,
     "streams": 0,
+    "disk": 0,
     "seeds": 0,
     "stopping": 0,
     "waiting": 0,

@@ -196,7 +196,7 @@ def test_nothing_is_left_of_what_could_not_be_written(
     if place == "stage":
         monkeypatch.setattr(saving, "write_safetensors", fills_up)
     else:
-        monkeypatch.setattr(saving, "_write_texts", no_space)
+        monkeypatch.setattr(saving, "write_new", no_space)
     settings = config(shard=True)
 
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):

@@ -10,14 +10,13 @@ are ordered by step, never by time.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.checkpoint.manifest import MANIFEST_FILE
-from axsparse.data.prepare_files import sync_folder
+from axsparse.disk import sync_folder, write_new
 
 CHECKPOINTS = "checkpoints"
 """In a run directory."""
@@ -68,10 +67,7 @@ def begin(folder: Path, step: int) -> Path:
 
 def commit(partial: Path, manifest: bytes) -> Path:
     """Let a checkpoint whose files are on the disk appear; one of its step that is there goes."""
-    with (partial / MANIFEST_FILE).open("xb") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(partial / MANIFEST_FILE, manifest)
     sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(UNFINISHED))
     if final.exists():

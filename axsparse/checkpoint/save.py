@@ -34,9 +34,9 @@ from axsparse.checkpoint.stream import Stream
 from axsparse.checkpoint.verify import is_whole, read_entry
 from axsparse.comm import Transport
 from axsparse.config.schema import CheckpointConfig
-from axsparse.data.prepare_files import sync_folder
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.data_parallel.buffers import StageBuffers
+from axsparse.disk import sync_folder
 from axsparse.errors import MissingInputError, OutputError
 from axsparse.grid import Place
 from axsparse.job import together

@@ -26,7 +26,6 @@ from axsparse.data.prepare_files import (
     locked,
     new_file,
     remove_unfinished,
-    sync_folder,
     writes,
 )
 from axsparse.data.prepare_merge import Merged, merge
@@ -63,6 +62,7 @@ from axsparse.data.token_file import (
     sample_digest,
     token_path,
 )
+from axsparse.disk import sync_folder
 from axsparse.errors import ConfigError, DataError, OutputError
 from axsparse.observe.console import Console, format_bytes, format_count, format_seconds
 

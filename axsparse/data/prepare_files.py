@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from axsparse.disk import sync_folder
 from axsparse.errors import OutputError
 
 BLOCK = 1 << 20
@@ -53,15 +54,6 @@ def copy_file(source: Path, path: Path) -> None:
     """A small file once more, complete or not at all."""
     with new_file(path) as file:
         file.write(source.read_bytes())
-
-
-def sync_folder(folder: Path) -> None:
-    """Names that were given or taken in a folder survive a loss of power from here on."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from axsparse.comm import Op, Transport, wait
-from axsparse.data.prepare_files import sync_folder
 from axsparse.data_parallel.agreement import gather_texts
+from axsparse.disk import sync_folder
 from axsparse.errors import OutputError
 from axsparse.grid import Place
 from axsparse.job import together
