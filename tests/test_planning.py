@@ -15,7 +15,7 @@ from axsparse.errors import ConfigError, MissingInputError
 from axsparse.planner.choose import Plan
 from axsparse.planning import Subject, plan_for, subject
 
-MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None)
+MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
 
 
 def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
@@ -106,6 +106,21 @@ def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
     assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
     assert there.workload("dense").checkpoint_buffer == 0
     assert planned(2, **saves).recommended.memory[0].checkpoint > 0
+
+
+def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
+    gpus = replace(MACHINE, host_memory_bytes=1e9, host_bandwidth=1e10)
+    rows = []
+    for offload in (False, True):
+        config = tiny_config(precision="bf16", samo={"offload": offload})
+        found = subject(Loaded(config, "tiny", {}), gpus, tiny_gpt(config)).plan("start", gpus, 1)
+        rows.append(found.rows[0].memory[0])
+    here, offloaded = rows
+
+    assert offloaded.master == 0 < here.master
+    assert 0 < offloaded.optimizer < here.master + here.optimizer  # room for two layers
+    with pytest.raises(ConfigError, match=r"samo.offload .*: true takes state off a GPU"):
+        asked(samo={"offload": True})
 
 
 def test_a_model_without_example_cannot_be_planned() -> None:

@@ -250,6 +250,18 @@ def test_what_looks_into_a_gpu_needs_one(key: str) -> None:
     )
 
 
+def test_state_is_offloaded_from_gpus_only() -> None:
+    loaded = load_config(None, ["samo.offload=true"])
+    check_gpu_settings(loaded, has_gpu=True)
+
+    with pytest.raises(ConfigError) as caught:
+        check_gpu_settings(loaded, has_gpu=False)
+
+    assert str(caught.value) == (
+        "samo.offload (--set): true takes state off a GPU, and there is none; choose false"
+    )
+
+
 def test_a_split_has_one_entry_a_stage() -> None:
     message = (
         "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto"

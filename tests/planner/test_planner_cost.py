@@ -58,6 +58,16 @@ def test_the_optimizer_reads_and_writes_masters_and_moments() -> None:
     assert seconds == (100 + 200 + 2 * (200 + 400) + 2 * 50) / 5
 
 
+@pytest.mark.parametrize(("link", "seconds"), [(0.5, 1200.0), (50.0, 320.0)])
+def test_offloaded_state_comes_and_goes_while_the_optimizer_works(
+    link: float, seconds: float
+) -> None:
+    state = replace(LOAD.state, master=0, optimizer=0, offloaded=600)
+    machine = replace(ROUND, host_bandwidth=link)
+
+    assert optimizer_seconds(replace(LOAD, state=state), machine, weight_bytes=2) == seconds
+
+
 def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
     costs = uniform(4, 1, 1, message=24.0)
     machine = cluster(
