@@ -140,7 +140,9 @@ def planned_durations(stages: int, jitter: float, step: int) -> Durations:
 
 def launch(ranks: int, arguments: Sequence[str]) -> str:
     """The output of an MPI job; ends this process if the job fails or hangs."""
-    command = ["mpirun", "-n", str(ranks), sys.executable, *arguments]
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.is_file() else "mpirun"
+    command = [launcher, "-n", str(ranks), sys.executable, *arguments]
     job = subprocess.Popen(  # noqa: S603 - our own command
         command,
         stdin=subprocess.DEVNULL,

@@ -69,7 +69,8 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
 ) -> None:
     optimizer = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
     samo = {"shard_optimizer": shard}
-    config = tiny_config(optimizer=optimizer, samo=samo, train={"steps": 3})
+    batch = {"global_batch_size": 12, "microbatch_size": 3}
+    config = tiny_config(optimizer=optimizer, samo=samo, batch=batch, train={"steps": 2})
     data = token_data()
 
     def placed(transport: Transport) -> Placed:
@@ -79,7 +80,7 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
         return Placed(between, Backend(pretend(), on_host(launch)), device)
 
     with sdpa_kernel(SDPBackend.MATH):
-        reference = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd).run(3)
+        reference = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd).run(2)
         with on_mpi() as transport:
             trainer, trace = train_here(
                 transport, grid, tiny_gpt(config), config, data, placed=placed
