@@ -31,6 +31,8 @@ from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
 
 MICROBATCHES = 4
+OTHER_SIZE = 1
+"""Microbatches of this size, beside the configuration's, tell what does not depend on size."""
 COPY_BYTES = 1 << 26
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 """Bytes of messages and all-reduces."""
@@ -54,17 +56,22 @@ def calibrate(transport: Transport, loaded: Loaded, name: str, steps: int) -> Cl
     Raises ConfigError for ranks on several hosts, and what building a trainer raises.
     """
     together(transport, lambda: _refuse_several_hosts(transport))
-    profile = _profile(loaded, steps)
+    size = loaded.config.batch.microbatch_size
+    other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
+    profile = _profile(loaded, steps, size)
     config = profile.trainer.config
     own = [
         profile.compute,
+        _profile(loaded, steps, other).compute,
         profile.compress,
         matrix_peak(DTYPES[config.precision]),
         _copy_bandwidth(),
         profile.overhead,
     ]
     rows = sum_by_owner(transport.world, transport.backoff, own)
-    compute, compress, peak, copy, _ = (fmean(column) for column in zip(*rows, strict=True))
+    compute, of_other, compress, peak, copy, _ = (
+        fmean(column) for column in zip(*rows, strict=True)
+    )
     messages = _messages(transport)
     all_reduces = _all_reduces(transport)
     survey = profile.trainer.parts.survey
@@ -76,13 +83,14 @@ def calibrate(transport: Transport, loaded: Loaded, name: str, steps: int) -> Cl
     seen = Measured(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
-        overhead_bytes=max(row[4] for row in rows),
+        overhead_bytes=max(row[5] for row in rows),
         peak=peak,
         copy_bandwidth=copy,
         compute_seconds=compute,
+        compute_of_other=(other, of_other),
         compress_seconds=compress,
         microbatches=MICROBATCHES,
-        microbatch_size=config.batch.microbatch_size,
+        microbatch_size=size,
         forwards=profile.forwards,
         messages=messages,
         all_reduces=all_reduces,
@@ -100,13 +108,14 @@ def _refuse_several_hosts(transport: Transport) -> None:
         )
 
 
-def _profile(loaded: Loaded, steps: int) -> Profile:
-    """Train in one stage, on every rank for itself and all at once."""
+def _profile(loaded: Loaded, steps: int, size: int) -> Profile:
+    """Train in one stage with microbatches of a size, on every rank for itself and all at once."""
     config = loaded.config
-    size = config.batch.microbatch_size
     alone = config.model_copy(
         update={
-            "batch": config.batch.model_copy(update={"global_batch_size": MICROBATCHES * size}),
+            "batch": config.batch.model_copy(
+                update={"global_batch_size": MICROBATCHES * size, "microbatch_size": size}
+            ),
             "layout": config.layout.model_copy(
                 update={"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"}
             ),

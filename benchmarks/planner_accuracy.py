@@ -12,8 +12,8 @@ On a busy machine start it under `chrt --rr 5`.
 (`axsparse calibrate`: a profile of one stage, a ping-pong, all-reduces, compression) and then
 trains each layout for some steps, in an order drawn anew; one more calibration comes last. A
 layout's prediction is the median over the calibrations, what it took the median over rounds of
-the median over a run's steps but the first. Ranks beyond the cores share them: such a step takes
-as long as all its work takes the cores, or as it would take without sharing.
+the median over a run's steps but the first. Ranks beyond the cores take turns, each as slow as its
+share of them, and so is who waits for it.
 
 A machine that moved proves nothing: where calibrations differ by more than 5 % in what they
 predict, or the rounds of layouts in what they took (the median layout, largest over smallest),
@@ -70,7 +70,7 @@ SETTINGS = (
 )
 JOB_SECONDS = 600
 """No job takes so long: one that lost a rank at its start would hang."""
-CALIBRATED_SIZE = 2
+CALIBRATED_SIZE = 4
 """Microbatch size of the profile; plans for other sizes go by the same constants."""
 CALIBRATION_STEPS = 8
 EXIT_CODES = {"met": 0, "missed": 1, "inconclusive": 3}
@@ -292,9 +292,10 @@ def trained(folder: Path, layout: Layout, steps: int) -> Run:
 
 
 def shared_seconds(row: Row, cores: int) -> float:
-    """A step of ranks that share cores: no shorter than alone, nor than its work on them."""
-    work = sum(sum(phases.values()) - phases["bubble"] for phases in row.run.phases)
-    return max(row.seconds, row.grid.g_data * work / cores)
+    """A step of ranks that take turns on the cores: each is as slow as its share, and so is who
+    waits for it. Where idle ranks give way to others it is less, down to all work over the cores.
+    """
+    return max(1.0, row.grid.size / cores) * row.seconds
 
 
 def compared(

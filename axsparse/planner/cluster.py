@@ -60,6 +60,9 @@ class Cluster:
     """Bytes/s of an all-reduce's ring inside a node, for each device."""
     ring_latency: float
     """α: seconds of each of the 2 (D − 1) hops of a ring of D."""
+    weight_rate: float | None = None
+    """ω: weights a second that a forward passes over, whatever its microbatch's size; None: the
+    arithmetic hides it, as on GPUs."""
     compression_rate: float
     """κ: dense gradient entries a second that a backward compresses."""
     overhead_bytes: float
@@ -97,7 +100,7 @@ class Cluster:
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
 _PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
-_OPTIONAL = _PEAKS | {"host_memory_bytes", "host_bandwidth"}
+_OPTIONAL = _PEAKS | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
     {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}

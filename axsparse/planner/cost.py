@@ -1,9 +1,9 @@
 """Seconds of what a step is made of, from sizes and the constants of a cluster.
 
 Per microbatch of `mbs` samples and stage, with a load's flops F (again: F', computed again
-in the backward), bytes moved, φ dense gradient entries, b bytes of output:
+in the backward), bytes moved, φ trained weights, b bytes of output:
 
-    forward     mbs · (F / (e · peak) + moved / memory bandwidth)
+    forward     mbs · (F / (e · peak) + moved / memory bandwidth) + φ / ω
     backward    2 · forward + the same of what is computed again + compression
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, of the sender's time and of the receiver's
@@ -75,9 +75,10 @@ def stage_seconds(
     forward = load.flops / rate + load.moved / cluster.memory_bandwidth
     again = load.again_flops / rate + load.again_moved / cluster.memory_bandwidth
     compress = load.trained / cluster.compression_rate if workload.is_pruned else 0.0
+    passed = 0.0 if cluster.weight_rate is None else load.trained / cluster.weight_rate
     return StageSeconds(
-        forward=microbatch_size * forward,
-        backward=microbatch_size * (2 * forward + again) + compress,
+        forward=microbatch_size * forward + passed,
+        backward=microbatch_size * (2 * forward + again) + 2 * passed + compress,
         compress=compress,
     )
 

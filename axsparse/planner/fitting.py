@@ -29,6 +29,9 @@ class Measured:
     """Bytes read and written by a copy, each second."""
     compute_seconds: float
     """Of the forwards and backwards of a step in one stage, compression left out."""
+    compute_of_other: tuple[int, float] | None
+    """Another microbatch size, and the seconds of as many microbatches of it; None: of this size
+    only."""
     compress_seconds: float
     microbatches: int
     microbatch_size: int
@@ -47,9 +50,10 @@ def fitted(
 
     TrainingError if the model took less time than moving its activations does.
     """
+    passed = _passed(seen)
     mbs = seen.microbatches * seen.microbatch_size
     moved = mbs * (3 * load.moved + load.again_moved) / seen.copy_bandwidth
-    arithmetic = seen.compute_seconds - moved
+    arithmetic = seen.compute_seconds - seen.microbatches * passed - moved
     if arithmetic <= 0:
         raise TrainingError(
             f"calibrate: forwards and backwards took {seen.compute_seconds:.3g} s, less than the "
@@ -89,6 +93,8 @@ def fitted(
     put("nic_efficiency", 1.0, "assumed", "as the ring")
     put("ring_bandwidth", ring, kind, how)
     put("ring_latency", alpha, kind, how)
+    if passed:
+        put("weight_rate", 3 * load.trained / passed, "fitted", f"{source}: two microbatch sizes")
     if seen.compress_seconds:
         rate = seen.microbatches * load.trained / seen.compress_seconds
         put("compression_rate", rate, "measured", f"{source}: its compression")
@@ -102,6 +108,16 @@ def fitted(
     gpus = int(constants.pop("gpus_per_node"))
     origins = {key: origin for key, (_, origin) in values.items()}
     return Cluster(name=name, gpus_per_node=gpus, origins=origins, **constants)
+
+
+def _passed(seen: Measured) -> float:
+    """Seconds of a microbatch's forward and backward that do not depend on its size."""
+    if seen.compute_of_other is None:
+        return 0.0
+    other, seconds = seen.compute_of_other
+    size = seen.microbatch_size
+    found = (other * seen.compute_seconds - size * seconds) / (other - size) / seen.microbatches
+    return max(0.0, found)
 
 
 def spread(seconds: Sequence[float]) -> float:

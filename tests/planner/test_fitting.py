@@ -32,6 +32,7 @@ SEEN = Measured(
     peak=1e10,
     copy_bandwidth=1e9,
     compute_seconds=1e-4,
+    compute_of_other=None,
     compress_seconds=2e-5,
     microbatches=3,
     microbatch_size=2,
@@ -55,6 +56,25 @@ def test_the_cost_model_gives_back_what_was_measured() -> None:
     assert compute == pytest.approx(SEEN.compute_seconds)
     assert 3 * stage.compress == pytest.approx(SEEN.compress_seconds)
     assert 0 < machine.efficiency <= 1
+
+
+@pytest.mark.parametrize("other", [1, 4])
+def test_two_sizes_tell_what_does_not_depend_on_size(other: int) -> None:
+    slower = SEEN.compute_seconds / 2 * other + 3e-5
+    seen = replace(SEEN, compute_seconds=1e-4 + 3e-5, compute_of_other=(other, slower))
+    machine = fitted("mine", load(), "fp32", seen, "a test")
+
+    for size, seconds in ((2, seen.compute_seconds), (other, slower)):
+        stage = stage_seconds(MODEL, load(), machine, size)
+        assert 3 * (stage.forward + stage.backward - stage.compress) == pytest.approx(seconds)
+    assert machine.origins["weight_rate"].kind == "fitted"
+    assert parse_cluster(to_yaml(machine), "mine.yaml") == machine
+
+
+def test_a_smaller_microbatch_that_is_cheaper_a_sample_has_no_such_part() -> None:
+    seen = replace(SEEN, compute_of_other=(1, SEEN.compute_seconds / 3))
+
+    assert fitted("mine", load(), "fp32", seen, "a test").weight_rate is None
 
 
 def test_small_blocks_come_on_top_of_what_is_resident_before_the_first_step() -> None:

@@ -52,6 +52,15 @@ def test_a_backward_is_two_forwards_what_is_computed_again_and_the_compression()
     assert (pruned.backward, pruned.compress) == (3 * (2 * forward + again) + 5, 5)
 
 
+def test_a_pass_over_the_weights_takes_as_long_whatever_the_microbatch() -> None:
+    machine = replace(ROUND, weight_rate=50.0)
+
+    for size in (1, 3):
+        seen = stage_seconds(formula("gpt3_xl", 0.1), LOAD, machine, size)
+        before = stage_seconds(formula("gpt3_xl", 0.1), LOAD, ROUND, size)
+        assert (seen.forward, seen.backward) == (before.forward + 10, before.backward + 20)
+
+
 def test_the_optimizer_reads_and_writes_masters_and_moments() -> None:
     seconds = optimizer_seconds(LOAD, ROUND, weight_bytes=2)
 
