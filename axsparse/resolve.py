@@ -12,7 +12,13 @@ import torch
 from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config, OptimizerConfig, prunes
-from axsparse.config.validate import check_batch, check_rounds, pruned_layout, resolve_grid
+from axsparse.config.validate import (
+    check_batch,
+    check_rounds,
+    check_split,
+    pruned_layout,
+    resolve_grid,
+)
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid, Place
 from axsparse.layouts import balanced, check_grid, chosen_layout, cluster_of
@@ -150,6 +156,7 @@ def resolve(
         grid = resolve_grid(loaded, transport.size, num_layers)
     else:
         check_grid(grid, transport.size, num_layers)
+        check_split(loaded, grid.g_inter, num_layers)
     check_batch(loaded, grid)
     gradient = _gradient(config, grid)
     index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index

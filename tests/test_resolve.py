@@ -78,6 +78,14 @@ def test_a_grid_with_more_stages_than_layers_is_refused() -> None:
         resolved(tiny_config(), 5, Grid(5, 1))
 
 
+@pytest.mark.parametrize("split", [[1, 1], [4]])
+def test_a_split_that_is_not_for_an_explicit_grid_is_refused(split: list[int]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout.split .*: \[.*\] (places 2 layers|is for 1 stage)"
+    ):
+        resolved(tiny_config(layout={"split": split}), 2, Grid(2, 1))
+
+
 def test_mpi_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
         resolved(tiny_config(transport="mpi"))

@@ -211,6 +211,12 @@ def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:
             f"start {_count(g_inter * g_data, 'rank')} or set layout.g_inter to "
             f"{_one_of(stages, near=g_inter)} and layout.g_data to auto"
         )
+    check_split(loaded, g_inter, num_layers)
+    return Grid(g_inter, g_data)
+
+
+def check_split(loaded: Loaded, g_inter: int, num_layers: int) -> None:
+    """ConfigError unless a split by hand is for so many stages and places every layer."""
     _check_split_length(loaded, g_inter)
     split = loaded.config.layout.split
     if split != "auto" and sum(split) != num_layers:
@@ -219,7 +225,6 @@ def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:
             f"of {num_layers}, embedding and head included; "
             f"choose entries that add up to {num_layers}"
         )
-    return Grid(g_inter, g_data)
 
 
 def pruned_layout(loaded: Loaded) -> Loaded:
