@@ -179,19 +179,18 @@ class LayerState:
     @property
     def moments_K(self) -> dict[str, Tensor]:
         """The held values of each moment, fp32; zero at first."""
-        return self._now().moments
+        if self._visit is not None:
+            return self._visit.moments
+        self.settle()
+        return self.resting().moments
 
     @property
     def master_K(self) -> Tensor | None:
         """The held masters or their remainders; None where fp32 weights are their own."""
-        return self._now().master
-
-    def _now(self) -> Rest:
-        """Masters and moments where they are read and written now."""
         if self._visit is not None:
-            return self._visit
+            return self._visit.master
         self.settle()
-        return self.resting()
+        return self._master_K  # moments are not to be allocated for its sake
 
     def resting(self) -> Rest:
         """Masters and moments where they are between updates; what an update left may still be on

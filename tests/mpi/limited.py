@@ -34,9 +34,9 @@ def held_bytes() -> int:
     raise AssertionError("the system does not say")
 
 
-def limited(part: float, *arguments: Any) -> Resolved:
+def limited(part: float, *arguments: Any, **named: Any) -> Resolved:
     """What `resolve` decides; from here on memory is short."""
-    decided = resolve(*arguments)
+    decided = resolve(*arguments, **named)
     assert decided.prediction is not None
     peak = decided.prediction.memory_bytes
     if decided.place.rank == 0:

@@ -69,7 +69,7 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
 ) -> None:
     optimizer = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
     samo = {"shard_optimizer": shard}
-    batch = {"global_batch_size": 12, "microbatch_size": 3}
+    batch = {"global_batch_size": 4 * SIZE, "microbatch_size": 2}
     config = tiny_config(optimizer=optimizer, samo=samo, batch=batch, train={"steps": 2})
     data = token_data()
 

@@ -7,7 +7,8 @@ import torch
 from support.dense_lamb import DenseLamb
 from torch import Tensor, nn
 
-from axsparse.samo import shards, state
+from axsparse.samo import shards
+from axsparse.samo import tensor as samo_tensor
 from axsparse.samo import update as samo_update
 from axsparse.samo.index import FullIndex, make_index
 from axsparse.samo.lamb import LAMB
@@ -108,7 +109,7 @@ def test_the_ratio_does_not_depend_on_the_size_of_blocks(monkeypatch: pytest.Mon
     usual, other = (layer_of(masks(), half=False) for _ in range(2))
     train(usual, 3)
 
-    for module in (shards, state, samo_update):
+    for module in (shards, samo_tensor, samo_update):
         monkeypatch.setattr(module, "BLOCK", 4096)
     train(other, 3)
 
