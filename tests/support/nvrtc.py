@@ -30,6 +30,9 @@ def library() -> ctypes.CDLL | None:
 
 def _opened(place: str) -> ctypes.CDLL | None:
     try:
+        # A wheel's compiler asks for this by name when it compiles, and it is on no search path.
+        for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
         return ctypes.CDLL(place)
     except OSError:
         return None
