@@ -95,7 +95,8 @@ def build(
     together(job.transport, lambda: check_config(loaded))
     if job.placed is None:
         job.placed = place(job.transport, loaded)
-    placed, transport = job.placed, job.placed.transport
+    transport = job.branch()
+    placed = replace(job.placed, transport=transport)
     has_gpu = placed.gpu is not None
     together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
     if loaded.config.train.memory_history:
@@ -143,6 +144,7 @@ def build(
     if back is not None and progress is not None:
         recorder.went_back(back.record(progress))
     parts = _join(run, model, layers, options, data, placed, recorder, job.run_dir)
+    job.keep_branch(parts)
     if checkpoint is not None:
         together(transport, partial(_load, checkpoint, parts))
     if opened is None:

@@ -170,10 +170,15 @@ class Transport(Protocol):
         """A group of ranks in this order; its members call this together, in equal order."""
         ...
 
+    def branch(self) -> Transport:
+        """Another transport of the same ranks, which may be closed ahead of this one."""
+        ...
+
     def abort(self, code: int) -> NoReturn:
         """End the whole job at once."""
         ...
 
     def close(self) -> None:
-        """Release what was made; every rank calls this once it needs no other any more."""
+        """Release what was made, branches too; all ranks call this together, and again without
+        effect."""
         ...

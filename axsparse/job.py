@@ -7,6 +7,7 @@ failure of one rank ends the others through the transport, since they may be wai
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 import torch
 from pydantic import ValidationError
 
-from axsparse.comm import Transport
+from axsparse.comm import Op, Transport, wait
 from axsparse.data_parallel.agreement import gather_texts
 from axsparse.errors import (
     EXIT_CONFIG,
@@ -83,6 +85,32 @@ class Job:
         """Becomes "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
         """Where tracebacks of internal errors go, once there is a run directory."""
+        self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
+        """Transports of trainers, and what is None once nobody has that trainer any more."""
+
+    def branch(self) -> Transport:
+        """A transport for one more trainer; those of trainers that all ranks have let go of are
+        closed, since MPI has some 2,000 communicators. All ranks call this together."""
+        transport = (self.placed or self).transport
+        if self._branches:
+            gc.collect()  # the parts of a trainer refer to one another
+            uses = [float(owner() is not None) for _, owner in self._branches]
+            users = torch.tensor(uses, dtype=torch.float64)
+            wait(transport.world.start(Op.ALL_REDUCE, users), transport.backoff)
+            known, self._branches = self._branches, []
+            for (branch, owner), count in zip(known, users.tolist(), strict=True):
+                if count:
+                    self._branches.append((branch, owner))
+                else:
+                    branch.close()
+        branch = transport.branch()
+        self._branches.append((branch, lambda: None))
+        return branch
+
+    def keep_branch(self, owner: object) -> None:
+        """Leave the newest branch open as long as there is its owner."""
+        branch, _ = self._branches[-1]
+        self._branches[-1] = branch, weakref.ref(owner)
 
 
 def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoReturn:

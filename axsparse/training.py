@@ -3,7 +3,6 @@ back to a checkpoint where its loss spikes."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 from axsparse.builder import build
@@ -43,5 +42,4 @@ def run_training(
         if back is None and not trainer.hands_over:
             return
         resume = str(job.run_dir)
-        del trainer
-        gc.collect()  # parts refer to one another, and the next ones need their memory
+        del trainer  # the next one needs its memory

@@ -7,6 +7,7 @@ read this file for its `LAUNCHER_VARIABLES`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import os
 import socket
@@ -64,6 +65,9 @@ class LocalTransport:
 
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
+    def branch(self) -> Transport:
+        return self  # there is nothing to close
+
     def abort(self, code: int) -> NoReturn:
         if threading.current_thread() is not threading.main_thread():
             _flush()
@@ -114,6 +118,12 @@ class MpiTransport:
         from axsparse.pipeline.wire_mpi import MpiWires
 
         return MpiWires(self._comm)
+
+    def branch(self) -> MpiTransport:
+        branch = copy.copy(self)
+        branch._made = []
+        self._made.append(branch)
+        return branch
 
     def local_rank(self) -> int:
         """Which of its host's ranks this is; all ranks call this together."""

@@ -4,6 +4,8 @@ by pinned memory of the hosts, or straight from GPU memory where MPI can read it
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn, Protocol
 
@@ -47,6 +49,8 @@ class Host(Transport, Protocol):
     def wires(self) -> Wires:
         """New wires; all ranks call this together."""
         ...
+
+    def branch(self) -> Host: ...
 
 
 class _Closable(Protocol):
@@ -123,15 +127,16 @@ class GpuTransport:
         self._connections = connections
         self._staging = staging
         self._made: list[_Closable] = []
-        self._links = 0
+        self._pushes: list[Callable[[], None]] = []
+        # Branches share these: a name of NCCL's is used once.
+        self._links = itertools.count()
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def link(self, place: Place) -> Link:
         wires = self._host.wires()
         edges: dict[tuple[int, int], Edge] = {}
         if self._connections is not None:
-            edges = connect_edges(self._connections, place, f"link {self._links}")
-        self._links += 1
+            edges = connect_edges(self._connections, place, f"link {next(self._links)}")
         outgoing: dict[Direction, tuple[Wire, Outgoing]] = {}
         incoming: dict[Direction, tuple[Wire, Incoming]] = {}
         for direction in Direction:
@@ -142,7 +147,7 @@ class GpuTransport:
                 else:
                     incoming[direction] = wire, self._incoming(wire, edge)
         link = DeviceLink(outgoing, incoming, self._device, self.backoff)
-        self._backoff.pushes.append(link.push)
+        self._push(link.push)
         self._made += [wires, link]
         return link
 
@@ -159,9 +164,16 @@ class GpuTransport:
         else:
             staged = self._host.collective(f"{name}, staged", ranks)
             devices = StagedCollective(staged, self._device, self.backoff)
-            self._backoff.pushes.append(devices.advance)
+            self._push(devices.advance)
         self._made.append(devices)
         return ByMemory(hosts, devices, self._device.kind)
+
+    def branch(self) -> GpuTransport:
+        branch = copy.copy(self)
+        branch._host = self._host.branch()
+        branch._made, branch._pushes = [], []
+        self._made.append(branch)
+        return branch
 
     def abort(self, code: int) -> NoReturn:
         self._host.abort(code)
@@ -170,11 +182,18 @@ class GpuTransport:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
-        self._backoff.pushes.clear()
+        for push in self._pushes:
+            self._backoff.pushes.remove(push)
+        self._pushes.clear()
         # The first rank's process has what the groups met by, and may end now.
         here = torch.zeros(1, dtype=torch.float64)
         wait(self.world.start(Op.ALL_REDUCE, here), self.backoff)
         self._host.close()
+
+    def _push(self, push: Callable[[], None]) -> None:
+        """Call this whenever the rank waits, until what it is of is closed."""
+        self._pushes.append(push)
+        self._backoff.pushes.append(push)
 
     def _outgoing(self, wire: Wire, edge: Edge | None) -> Outgoing:
         if edge is not None:

@@ -13,6 +13,7 @@ from support.resuming import Ran, note_state, ran, same_state
 from support.runs import tiny_config, tiny_gpt, token_data
 
 from axsparse.builder import build
+from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Verdict
@@ -58,10 +59,15 @@ def run_here(
     found = Ran()
     loaded = Loaded(config.model_copy(update={"run_dir": str(run_dir)}), "tiny", origins or {})
     trainers: dict[int, weakref.ref[Trainer]] = {}
+    branch = Job.branch
 
-    def noted(job: Job, *arguments: Any, **settings: Any) -> Trainer:
+    def alone(job: Job) -> Transport:
+        opened = branch(job)
         before = trainers.get(job.transport.rank)
         assert before is None or before() is None, "two trainers of a rank at once"
+        return opened
+
+    def noted(job: Job, *arguments: Any, **settings: Any) -> Trainer:
         trainer = build(job, *arguments, **settings)
         trainers[job.transport.rank] = weakref.ref(trainer)
         look(trainer)
@@ -88,6 +94,7 @@ def run_here(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("axsparse.training.build", noted)
+        patch.setattr(Job, "branch", alone)
         world.run(body)
     return found
 

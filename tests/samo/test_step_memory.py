@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
-
 import pytest
 import torch
+from support.allocated import peak_of_numpy, peak_of_torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from axsparse.samo import index_mask, index_uint16
 from axsparse.samo.adamw import ADAMW
@@ -44,29 +41,6 @@ MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB, "nesterov": sgd(0.9, nesterov=True)}
 
 
-def allocated_by_torch(work: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator has handed out at a time, as it says itself."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
-    live = peak = 0
-    for event in sorted(events, key=lambda event: int(event.start_ns())):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-def allocated_by_numpy(work: Callable[[], object]) -> int:
-    """The most bytes of Python and numpy at a time."""
-    tracemalloc.start()
-    work()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return peak
-
-
 def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -> LayerState:
     """A layer of one tensor, after a step that has compiled and allocated what stays."""
     dtype, kind = MASTERS[master]
@@ -92,7 +66,7 @@ def half_kept(kind: IndexKind) -> Index:
 def test_an_update_allocates_one_chunk(kind: str, master: str) -> None:
     layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
 
-    peak = allocated_by_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
+    peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
 
     chunk = SPLIT_CHUNK if "split" in master else CHUNK
     assert BLOCK <= peak <= chunk + NUMBERS < KEPT * 2
@@ -109,8 +83,8 @@ def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
     def step() -> None:
         update([layer], ADAMW, HYPER, 0.5)
 
-    assert allocated_by_torch(step) <= CHUNK + NUMBERS
-    assert BLOCK <= allocated_by_numpy(step) <= POSITIONS + NUMBERS < KEPT * 2
+    assert peak_of_torch(step) <= CHUNK + NUMBERS
+    assert BLOCK <= peak_of_numpy(step) <= POSITIONS + NUMBERS < KEPT * 2
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -118,7 +92,7 @@ def test_every_optimizer_allocates_one_chunk(name: str) -> None:
     optimizer = OPTIMIZERS[name]
     layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
 
-    peak = allocated_by_torch(lambda: update([layer], optimizer, HYPER, 0.5))
+    peak = peak_of_torch(lambda: update([layer], optimizer, HYPER, 0.5))
 
     assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
 
@@ -126,6 +100,6 @@ def test_every_optimizer_allocates_one_chunk(name: str) -> None:
 def test_the_norm_allocates_one_chunk() -> None:
     layer = trained_layer(half_kept("uint16"), 2 * KEPT, "bf16", ADAMW)
 
-    peak = allocated_by_torch(lambda: norm_partials([layer], ["w"]))
+    peak = peak_of_torch(lambda: norm_partials([layer], ["w"]))
 
     assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2

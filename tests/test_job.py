@@ -1,0 +1,63 @@
+"""Transports of trainers that come and go in one job."""
+
+from __future__ import annotations
+
+from axsparse.comm import Transport
+from axsparse.job import Job
+from axsparse.local import LocalWorld
+from axsparse.transport import LocalTransport
+
+
+class Closable(LocalTransport):
+    """Notes which of its branches were closed, by their numbers."""
+
+    def __init__(self, world: LocalWorld[list[int]], rank: int) -> None:
+        super().__init__(world, rank)
+        self.closed: list[int] = []
+        self._opened = 0
+
+    def branch(self) -> Transport:
+        self._opened += 1
+        return Branch(self, self._opened)
+
+
+class Branch(LocalTransport):
+    def __init__(self, root: Closable, number: int) -> None:
+        self._root = root
+        self._number = number
+
+    def close(self) -> None:
+        self._root.closed.append(self._number)
+
+
+class Owner:
+    """A trainer's parts, which know of each other."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_all_ranks_have_let_go_of_is_closed_on_all_of_them() -> None:
+    world: LocalWorld[list[int]] = LocalWorld(3)
+
+    def body(rank: int) -> list[int]:
+        transport = Closable(world, rank)
+        job = Job(transport)
+        job.branch()
+        first = Owner()
+        job.keep_branch(first)
+        job.branch()
+        second = Owner()
+        job.keep_branch(second)
+        assert not transport.closed
+        if rank != 1:
+            del first
+        del second
+        job.branch()
+        assert transport.closed == [2]  # rank 1 still has the first
+        first = Owner()
+        job.branch()
+        return transport.closed
+
+    # What no trainer came of, the third, goes as well.
+    assert world.run(body) == [[2, 1, 3]] * 3
