@@ -103,6 +103,7 @@ class Job:
                     self._branches.append((branch, owner))
                 else:
                     branch.close()
+            torch.cuda.empty_cache()  # NCCL cannot connect with what torch keeps of freed memory
         branch = transport.branch()
         self._branches.append((branch, lambda: None))
         return branch

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from axsparse.comm import Backoff, Collective, Link, Transport
 from axsparse.errors import EXIT_INTERNAL, ConfigError
@@ -37,6 +37,9 @@ SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 of an mpirun, one a node; SLURM_NTASKS then says so, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """Ranks that a job script asked for (`axsparse submit`)."""
+
+
+Local = TypeVar("Local", bound="LocalTransport")
 
 
 class _Closable(Protocol):
@@ -65,7 +68,7 @@ class LocalTransport:
 
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
-    def branch(self) -> Transport:
+    def branch(self: Local) -> Local:
         return self  # there is nothing to close
 
     def abort(self, code: int) -> NoReturn:

@@ -148,7 +148,9 @@ class GpuTransport:
                     incoming[direction] = wire, self._incoming(wire, edge)
         link = DeviceLink(outgoing, incoming, self._device, self.backoff)
         self._push(link.push)
-        self._made += [wires, link]
+        # Closed from the last to the first: NCCL lets both ends of an edge wait for each other, so
+        # that all ranks leave their edges in one order, as they came to them.
+        self._made += [*edges.values(), wires, link]
         return link
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:

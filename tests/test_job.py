@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from axsparse.comm import Transport
+import copy
+
 from axsparse.job import Job
 from axsparse.local import LocalWorld
-from axsparse.transport import LocalTransport
+from axsparse.transport import Local, LocalTransport
 
 
 class Closable(LocalTransport):
@@ -14,20 +15,18 @@ class Closable(LocalTransport):
     def __init__(self, world: LocalWorld[list[int]], rank: int) -> None:
         super().__init__(world, rank)
         self.closed: list[int] = []
-        self._opened = 0
+        self.opened = [0]
+        self.number = 0
 
-    def branch(self) -> Transport:
-        self._opened += 1
-        return Branch(self, self._opened)
-
-
-class Branch(LocalTransport):
-    def __init__(self, root: Closable, number: int) -> None:
-        self._root = root
-        self._number = number
+    def branch(self: Local) -> Local:
+        branch = copy.copy(self)
+        assert isinstance(self, Closable) and isinstance(branch, Closable)
+        self.opened[0] += 1
+        branch.number = self.opened[0]
+        return branch
 
     def close(self) -> None:
-        self._root.closed.append(self._number)
+        self.closed.append(self.number)
 
 
 class Owner:

@@ -6,12 +6,14 @@ AdamW's square root is bitwise what the CPU computes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import pretend_gpu
 from support.cuda_on_cpu import EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
@@ -29,14 +31,18 @@ from support.runs import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from axsparse.comm import Transport
+from axsparse.comm import Message, Transport
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
+from axsparse.data_parallel.sync import GradientSync
+from axsparse.models import losses
 from axsparse.models.layer import Model
 from axsparse.pipeline.engine import MOST_AHEAD
+from axsparse.pipeline.link_local import LocalLink
 from axsparse.placing import Placed
 from axsparse.samo.backend import Backend
 from axsparse.samo.footprint import stage_bytes
+from axsparse.trainer import Trainer
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
@@ -44,6 +50,8 @@ pytestmark = [
 ]
 SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
 OFFLOAD = {"offload": True}
+WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+"""What makes a host wait for its device, beside copies to it."""
 ADAMW_TOLERANCE = 2e-4
 """Of a loss after four steps: torch's square root is one unit off in few of its values, and early
 steps, about as large as the learning rate wherever a gradient is, make much of little."""
@@ -132,6 +140,73 @@ def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placin
         f"compress<{kind}, Fp32, Fp32>",
         f"step_sgd<{kind}, Fp32, Fp32, MasterIsWeight, PLAIN>",
     } <= kernels
+
+
+def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stage of a tie may not come to the sum without what is sent here."""
+    held: dict[int, int] = defaultdict(int)
+    send, arrivals, finish = LocalLink.send, LocalLink.arrivals, GradientSync.finish
+
+    def slow_send(link: LocalLink, message: Message) -> None:
+        send(link, message)
+        held[id(link)] += 3
+
+    def looked(link: LocalLink) -> list[Message]:
+        held[id(link)] = max(0, held[id(link)] - 1)
+        return arrivals(link)
+
+    def watch(trainer: Trainer) -> None:
+        def finished() -> None:
+            assert trainer.parts.link.unsent == 0
+            finish(trainer.parts.sync)
+
+        monkeypatch.setattr(trainer.parts.sync, "finish", finished)
+
+    monkeypatch.setattr(LocalLink, "send", slow_send)
+    monkeypatch.setattr(LocalLink, "arrivals", looked)
+    monkeypatch.setattr(LocalLink, "unsent", property(lambda link: held[id(link)]))
+    config = small(optimizer=SGD, train={"steps": 2})
+
+    train_in_process(2, 1, tiny_gpt(config), config, token_data(), before=watch, placed=on_device)
+
+
+def test_the_host_asks_its_device_once_a_step(
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever needs a number of the device waits for all that was enqueued before."""
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 16)  # as for a large vocabulary
+    asked: list[str] = []
+    run = pretend_gpu._run
+
+    def watched(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        name = operation.name().partition(".")[0]
+        given = any(isinstance(one, pretend_gpu.PretendTensor) for one in arguments)
+        leaves = name == "aten::_to_copy" and str(named.get("device")) == "cpu"
+        if given and (name in WAITS or leaves):
+            asked.append(name)
+        return run(operation, arguments, named)
+
+    def watch(trainer: Trainer) -> None:
+        step = trainer._stepper.step
+
+        def counted(*arguments: Any) -> Any:
+            asked.clear()
+            monkeypatch.setattr(pretend_gpu, "_run", watched)
+            verdict = step(*arguments)
+            monkeypatch.setattr(pretend_gpu, "_run", run)
+            steps.append(list(asked))
+            return verdict
+
+        monkeypatch.setattr(trainer._stepper, "step", counted)
+
+    steps: list[list[str]] = []
+    config = small(optimizer=SGD, train={"steps": 3})
+    train_in_process(1, 1, tiny_gpt(config), config, token_data(), before=watch, placed=on_device)
+
+    # The first step looks at what layers and the loss do.
+    assert steps[1:] == [["aten::_to_copy"]] * 2
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -143,6 +143,18 @@ def test_what_was_dense_is_freed_and_every_step_is_recorded_once(tmp_path: Path)
     assert (tmp_path / "ticket.safetensors").is_file()
 
 
+def test_the_gpu_has_its_memory_back_before_the_second_layout_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps of freed memory is of no use to NCCL."""
+    happened: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: happened.append("given back"))
+
+    run_here(config_of(), tmp_path, look=lambda trainer: happened.append("built"))
+
+    assert happened == ["built"] * 4 + ["given back"] * 4 + ["built"] * 4
+
+
 def test_a_run_that_broke_off_goes_on_under_the_layout_it_had_reached(tmp_path: Path) -> None:
     seen: list[str] = []
     with pytest.raises(InterruptedError):

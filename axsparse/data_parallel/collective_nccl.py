@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from axsparse.comm import Backoff, Event, Op, shard_bounds
@@ -64,6 +65,10 @@ class NcclCollective:
 
     def _enqueue(self, op: Op, buffer: Tensor, bounds: list[int]) -> None:
         communicator = self._communicator
+        if op in (Op.BROADCAST, Op.ALL_GATHER):
+            # As bytes, since nothing is added: NCCL knows no int16.
+            bounds = [bound * buffer.itemsize for bound in bounds]
+            buffer = buffer.view(torch.uint8)
         if op is Op.ALL_REDUCE:
             communicator.all_reduce(buffer)
         elif op is Op.BROADCAST:

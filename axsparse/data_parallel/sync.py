@@ -104,7 +104,11 @@ class GradientSync:
         self._started = 0
 
     def ready(self, layer: LayerState) -> None:
-        """A layer's gradients are complete: start whatever may start now."""
+        """A layer's gradients are complete: start whatever may start now.
+
+        No tie, which may hold up a GPU, or its host, until the other stage joins it; and that one
+        may need what this backward has yet to send.
+        """
         self._complete.add(id(layer))
         self.advance()
 
@@ -118,6 +122,7 @@ class GradientSync:
         """Wait until every gradient that is held here has its sum over uses and replicas."""
         with self._phases("collective"):
             self._backoff.reset()
+            self._start_ties()
             while not self._is_done():
                 self._advance_ties()
                 self._advance_buckets()
@@ -135,11 +140,9 @@ class GradientSync:
             bucket.work is None for bucket in self._buckets
         )
 
-    def _advance_ties(self) -> None:
-        while len(self._tie_works) < len(self._ties):
-            tie = self._ties[len(self._tie_works)]
-            if any(id(use.layer) not in self._complete for use in tie.uses):
-                break
+    def _start_ties(self) -> None:
+        for tie in self._ties:
+            assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
                 first, second = tie.uses
                 first.summed().copy_(sum_in_rank_order([first.gradient, second.gradient]))
@@ -147,6 +150,8 @@ class GradientSync:
             else:
                 (use,) = tie.uses
                 self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.summed()))
+
+    def _advance_ties(self) -> None:
         for number, work in enumerate(self._tie_works):
             if work is not None and work.poll():
                 self._tie_works[number] = None

@@ -32,7 +32,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     More logits than a chunk holds are made a chunk of words at a time, and made again in
     the backward. A row of the weight's gradient is one product over all tokens, never a
-    sum of rounded parts. IndexError for a target that is no word.
+    sum of rounded parts. IndexError for a target that is no word; on a GPU torch's own error, at
+    some later call.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if flat.shape[0] * weight.shape[0] <= CHUNK_LOGITS:
@@ -51,8 +52,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         counts = targets != IGNORED
-        if not ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all():
-            raise IndexError(f"a target is no word of a vocabulary of {weight.shape[0]}")
+        are_words = ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all()
+        wrong = f"a target is no word of a vocabulary of {weight.shape[0]}"
+        if targets.device.type != "cpu":
+            # To ask a GPU would hold up its host in every microbatch.
+            torch._assert_async(are_words, wrong)
+        elif not are_words:
+            raise IndexError(wrong)
         log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         at_target = torch.zeros_like(log_total)
         for start, stop in _chunks(weight, targets):

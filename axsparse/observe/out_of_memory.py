@@ -36,7 +36,7 @@ def explained(
     a snapshot of all blocks in `folder`; both are this rank's alone."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except torch.cuda.OutOfMemoryError as error:  # torch 2.4 has no other name for it
         wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
         asked = "" if wanted is None else f" ({wanted[1]} more were wanted)"
         planned = ""

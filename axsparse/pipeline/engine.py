@@ -87,6 +87,7 @@ class Engine:
             self._backward(action.microbatch, loss_scale)
 
         self._execute(policy, run)
+        self._see_off()
         return losses
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
@@ -126,11 +127,8 @@ class Engine:
         self._policy = policy
         self._backoff.reset()
         while not policy.finished:
-            with self._phases("p2p"):
-                arrivals = self._link.arrivals()
-                congested = self._link.unsent > MOST_UNSENT or self._is_ahead()
-            for message in arrivals:
-                self._arrived[message.direction].append(message)
+            self._look()
+            congested = self._link.unsent > MOST_UNSENT or self._is_ahead()
             self._take_in(policy)
             action = None if congested else policy.next()
             if action is not None:
@@ -145,6 +143,19 @@ class Engine:
                     self._while_idle()
                     self._backoff.pause()
         self._policy = None
+
+    def _look(self) -> None:
+        with self._phases("p2p"):
+            for message in self._link.arrivals():
+                self._arrived[message.direction].append(message)
+
+    def _see_off(self) -> None:
+        """Wait until a GPU has sent all: what comes next may wait for a neighbour that needs it."""
+        while self._gpu is not None and self._link.unsent:
+            self._look()
+            with self._phases("bubble"):
+                self._while_idle()
+                self._backoff.pause()
 
     def _is_ahead(self) -> bool:
         """Whether the GPU has as much to do as it may be given."""

@@ -37,10 +37,6 @@ class Outgoing(Protocol):
         """Move on what waits for the host."""
         ...
 
-    def close(self) -> None:
-        """Release the lane; nothing is under way any more."""
-        ...
-
 
 class Incoming(Protocol):
     """The receiving end; no call waits."""
@@ -55,8 +51,4 @@ class Incoming(Protocol):
 
     def advance(self) -> None:
         """Move on what waits for the host."""
-        ...
-
-    def close(self) -> None:
-        """Release the lane; nothing is under way any more."""
         ...

@@ -1,10 +1,9 @@
 """A `Link` for tensors in GPU memory: headers over a wire between hosts, contents over lanes.
 
-The header of a message is sent once an event has completed that was recorded just
-before its contents: the tensors are ready, and all that was sent before is through. The
-receiver asks for contents only once their header is there. Both sequences are first in,
-first out, so that no message needs a number on the way, and no GPU waits in a receive
-through the whole forward of its neighbour.
+The header of a message is sent once its tensors are ready and all that was sent before is
+through. The receiver asks for contents only once their header is there. Both sequences are
+first in, first out, so that no message needs a number on the way, and no GPU waits in a
+receive through the whole forward of its neighbour.
 """
 
 from __future__ import annotations
@@ -106,11 +105,7 @@ class DeviceLink:
         ):
             self._collect([])
             self._backoff.pause()
-        for wire, outgoing in self._outgoing.values():
-            outgoing.close()
-            wire.close()
-        for wire, incoming in self._incoming.values():
-            incoming.close()
+        for wire, _ in (*self._outgoing.values(), *self._incoming.values()):
             wire.close()
 
     def push(self) -> None:
@@ -120,15 +115,17 @@ class DeviceLink:
         need the message to come to where it is waited for.
         """
         for direction, (wire, lane) in self._outgoing.items():
-            lane.advance()
             sending = self._sending[direction]
+            # Before the next contents go: torch marks memory that is let go by all that NCCL's
+            # stream has by then.
+            while sending and _through(sending[0]):
+                sending.popleft()
+            lane.advance()
             for one in sending:
                 if one.request is None:
                     if not one.departure.begun():
                         break
                     one.request = wire.send_header(one.header)
-            while sending and _through(sending[0]):
-                sending.popleft()
 
     def _collect(self, messages: list[Message]) -> bool:
         """One look at both directions, adding what is complete; whether anything moved."""

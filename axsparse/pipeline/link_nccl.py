@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -14,39 +15,56 @@ from axsparse.streams import Connections, Edge
 
 
 class _Sent:
-    """Between two events of the edge's stream."""
+    """Contents that wait for their turn, and then for the receiver."""
 
-    def __init__(self, before: Event, after: Event) -> None:
-        self._before = before
-        self._after = after
+    def __init__(self, tensors: Sequence[Tensor], ready: Event) -> None:
+        self._tensors = tensors
+        self._ready = ready
+        self._after: Event | None = None
+
+    def may_begin(self) -> bool:
+        return self._ready.query()
+
+    def begin(self, edge: Edge) -> None:
+        for tensor in self._tensors:
+            # As bytes: NCCL knows no int16. Its counts have 64 bits, so that nothing is split.
+            edge.send(as_bytes(tensor))
+        self._tensors = ()
+        self._after = edge.stream.record()
 
     def begun(self) -> bool:
-        return self._before.query()
+        return self._after is not None
 
     def done(self) -> bool:
-        return self._after.query()
+        return self._after is not None and self._after.query()
 
 
 class NcclOutgoing:
-    """Sends go to the device at once, in the order of the edge's stream."""
+    """A send goes to the device together with its header, once nothing is in front of it.
+
+    It spins there until its receive runs. Were it enqueued before, it could begin while the host
+    is in a call that waits for the whole device (the allocator's last resort, the loading of a
+    kernel): the header would never go, and both would wait for ever.
+    """
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
+        self._waiting: deque[_Sent] = deque()
+        self._last: _Sent | None = None
+        """The one on the device; those behind it would begin there unseen."""
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> _Sent:
-        stream = self._edge.stream
-        stream.wait(ready)
-        before = stream.record()
-        for tensor in tensors:
-            # As bytes: NCCL knows no int16. Its counts have 64 bits, so that nothing is split.
-            self._edge.send(as_bytes(tensor))
-        return _Sent(before, stream.record())
+        sent = _Sent(tensors, ready)
+        self._waiting.append(sent)
+        self.advance()
+        return sent
 
     def advance(self) -> None:
-        """Nothing waits for the host."""
-
-    def close(self) -> None:
-        self._edge.close()
+        if self._last is not None and self._last.done():
+            self._last = None
+        if self._last is None and self._waiting and self._waiting[0].may_begin():
+            self._last = self._waiting.popleft()
+            self._last.begin(self._edge)
 
 
 class NcclIncoming:
@@ -65,9 +83,6 @@ class NcclIncoming:
 
     def advance(self) -> None:
         """Nothing waits for the host."""
-
-    def close(self) -> None:
-        self._edge.close()
 
 
 def connect_edges(connections: Connections, place: Place, name: str) -> dict[tuple[int, int], Edge]:

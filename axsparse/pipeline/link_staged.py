@@ -125,9 +125,6 @@ class StagedOutgoing:
             self._stream.copy(filled.part, filled.piece.content)
             self._copying.append((filled, self._stream.record()))
 
-    def close(self) -> None:
-        """The slots go with the lane."""
-
 
 class StagedIncoming:
     """Wire → pinned slot → device, a piece at a time, in order.
@@ -162,9 +159,6 @@ class StagedIncoming:
         for filled in self._ring.fill():
             self._travelling.append((filled, self._wire.receive(filled.part)))
 
-    def close(self) -> None:
-        """The slots go with the lane."""
-
 
 class DirectOutgoing:
     """GPU memory handed to an MPI library that is built for it (CUDA-aware)."""
@@ -189,9 +183,6 @@ class DirectOutgoing:
             self._travelling.append((piece, self._wire.send(piece.content)))
         while self._travelling and self._travelling[0][1].done():
             self._travelling.popleft()[0].transit.passed()
-
-    def close(self) -> None:
-        """Nothing of its own."""
 
 
 class DirectIncoming:
@@ -220,9 +211,6 @@ class DirectIncoming:
     def advance(self) -> None:
         while self._travelling and self._travelling[0][1].done():
             self._travelling.popleft()[0].transit.passed()
-
-    def close(self) -> None:
-        """Nothing of its own."""
 
 
 def _pieces(tensors: Sequence[Tensor], most: int) -> list[Tensor]:

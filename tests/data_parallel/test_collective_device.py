@@ -65,6 +65,32 @@ def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start
 
 
 @pytest.mark.parametrize("way", ["nccl", "pinned"])
+@pytest.mark.parametrize("bounds", [[0, 3, 6], [0, 2, 6]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.BROADCAST])
+def test_remainders_of_masters_are_exchanged_although_nccl_has_no_such_type(
+    op: Op, bounds: list[int], way: Way
+) -> None:
+    world: LocalWorld[Tensor] = LocalWorld(2, seed=6)
+    hardware = Hardware(world, seed=6)
+    values = torch.arange(6, dtype=torch.int16) - 3
+
+    def main(rank: int) -> Tensor:
+        transport = StandIn(hardware, rank, way)
+        group = transport.collective("state", range(2))
+        own = torch.zeros_like(values)
+        whole = slice(None) if op is Op.BROADCAST and rank == 0 else slice(0)
+        part = slice(*bounds[rank : rank + 2]) if op is Op.ALL_GATHER else whole
+        own[part] = values[part]
+        buffer = transport.device.later(own)
+        wait(group.start(op, buffer, bounds), transport.backoff)
+        found = transport.device.read(buffer)
+        transport.close()
+        return found
+
+    assert all(torch.equal(found, values) for found in world.run(main))
+
+
+@pytest.mark.parametrize("way", ["nccl", "pinned"])
 def test_a_gradient_lives_until_its_sum_is_there_although_nobody_else_holds_it(way: Way) -> None:
     world: LocalWorld[None] = LocalWorld(2, seed=4)
     hardware = Hardware(world, seed=4)

@@ -196,45 +196,53 @@ def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
     layers = [first, middle, last]
     last.gradient.fill_(10.0)
     replicas = Members(patient=True)
-    sync = gradient_sync(layers, replicas, ties=[StageTie((use(first), use(last)), None)])
+    backoff = Impatient(2)
+    ties = [StageTie((use(first), use(last)), None)]
+    sync = gradient_sync(layers, replicas, ties=ties, backoff=backoff)
 
     sync.ready(last)
     assert replicas.started == []
     sync.ready(middle)
     assert started(replicas, layers) == ["middle"]
     sync.ready(first)
+    backoff.at_pause = replicas.started
+    sync.finish()
 
     assert started(replicas, layers) == ["middle", "first"]
-    assert first.gradient.unique().tolist() == [11.0]
+    assert first.gradient.unique().tolist() == [2 * 11.0]
 
 
 def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
     tied, free = layer_state("tied"), layer_state("free")
-    pair, replicas = Members(patient=True), Members()
-    sync = gradient_sync([free, tied], replicas, ties=[StageTie((use(tied),), pair)])
+    pair, replicas, backoff = Members(patient=True), Members(), Impatient(1)
+    ties = [StageTie((use(tied),), pair)]
+    sync = gradient_sync([free, tied], replicas, ties=ties, backoff=backoff)
 
     sync.ready(tied)
-    assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
     sync.ready(free)
-    assert started(replicas, [free, tied]) == ["free"]
-    pair.started[0].may_end = True
     sync.advance()
+    assert started(replicas, [free, tied]) == ["free"]
+    assert pair.started == [], "the other stage may wait for what this backward has yet to send"
+    backoff.at_pause = pair.started
+    sync.finish()
 
+    assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
     assert started(replicas, [free, tied]) == ["free", "tied"]
     assert tied.gradient.unique().tolist() == [4.0]
 
 
 def test_ties_start_in_their_fixed_order() -> None:
     layers = [layer_state(name) for name in "ab"]
-    pairs = [Members(), Members()]
+    works: list[Sum] = []
+    pairs = [Members(started=works), Members(started=works)]
     ties = [StageTie((use(layer),), pair) for layer, pair in zip(layers, pairs, strict=True)]
     sync = gradient_sync(layers, Members(size=1), ties=ties)
 
-    sync.ready(layers[1])
-    assert pairs[1].started == []
-    sync.ready(layers[0])
+    for layer in reversed(layers):
+        sync.ready(layer)
+    sync.finish()
 
-    assert [len(pair.started) for pair in pairs] == [1, 1]
+    assert [work.buffer.data_ptr() for work in works] == [one.gradient.data_ptr() for one in layers]
 
 
 def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:

@@ -196,6 +196,33 @@ def test_a_header_waits_for_the_tensors_and_for_the_sends_before_it() -> None:
     assert settle() == [0, 1]
 
 
+@pytest.mark.parametrize("messages", [1, 2])
+def test_nothing_waits_on_the_device_for_what_only_the_host_can_do(messages: int) -> None:
+    """A host may stand in a call that waits for its whole device: the allocator frees memory, a
+    kernel is loaded. A send that spins without its header would keep it there for ever."""
+    world: LocalWorld[None] = LocalWorld(2)
+    hardware = Hardware(world, seed=0)
+    hardware.frozen = True
+    transport = StandIn(hardware, 0, "nccl")
+    peer = StandIn(hardware, 1, "nccl")
+    links = [t.link(Grid(2, 1).place(rank)) for rank, t in enumerate((transport, peer))]
+    for number in range(messages):
+        tensor = transport.device.later(torch.full((3,), float(number)))
+        links[0].send(Message(Direction.FORWARD, number, (tensor,)))
+        if number < messages - 1:  # the last one is all that this host never looks after
+            hardware.finish()
+            assert links[0].arrivals() == []
+
+    got: list[int] = []
+    for _ in range(5):
+        hardware.finish()
+        got += [message.microbatch for message in links[1].arrivals()]
+
+    left = [q for q in hardware.queues if q.device is transport.device and q.pending]
+    assert not left
+    assert got == list(range(messages - 1))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_waits_for_something_else_still_sends_its_messages(way: Way) -> None:
     world: LocalWorld[None] = LocalWorld(2, seed=2)

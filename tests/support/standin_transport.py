@@ -93,6 +93,8 @@ class StandInEdge:
     def __init__(self, device: StandInDevice, name: str, source: int, target: int) -> None:
         self.stream = StandInStream(device, name)
         self._name = name
+        self._device = device
+        self._ends = source, target
         self._sends = device.rank == source
         self._cable: _Cable = _shared(device, ("edge", name, source, target), _Cable)
         self._asked = 0
@@ -128,6 +130,8 @@ class StandInEdge:
 
     def close(self) -> None:
         assert not self.stream.queue.pending or not self._cable.sends, "closed under way"
+        closed: list[tuple[int, int]] = _shared(self._device, ("closed", self._device.rank), list)
+        closed.append(self._ends)
 
     def _check_that_it_need_not_spin(self) -> None:
         """All that is in front of the send must be sends that are asked for already."""
@@ -154,6 +158,13 @@ class _Round:
     kind: tuple[object, ...]
     members: dict[int, tuple[Operation, Sequence[Span]]] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
+
+
+NCCL_TYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+}
+"""What torch has a name of NCCL's for."""
 
 
 class StandInCommunicator:
@@ -230,6 +241,8 @@ class StandInCommunicator:
         run: Callable[[list[Tensor]], None],
         touched: Sequence[Tensor],
     ) -> None:
+        if buffer.dtype not in NCCL_TYPES:
+            raise MisuseError(f"{self._name}: NCCL knows no {buffer.dtype}")
         number = self._count
         self._count += 1
         kind = (what, buffer.dtype, buffer.numel())
