@@ -87,7 +87,7 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
         return Placed(transport, HOST)
     uuid, table = own.gpu.uuid, describe(seats)
     backend, gpu, room = together(transport, lambda: bind(number, uuid))
-    if not isinstance(transport, MpiTransport):
+    if not isinstance(transport, MpiTransport) or transport.size == 1:
         return Placed(transport, backend, gpu, table, room)  # one rank by itself
     if plane == "cuda-aware-mpi":
         together(transport, lambda: _refuse_blind_mpi(where))

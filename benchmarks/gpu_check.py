@@ -7,7 +7,7 @@
     kernels      the kernels' contract; their share of the copy's bandwidth; unfused torch in
                  turn; the paper's Figure 1
     numerics     whole trainings of up to four ranks that share the GPU, against the oracle
-    transport    staged links between ranks that share it; streams; NCCL at size 1
+    transport    staged links between ranks that share it; streams and phases; NCCL at size 1
     speed        GPT-3 2.7B and 13B: steps, part of the matrix peak, memory; SAMO against dense
     big          dense 13B does not fit; the largest GPT that does
 
@@ -28,6 +28,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
 TRAININGS = {"speed": ("2.7b", "compare", "13b"), "big": ("dense-13b", "largest")}
+FAILURE_TEXT = 4_000
+"""Letters that are kept of what a test that failed said."""
 EXPECTED_SECONDS = 20
 """A part is not begun with less time left."""
 
@@ -75,9 +78,12 @@ class Around:
     def script(self, name: str, *words: str, seconds: float | None = None) -> tuple[str, Any]:
         """What a benchmark of this folder saved, and what went wrong, empty if nothing did."""
         saved = self.folder / f"{name}.json"
+        saved.unlink(missing_ok=True)  # another part's
         command = [sys.executable, str(HERE / f"{name}.py"), *words, "--save", str(saved)]
         ended = self.host.run(command, min(seconds or self.left, self.left))
         print(ended.stdout, end="", flush=True)
+        if ended.code != 0:
+            print(ended.stderr[-FAILURE_TEXT:], file=sys.stderr, flush=True)
         details = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else None
         return "" if ended.code == 0 else ended.last_words, details
 
@@ -124,23 +130,27 @@ def environment(around: Around) -> Found:
 
 
 def pytest(around: Around, part: str, files: Sequence[str], *words: str) -> Found:
-    """A row for each file, and one for each test that failed."""
+    """A row for each file, and one for each test that failed; details are what these said."""
     rows: list[Row] = []
+    said: dict[str, str] = {}
     for name in files:
         saved = around.folder / f"{name}.xml"
         ended = around.host.run(
             [
-                *(sys.executable, "-m", "pytest", f"tests/gpu/{name}.py", "-q"),
+                *(sys.executable, "-m", "pytest", f"tests/gpu/{name}.py", "-v"),
                 # Warnings of other versions than the ones developed with are no failures.
                 *("-W", "default", "-p", "no:cacheprovider", f"--junitxml={saved}", *words),
             ],
             around.left,
         )
-        if not saved.exists():
-            rows.append(Row(part, name, "fail", ended.last_words))
-        else:
+        if saved.exists():
             rows += outcomes(part, name, saved)
-    return rows, None
+            said |= failures(saved)
+        if ended.late or not saved.exists():
+            # The last line names the test that ran.
+            lines = [ended.last_words, *ended.stdout.splitlines()[-1:]]
+            rows.append(Row(part, name, "fail", "; ".join(lines)[:300]))
+    return rows, said or None
 
 
 def outcomes(part: str, name: str, saved: Path) -> list[Row]:
@@ -167,6 +177,16 @@ def outcomes(part: str, name: str, saved: Path) -> list[Row]:
     return rows
 
 
+def failures(saved: Path) -> dict[str, str]:
+    """What each test that failed said, its end: tracebacks, and the output of its jobs."""
+    tests = ElementTree.parse(saved).iter("testcase")  # noqa: S314  pytest wrote it just now
+    return {
+        f"{test.get('name')}": (found.text or "")[-FAILURE_TEXT:]
+        for test in tests
+        for found in (*test.iter("failure"), *test.iter("error"))
+    }
+
+
 def has(test: ElementTree.Element, what: str) -> bool:
     return test.find(what) is not None
 
@@ -176,7 +196,7 @@ def has(test: ElementTree.Element, what: str) -> bool:
 
 def kernels(around: Around) -> Found:
     part = "kernels"
-    rows, _ = pytest(around, part, ["test_kernels_on_gpu"])
+    rows, failed_tests = pytest(around, part, ["test_kernels_on_gpu"])
     problem, shares = around.script("gpu_kernels", "--machine", str(around.seen["device"]))
     rows += [Row(part, "gpu_kernels", "fail", problem)] if problem else bandwidths(part, shares)
     figure: Any = None
@@ -186,7 +206,7 @@ def kernels(around: Around) -> Found:
         words = ("--device", "cuda", "--machine", str(around.seen["device"]))
         problem, figure = around.script("fig1_fc_layer", *words)
         rows += [Row(part, "fig1_fc_layer", "fail", problem)] if problem else figure1(part, figure)
-    return rows, {"gpu_kernels": shares, "fig1_fc_layer": figure}
+    return rows, {"tests": failed_tests, "gpu_kernels": shares, "fig1_fc_layer": figure}
 
 
 def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
@@ -235,7 +255,7 @@ def numerics(around: Around) -> Found:
 
 def transport(around: Around) -> Found:
     part = "transport"
-    rows, details = pytest(around, part, ["test_transport_gpu"])
+    rows, details = pytest(around, part, ["test_transport_gpu", "test_phases_gpu"])
     version = around.seen.get("NCCL")
     if version is None:
         rows.append(Row(part, "NCCL", "skip", "this torch is built without it"))
@@ -325,7 +345,12 @@ def check(around: Around, parts: Sequence[str], report: Report) -> list[Row]:
             own, details = [Row(part, "all", "skip", "no time left; name it by --part")], None
         else:
             began = time.monotonic()
-            own, details = run(around)
+            try:
+                own, details = run(around)
+            except Exception as error:  # the other parts go on
+                traceback.print_exc()
+                said = f"{type(error).__name__}: {error}"
+                own, details = [Row(part, "all", "fail", said[:300])], None
             own.append(Row(part, "seconds", "info", f"{time.monotonic() - began:.0f}"))
         report.put(part, own, details)
         print("\n".join(table(own)), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ UNPACKED = ROOT / "build" / "gpu_check"
 """Where wheels go: beside the environment, which stays as it is."""
 PACKAGES = ("torch", "numpy", "mpi4py", "yaml", "pydantic", "xxhash", "pytest")
 MPICH = "libmpi.so.12"
+GRACE = 10.0
+"""Seconds beyond its limit in which a command may write what it has."""
 LOOK = """
 import importlib.util, json, os, platform
 packages = {names!r}
@@ -120,6 +123,11 @@ class Host:
                 process.wait(max(seconds, 0.0))
             except subprocess.TimeoutExpired:
                 late = True
+                # Tests report what they have, and end the jobs that they started in groups of
+                # their own.
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)

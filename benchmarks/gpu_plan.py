@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -125,6 +125,7 @@ def ticket(training: Training, folder: Path) -> Path:
     tile = torch.zeros(TILE, dtype=torch.bool)
     tile[torch.randperm(TILE, generator=generator)[:TILE_KEPT]] = True
 
+    @cache
     def mask(numel: int) -> Tensor:
         return tile.repeat(-(-numel // TILE))[:numel]
 

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -339,6 +340,10 @@ def judge_runs(names: Sequence[str], place: Place, rounds: int) -> Iterator[tupl
             yield name, run_one(name, place, rounds)
         except (WorkerFailedError, ConfigError) as error:
             yield name, ([Row(name, "training", "fail", str(error)[:300])], {})
+        except Exception as error:  # the other runs go on
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}"
+            yield name, ([Row(name, "training", "fail", said[:300])], {})
 
 
 # -- the device -----------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +39,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,
         )
         self._late = False
         self._timer = threading.Timer(max(seconds, 0.0), self._end_late)
@@ -62,6 +59,9 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").splitlines()
         said = [line for line in lines if line.startswith("axsparse: error:")] or lines[-1:]
         code = self._process.returncode
+        kept = self.metrics.with_name("traceback-rank-0.txt")  # in a folder that goes with us
+        lines += kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+        print("\n".join(lines[-40:]), flush=True)
         raise WorkerFailedError(said[-1] if said else f"ended with {code} and said nothing")
 
     def step(self) -> dict[str, Any]:
@@ -105,5 +105,4 @@ class Worker:
         self._kill()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()

@@ -120,6 +120,24 @@ def test_a_check_that_fails_is_the_exit_code_and_calls_add_up(
     assert found["details"] == {"kernels": {"n": 1}, "speed": {"n": 1}}
 
 
+def test_a_part_that_breaks_is_a_row_and_the_others_run(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "found.json"
+    with_parts(check, monkeypatch, {"kernels": "pass", "big": "pass"})
+    nothing: dict[str, Any] = {}
+    monkeypatch.setitem(check.RUN, "kernels", lambda _: nothing["compress, torch"])
+
+    code = check.main(["--part", "kernels,big", "--save", str(saved)])
+
+    rows = [row for row in json.loads(saved.read_text())["checks"] if row["check"] != "seconds"]
+    assert code == 1
+    assert [(row["part"], row["measured"]) for row in rows] == [
+        ("kernels", "KeyError: 'compress, torch'"),
+        ("big", ""),
+    ]
+
+
 def test_a_part_that_runs_again_is_replaced(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -193,6 +211,58 @@ def test_tests_that_run_out_of_time_fail(check: ModuleType, tmp_path: Path) -> N
     [row], _ = check.pytest(late, "transport", ["test_nccl_shared_gpu"])
 
     assert (row.outcome, row.measured) == ("fail", "ran out of time")
+
+
+def test_what_tests_had_found_when_time_ran_out_is_kept(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = tmp_path / "tests" / "gpu"
+    tests.mkdir(parents=True)
+    (tests / "slow.py").write_text(
+        "import time\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert not 'the reason\\nin two lines'\n"
+        "def test_that_hangs(): time.sleep(100)\n"
+    )
+    host_module = load("gpu_host")
+    monkeypatch.setattr(host_module, "ROOT", tmp_path)
+
+    rows, said = check.pytest(around(check, tmp_path, seconds=8.0), "numerics", ["slow"])
+
+    assert [(row.check, row.outcome) for row in rows] == [
+        ("slow", "fail"),
+        ("test_bad", "fail"),
+        ("slow", "fail"),
+    ]
+    assert rows[2].measured.startswith("ran out of time")
+    assert "1 failed, 1 passed" in rows[2].measured
+    assert "in two lines" in said["test_bad"]
+
+
+def test_a_command_that_runs_late_may_end_what_it_started(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_module = load("gpu_host")
+    monkeypatch.setattr(host_module, "GRACE", 1.0)
+    mends = "try: time.sleep(60)\nexcept KeyboardInterrupt: print('ended')"
+    hangs = "while True:\n try: time.sleep(60)\n except KeyboardInterrupt: print('on', flush=True)"
+
+    found = [
+        host_module.Host().run([sys.executable, "-c", f"import time\n{code}"], 2.0)
+        for code in (mends, hangs)
+    ]
+
+    assert [(one.late, one.stdout) for one in found] == [(True, "ended\n"), (True, "on\n")]
+
+
+def test_what_another_part_saved_is_not_taken_for_this_ones(
+    check: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "gpu_train.json").write_text('{"checks": []}')
+
+    problem, details = around(check, tmp_path, seconds=0.0).script("gpu_train")
+
+    assert (problem, details) == ("ran out of time", None)
 
 
 def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:

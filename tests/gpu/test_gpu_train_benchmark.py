@@ -160,15 +160,18 @@ def test_the_largest_model_loses_layers_until_it_trains(
 def test_a_run_that_fails_and_one_without_time_are_rows(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise benchmark.WorkerFailedError("it burns")
+    def fail(name: str, *_: Any) -> Any:
+        raise benchmark.WorkerFailedError("it burns") if name == "13b" else OSError("disk full")
 
     monkeypatch.setattr(benchmark, "run_one", fail)
 
-    [(_, ([burnt], _))] = benchmark.judge_runs(["13b"], place(benchmark, tmp_path), 1)
+    [(_, ([burnt], _)), (_, ([broken], _))] = benchmark.judge_runs(
+        ["13b", "largest"], place(benchmark, tmp_path), 1
+    )
     [(_, ([late], _))] = benchmark.judge_runs(["13b"], place(benchmark, tmp_path, -1.0), 1)
 
     assert (burnt.outcome, burnt.measured) == ("fail", "it burns")
+    assert (broken.outcome, broken.measured) == ("fail", "OSError: disk full")
     assert (late.outcome, late.measured) == ("skip", "no time left; name fewer runs")
 
 

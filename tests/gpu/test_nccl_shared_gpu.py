@@ -22,7 +22,8 @@ pytestmark = [
 
 def test_two_ranks_on_one_gpu_keep_the_contracts_over_nccl() -> None:
     ranks_file = TESTS / "gpu" / "ranks_nccl_shared.py"
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+    options = ["-x", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    options += ["-o", "faulthandler_timeout=60"]
 
     job = run_mpirun(
         2,

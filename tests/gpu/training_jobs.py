@@ -13,7 +13,7 @@ from gpu.ranks_training import Case, Outcome
 from support.mpirun import TESTS, Finished, run_mpirun
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 150
 AT_ONCE = 10
 """Cases of a job: what they made of communicators and pinned memory is released at its end."""
 ENVIRONMENT = {
@@ -56,7 +56,8 @@ def train_cases(
 ) -> dict[str, list[Outcome] | CaseFailedError]:
     """What every rank saw of each case, or how its job failed; all cases have one layout.
 
-    A job that fails is followed by one for the cases behind the one that it failed in.
+    A job that fails is followed by one for the cases behind the one that it failed in; one that
+    runs out of time is the last.
     """
     [(stages, replicas)] = {tuple(one["layout"]) for one in cases}
     ranks = stages * replicas
@@ -69,6 +70,10 @@ def train_cases(
             files = [folder / f"{one['name']}.{rank}.pt" for rank in range(ranks)]
             if not all(file.is_file() for file in files):
                 found[one["name"]] = CaseFailedError(f"{one['name']}: {job}")
+                if job.returncode < 0:  # it hung, and would do so in each case
+                    late = [later["name"] for later in left]
+                    failure = f"not begun, since {one['name']} ran out of time"
+                    return found | {name: CaseFailedError(f"{name}: {failure}") for name in late}
                 break
             found[one["name"]] = [torch.load(file) for file in files]
     return found

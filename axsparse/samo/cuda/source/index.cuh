@@ -3,8 +3,8 @@
 //     tile(n)                 the kept entries of the n-th TILE of dense positions
 //     seek(k), advance(k, l)  from kept entry k on: positions are ready up to what comes back
 //
-// After either, `position(k)` is the dense position of a kept entry; each thread asks for
-// ascending k. Threads call tile, seek and advance together.
+// After either, `position(k)` is the dense position of a kept entry; after `advance` each thread
+// asks for ascending k. Threads call tile, seek and advance together.
 
 // The first i in [low, high) with values[i] >= key, `high` if there is none. Each round every
 // thread probes one place, so that 129 pieces shrink to one.

@@ -107,41 +107,44 @@ ON_DEVICE void step(const Tensor& tensor, const int* found, float factor, const 
     const typename Gradient::Bits* gradient_K = (const typename Gradient::Bits*)tensor.gradient;
     WeightBits* weight_D = (WeightBits*)tensor.weight;
     MasterBits* master_K = (MasterBits*)tensor.master;
-    for (Count own = here.begin + threadIdx.x; own < here.end; own += LOADS * THREADS) {
+    Count from = tensor.first > here.begin ? tensor.first : here.begin;
+    Count until = least(here.end, tensor.last);
+    if (from != here.begin || until != here.end) {
+        for (Count k = here.begin + threadIdx.x; k < here.end; k += THREADS) {
+            int place = (int)(index.position(k) - start);
+            if (k < from || until <= k) tile[place] = weight_D[start + place];
+        }
+    }
+    for (Count own = from + threadIdx.x; own < until; own += LOADS * THREADS) {
         float gradient[LOADS], moment[LOADS][2];
         WeightBits weight[LOADS];
         MasterBits stored[LOADS];
         int place[LOADS];  // in the tile
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            Count k = own + i * THREADS;
-            place[i] = k < here.end ? (int)(index.position(k) - start) : 0;
-        }
-#pragma unroll
         for (int i = 0; i < LOADS; ++i) {  // all reads before the first write
             Count k = own + i * THREADS, at = k - tensor.first;
-            if (k >= here.end) continue;
-            bool held = tensor.first <= k && k < tensor.last;
-            if (Master::READS_WEIGHT || !held) weight[i] = weight_D[start + place[i]];
-            if (!held) continue;
+            if (k >= until) continue;
+            place[i] = (int)(index.position(k) - start);
             gradient[i] = Gradient::load(gradient_K[k]);
             if (Master::STORES) stored[i] = master_K[at];
 #pragma unroll
             for (int m = 0; m < Rule::MOMENTS; ++m) moment[i][m] = tensor.moments[m][at];
         }
 #pragma unroll
+        for (int i = 0; i < LOADS; ++i) {  // these wait for their positions
+            Count k = own + i * THREADS;
+            if (Master::READS_WEIGHT && k < until) weight[i] = weight_D[start + place[i]];
+        }
+#pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             Count k = own + i * THREADS, at = k - tensor.first;
-            if (k >= here.end) break;
-            if (tensor.first <= k && k < tensor.last) {
-                float master = Master::template load<Weight>(weight[i], stored[i]);
-                rule.apply(master, multiply(gradient[i], factor), moment[i]);
-                weight[i] = Weight::weight(master);
-                if (Master::STORES) master_K[at] = Master::store(master);
+            if (k >= until) break;
+            float master = Master::template load<Weight>(weight[i], stored[i]);
+            rule.apply(master, multiply(gradient[i], factor), moment[i]);
+            if (Master::STORES) master_K[at] = Master::store(master);
 #pragma unroll
-                for (int m = 0; m < Rule::MOMENTS; ++m) tensor.moments[m][at] = moment[i][m];
-            }
-            tile[place[i]] = weight[i];
+            for (int m = 0; m < Rule::MOMENTS; ++m) tensor.moments[m][at] = moment[i][m];
+            tile[place[i]] = Weight::weight(master);
         }
     }
     __syncthreads();
