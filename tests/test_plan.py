@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(
 def test_what_fits_nowhere_in_a_study_is_left_out_unless_all_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    limit = "layout.memory_per_rank=0.0034"
+    limit = "layout.memory_per_rank=0.0026"
     dense = [
         "--set",
         limit,

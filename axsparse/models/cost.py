@@ -4,13 +4,16 @@ computed and nothing is stored."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axsparse.errors import ConfigError
 from axsparse.seeds import preserved_rng
@@ -29,6 +32,61 @@ class Activations:
     """What its backward needs beside inputs and weights."""
     outputs: int
     """What goes on to the next layer."""
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Within, attention on the meta device keeps what it does elsewhere.
+
+    By itself torch takes the formula there, which keeps its scores: sequence length squared for
+    each head. Kernels of CPUs and GPUs keep a number a row.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """By the kernel, where CPUs have one for it; they have none with dropout."""
+    heads = {tensor.shape[:2] + tensor.shape[3:] for tensor in (query, key, value)}
+    is_fused = query.dim() == 4 and len(heads) == 1 and not dropout_p
+    if not is_fused or (attn_mask is not None and attn_mask.requires_grad):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **others
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # so does torch
+    outputs: Tensor
+    outputs, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=others.get("scale")
+    )
+    return outputs
+
+
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""Of kernels that torch's counter does not know."""
 
 
 class Tracer:
@@ -60,8 +118,9 @@ class Tracer:
         try:
             with (
                 preserved_rng(),
-                FlopCounterMode(display=False) as counter,
+                FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
                 saved_tensors_hooks(keep, lambda tensor: tensor),
+                _FusedAttention(),
             ):
                 outputs = module(*before)
         except Exception as reason:

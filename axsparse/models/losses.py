@@ -66,6 +66,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             log_total = torch.logaddexp(log_total, logits.logsumexp(dim=1))
             here, column = _among(targets, start, stop)
             at_target += here * logits.gather(1, column).squeeze(1)
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, targets, log_total)
         return torch.where(counts, log_total - at_target, 0).sum()
 
@@ -88,6 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk.t(), hidden, out=weight_gradient[start:stop])
             if hidden_gradient is not None:
                 hidden_gradient += chunk @ weight[start:stop]
+            del logits, dense, chunk
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from axsparse.errors import ConfigError
 from axsparse.models.cost import SAMPLES, Activations, Tracer
@@ -85,6 +88,59 @@ def test_batch_normalisation_and_dropout_can_be_counted() -> None:
     run(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)), 6)
 
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Attention(nn.Module):
+    """Of a sequence whose width is that of three heads each."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        query, key, value = x.view(samples, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mask = self._settings.get("attn_mask")
+        if mask is not None:
+            mask = mask(torch.ones(length, length, dtype=x.dtype, device=x.device))
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, **{**self._settings, "attn_mask": mask}
+        )
+        return mixed.transpose(1, 2).reshape(samples, length, -1)
+
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "whole": {"scale": 0.5},
+    "masked": {"attn_mask": lambda ones: ones.tril().bool()},
+    "biased": {"attn_mask": lambda ones: ones.tril()},
+    "dropping": {"is_causal": True, "dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("settings", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_keeps_what_it_keeps_on_a_cpu(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    length, width = 64, 16
+    attention = Attention(**settings)
+    inputs = torch.randn(SAMPLES, length, 3 * 4 * width, dtype=dtype, requires_grad=True)
+    kept: dict[int, Tensor] = {}
+    with saved_tensors_hooks(
+        lambda tensor: kept.setdefault(tensor.untyped_storage().data_ptr(), tensor),
+        lambda tensor: tensor,
+    ):
+        attention(inputs)
+    own = inputs.untyped_storage().data_ptr()
+
+    flops, found = run(attention, length, 3 * 4 * width, dtype=dtype)
+
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at != own)
+    assert found.saved == real // SAMPLES
+    scores = 4 * length**2 * dtype.itemsize
+    assert (found.saved > scores) == ("dropout_p" in settings)
+    assert flops == 4 * 4 * length**2 * width
 
 
 def test_a_layer_that_does_not_run_there_is_named() -> None:

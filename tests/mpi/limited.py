@@ -7,6 +7,7 @@ rank, beside what the process holds by then. The limit is on private writable me
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from functools import partial
@@ -22,8 +23,13 @@ from axsparse.config.load import Loaded, load_config
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
 from axsparse.job import Job, run
 from axsparse.models.named import named_model
+from axsparse.observe.memory import M_MMAP_THRESHOLD, give_back_at_once
 from axsparse.resolve import Resolved, resolve
 from axsparse.startup import Datasets
+
+TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2")
+MOST_KEPT = 32 << 20
+"""Bytes: larger blocks glibc gives back, unless told otherwise."""
 
 
 def held_bytes() -> int:
@@ -68,10 +74,13 @@ def steps(job: Job, overrides: list[str]) -> None:
 
 
 def train(job: Job, part: float, overrides: list[str]) -> None:
-    # What libraries load and compile for a first step is theirs, and no plan's.
+    # What libraries load and compile for a first step is theirs, and no plan's: in bf16 more than a
+    # megabyte for each shape of a matrix product. It has to leave no holes that could be filled.
+    assert give_back_at_once()
     precision = [setting for setting in overrides if setting.startswith("precision=")]
-    tiny = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", *precision]
-    steps(job, [*tiny, "batch.global_batch_size=2", "batch.microbatch_size=1"])
+    small = [*TINY, *precision] if "model.name=vgg19" in overrides else overrides
+    steps(job, [*small, "model.num_layers=1"])
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
     vars(axsparse.builder)["resolve"] = partial(limited, part)
     steps(job, overrides)
 
