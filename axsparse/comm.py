@@ -70,6 +70,10 @@ class Link(Protocol):
         """Messages that completed since the last call, in posting order per direction."""
         ...
 
+    def push(self) -> None:
+        """Move the sends on, as `arrivals` does, without taking anything in."""
+        ...
+
     @property
     def unsent(self) -> int:
         """Messages whose tensors the transport still holds."""

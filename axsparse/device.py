@@ -22,6 +22,8 @@ Cray. The first that is set counts; below an mpirun, srun's may be that of a dae
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Queues between host and GPU. What shares one runs in order: a receive that spins could be in
 front of the send that it waits for."""
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+"""With these a host stands still until its GPU, or NCCL, is done."""
 MOST_CONNECTIONS = "32"
 """As many as CUDA has; its default is 8."""
 Plane = Literal["nccl", "mpi", "cuda-aware-mpi"]
@@ -48,8 +50,8 @@ class Seat:
     gpu: Gpu | None = None
     nccl: bool = False
     """Whether its torch is built with NCCL."""
-    connections: str | None = None
-    """What `CUDA_DEVICE_MAX_CONNECTIONS` was when CUDA started."""
+    hindrance: str | None = None
+    """What of its environment NCCL's messages cannot stand, and why."""
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
@@ -81,13 +83,30 @@ def visible_gpus() -> list[Gpu]:
 
 
 def seat(
-    rank: int, host: str, local: int, gpus: Sequence[Gpu], *, nccl: bool, connections: str | None
+    rank: int,
+    host: str,
+    local: int,
+    gpus: Sequence[Gpu],
+    *,
+    nccl: bool,
+    environ: Mapping[str, str],
 ) -> Seat:
     """Local rank modulo visible devices: right where each rank sees all of its host's GPUs, and
     where each sees only its own."""
     number = local % len(gpus) if gpus else None
     gpu = None if number is None else gpus[number]
-    return Seat(rank, host, number, gpu, nccl, connections)
+    return Seat(rank, host, number, gpu, nccl, _hindrance(environ))
+
+
+def _hindrance(environ: Mapping[str, str]) -> str | None:
+    if environ.get(CONNECTIONS) == "1":
+        why = "a receive could stand in front of the send that it waits for"
+        return f"{CONNECTIONS}=1 is set, so that {why}; unset it"
+    for name in BLOCKING:
+        if environ.get(name, "0") not in ("", "0"):
+            why = "a rank that sends would wait for a receiver that waits for it"
+            return f"{name}={environ[name]} is set, so that {why}; unset it"
+    return None
 
 
 def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None:
@@ -116,7 +135,7 @@ def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None
     if wanted == "nccl" and problem is not None:
         raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
     if problem is None:
-        _check_connections(seats)
+        _refuse_hindrance(seats)
     return "mpi" if problem is not None else "nccl"
 
 
@@ -138,12 +157,12 @@ def _problem_of_nccl(seats: Sequence[Seat]) -> str | None:
     return None
 
 
-def _check_connections(seats: Sequence[Seat]) -> None:
+def _refuse_hindrance(seats: Sequence[Seat]) -> None:
     for one in seats:
-        if one.connections == "1":
+        if len(seats) > 1 and one.hindrance is not None:
             raise ConfigError(
-                f"transport: nccl: {CONNECTIONS} is 1 for rank {one.rank} on host {one.host}: a "
-                "receive could stand in front of the send that it waits for; unset it"
+                f"transport: nccl: on rank {one.rank} of host {one.host} {one.hindrance}, or "
+                "choose transport: mpi"
             )
 
 

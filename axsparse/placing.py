@@ -15,7 +15,7 @@ from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.cuda_device import CudaDevice
 from axsparse.data_parallel.agreement import gather_texts
-from axsparse.device import CONNECTIONS, Gpu, Seat, choose_plane, describe, seat, visible_gpus
+from axsparse.device import Gpu, Seat, choose_plane, describe, seat, visible_gpus
 from axsparse.errors import ConfigError
 from axsparse.job import together
 from axsparse.machine import cuda_aware
@@ -77,7 +77,7 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
         local,
         visible_gpus(),
         nccl=nccl,
-        connections=os.environ.get(CONNECTIONS),
+        environ=os.environ,
     )
     texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
     seats = [_read(text) for text in texts]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from axsparse.device import (
+    BLOCKING,
     CONNECTIONS,
     LOCAL_RANKS,
     Gpu,
@@ -32,7 +33,9 @@ def seats(hosts: Sequence[int], gpus: int = 4, *, alone: bool = False) -> list[S
         for local in range(ranks):
             seen = [all_here[local % gpus]] if alone else all_here
             rank = len(found)
-            found.append(seat(rank, f"n{host}", local, seen, nccl=True, connections="32"))
+            found.append(
+                seat(rank, f"n{host}", local, seen, nccl=True, environ={CONNECTIONS: "32"})
+            )
     return found
 
 
@@ -77,7 +80,7 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     assert visible_gpus() == []
-    assert seat(3, "n0", 1, [], nccl=False, connections=None) == Seat(3, "n0")
+    assert seat(3, "n0", 1, [], nccl=False, environ={}) == Seat(3, "n0")
 
 
 def test_nccl_is_taken_where_every_rank_has_a_gpu_of_its_own() -> None:
@@ -104,7 +107,10 @@ def test_nccl_is_refused_where_ranks_share_a_gpu() -> None:
 
 
 def test_nccl_is_refused_where_torch_has_none() -> None:
-    table = [*seats([1]), seat(1, "n1", 0, [Gpu(NAME, "x")], nccl=False, connections="32")]
+    table = [
+        *seats([1]),
+        seat(1, "n1", 0, [Gpu(NAME, "x")], nccl=False, environ={CONNECTIONS: "32"}),
+    ]
 
     assert choose_plane("auto", "here", table) == "mpi"
     with pytest.raises(
@@ -128,12 +134,32 @@ def test_either_all_ranks_have_a_gpu_or_none() -> None:
         choose_plane("auto", "here", [*seats([2]), Seat(2, "n9")])
 
 
-def test_nccl_needs_more_than_one_queue() -> None:
-    table = [*seats([1]), seat(1, "n0", 1, [Gpu(NAME, "y")] * 2, nccl=True, connections="1")]
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({CONNECTIONS: "1"}, f"{CONNECTIONS}=1 is set, so that a receive could"),
+        ({BLOCKING[0]: "1"}, "CUDA_LAUNCH_BLOCKING=1 is set, so that a rank that sends would"),
+        ({BLOCKING[1]: "true"}, "TORCH_NCCL_BLOCKING_WAIT=true is set"),
+    ],
+)
+def test_what_would_make_ranks_wait_for_each_other_is_refused(
+    environ: dict[str, str], said: str
+) -> None:
+    hindered = seat(1, "n0", 1, [Gpu(NAME, "y")] * 2, nccl=True, environ=environ)
+    table = [*seats([1]), hindered]
 
-    with pytest.raises(ConfigError, match=f"{CONNECTIONS} is 1 for rank 1 on host n0: a receive"):
+    with pytest.raises(
+        ConfigError, match=f"transport: nccl: on rank 1 of host n0 {said}.*; unset it, or "
+    ):
         choose_plane("auto", "here", table)
     assert choose_plane("mpi", "here", table) == "mpi"
+    assert choose_plane("nccl", "here", [hindered]) == "nccl", "it sends to nobody"
+
+
+def test_settings_that_are_off_hinder_nobody() -> None:
+    environ = {BLOCKING[0]: "0", BLOCKING[1]: ""}
+
+    assert seat(0, "n0", 0, [], nccl=True, environ=environ).hindrance is None
 
 
 def test_the_table_has_a_line_a_host() -> None:

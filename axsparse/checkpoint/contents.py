@@ -28,6 +28,7 @@ from axsparse.models.buffers import Slot, slots
 from axsparse.models.safetensors import SUFFIX, Described
 from axsparse.pruning.ticket import pack
 from axsparse.samo.construct import BuiltLayer
+from axsparse.samo.cuda.helpers import DeviceIndex
 from axsparse.samo.state import LayerState
 from axsparse.samo.tensor import TensorState
 
@@ -118,7 +119,11 @@ def _tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, Saved
 
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
-            mask_D[index.positions().cpu()] = True
+            # Asked for by the thread that writes, while the device computes.
+            if isinstance(index, DeviceIndex):
+                mask_D[index.positions_by_host()] = True
+            else:
+                mask_D[index.positions()] = True
             return pack(mask_D)
 
         described = Described(torch.uint8, (-(-numel // 8),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -18,8 +19,9 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.streams import Device
 
-MOST_UNSENT = 8
-"""In an evaluation no gradient comes back to slow the first stage down; this does."""
+MOST_UNSENT, MOST_WAITING = 8, 4
+"""In an evaluation no gradient comes back to slow a stage down; how many of its messages are on
+the way does, since the next stage takes in no more than it has use for."""
 MOST_AHEAD = 2
 """Actions that a GPU has not finished: one that runs and one behind it. With more, the host's head
 start would decide what runs next, and not what has arrived."""
@@ -106,7 +108,7 @@ class Engine:
             else:
                 self._send(Direction.FORWARD, action.microbatch, outputs)
 
-        self._execute(policy, run)
+        self._execute(policy, run, MOST_WAITING)
         return found
 
     def awaited(self) -> list[str]:
@@ -122,12 +124,17 @@ class Engine:
             if policy.expects(direction)
         ]
 
-    def _execute(self, policy: Policy, run: Callable[[Action], None]) -> None:
+    def _execute(
+        self, policy: Policy, run: Callable[[Action], None], most_waiting: float = math.inf
+    ) -> None:
         self._taken = dict.fromkeys(Direction, 0)
         self._policy = policy
         self._backoff.reset()
         while not policy.finished:
-            self._look()
+            if self._waiting < most_waiting:
+                self._look()
+            else:
+                self._link.push()
             congested = self._link.unsent > MOST_UNSENT or self._is_ahead()
             self._take_in(policy)
             action = None if congested else policy.next()
@@ -143,6 +150,11 @@ class Engine:
                     self._while_idle()
                     self._backoff.pause()
         self._policy = None
+
+    @property
+    def _waiting(self) -> int:
+        """Messages that are here and not used yet."""
+        return len(self._inbox) + sum(map(len, self._arrived.values()))
 
     def _look(self) -> None:
         with self._phases("p2p"):

@@ -57,6 +57,9 @@ class LocalLink:
             self._world.progress()
         return messages
 
+    def push(self) -> None:
+        """Nothing waits to be sent."""
+
     @property
     def unsent(self) -> int:
         """Copies are taken at once, so that nothing is ever held."""

@@ -77,12 +77,16 @@ class MpiLink:
         self._sending.append(_Transfer(message, requests, header))
 
     def arrivals(self) -> list[Message]:
-        self._release_sent()
+        self.push()
         messages: list[Message] = []
         quiet = 0
         while quiet < QUIET_PASSES:
             quiet = 0 if self._collect(messages) else quiet + 1
         return messages
+
+    def push(self) -> None:
+        while self._sending and MPI.Request.Testall(self._sending[0].requests):
+            self._sending.popleft()
 
     @property
     def unsent(self) -> int:
@@ -91,7 +95,7 @@ class MpiLink:
     def close(self) -> None:
         self._backoff.reset()
         while self._sending:
-            self._release_sent()
+            self.push()
             self._backoff.pause()
         for comm in self._comms.values():
             comm.Free()
@@ -127,7 +131,3 @@ class MpiLink:
             ]
             self._receiving[direction].append(_Transfer(message, requests, header))
         return found
-
-    def _release_sent(self) -> None:
-        while self._sending and MPI.Request.Testall(self._sending[0].requests):
-            self._sending.popleft()

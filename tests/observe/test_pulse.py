@@ -86,6 +86,9 @@ class Silence:
     def arrivals(self) -> list[Message]:
         return []
 
+    def push(self) -> None:
+        """Nothing is sent."""
+
     def pause(self) -> None:
         raise TimeoutError
 

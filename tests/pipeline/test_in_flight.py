@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from collections import deque
 
+import pytest
+import torch
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor
+
+from axsparse.comm import Direction, Message
+from axsparse.data.batches import Batch, Microbatch
+from axsparse.grid import Grid
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.engine import MOST_WAITING, Engine
+from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 
 MICROBATCHES = 12
@@ -38,3 +48,61 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
         assert all(most <= bound for most, bound in zip(held, bounds, strict=True))
         assert held[0] == bounds[0]
         assert schedule == "message-driven" or held == bounds
+
+
+class Eager:
+    """The link of a last stage whose neighbour sends two messages at a time, as fast as it may."""
+
+    bytes_sent = unsent = pauses = 0
+
+    def __init__(self, messages: int) -> None:
+        self.left = deque(
+            Message(Direction.FORWARD, number, (torch.ones(2),)) for number in range(messages)
+        )
+        self.taken = self.used = self.most = 0
+
+    def send(self, message: Message) -> None:
+        raise AssertionError("the last stage sends nothing")
+
+    def arrivals(self) -> list[Message]:
+        found = [self.left.popleft() for _ in range(min(2, len(self.left)))]
+        self.taken += len(found)
+        self.most = max(self.most, self.taken - self.used)
+        return found
+
+    def push(self) -> None:
+        """Nothing is sent."""
+
+    def pause(self) -> None:
+        raise AssertionError("there is always something to do")
+
+    def reset(self) -> None:
+        """Every wait begins afresh."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
+    """A slow stage's memory would fill with all that there is to evaluate."""
+    link = Eager(20)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        link.used += 1
+        return (output - targets).sum()
+
+    engine = Engine(
+        Grid(2, 1).place(1),
+        Stage([], loss=loss, metrics={}, input_dtype=None, seed=0, checkpoint_activations=0),
+        link,
+        link,
+        Phases(),
+        schedule=Schedule("message-driven", 1, "alternate"),
+        while_idle=lambda: None,
+    )
+    microbatches = tuple(Microbatch((), torch.zeros(2), number, 1) for number in range(20))
+
+    found = engine.evaluate(Batch(0, microbatches, 20))
+
+    assert [float(one) for one in found] == [2.0] * 20
+    assert 2 < link.most <= MOST_WAITING + 1  # three wait, and two more come

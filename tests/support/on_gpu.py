@@ -26,6 +26,9 @@ class MovedLink:
     def bytes_sent(self) -> int:
         return self._link.bytes_sent
 
+    def push(self) -> None:
+        self._link.push()
+
     @property
     def unsent(self) -> int:
         return self._link.unsent

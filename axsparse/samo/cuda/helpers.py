@@ -85,6 +85,22 @@ class DeviceIndex:
         self.launch(kernel, blocks_of(self.kept, CHUNK), *self.arguments, found)
         return found
 
+    def positions_by_host(self) -> Tensor:
+        """The same on the host, without a kernel and without memory of the device: for a thread
+        beside the one that trains."""
+        if self.entries is None:
+            return torch.arange(self.kept)
+        entries = self.entries.cpu()
+        if self.kind == "int32":
+            return entries.long()
+        if self.kind == "mask":
+            bits = np.unpackbits(entries.numpy(), bitorder="little")[: self.numel]
+            return torch.from_numpy(bits.nonzero()[0])
+        assert self.offsets is not None, "counts of blocks"
+        counts = self.offsets.cpu().long().diff()
+        blocks = torch.arange(counts.numel()).repeat_interleave(counts)
+        return entries.long() + blocks * UINT16_BLOCK
+
     def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
         stop = start + values_K.numel()
         assert 0 <= start <= stop <= self.kept, f"[{start}, {stop}) of {self.kept} kept entries"
