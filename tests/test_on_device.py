@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ from support.images import image_config, image_data, small_wide_resnet
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
 from support.oracle import Oracle, sgd
 from support.pretend_gpu import AVAILABLE, PretendDevice, on_host, pretend
-from support.resuming import Layout, ran, same
+from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
     mlp,
+    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
     vector_data,
 )
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axsparse.comm import Message, Transport
@@ -36,7 +39,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.pipeline.link_local import LocalLink
 from axsparse.placing import Placed
@@ -310,6 +313,33 @@ def test_masks_that_change(pruning: dict[str, object], on_device: Placing) -> No
     agree(on_device, (2, 2), small(optimizer=SGD, pruning=pruning, train={"steps": steps}))
 
 
+class UsedOnce(nn.Module):
+    """A matrix that only the first two forwards use, one of a survey and one of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.once = nn.Linear(16, 5), nn.Linear(16, 5)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += x.is_meta is False
+        found: Tensor = self.always(x)
+        return found + self.once(x) if self.forwards <= 1 else found
+
+
+def test_a_gradient_that_stays_away_counts_as_zero_in_the_norm(on_device: Placing) -> None:
+    layers = [Layer("in", partial(nn.Linear, 16, 16)), Layer("out", UsedOnce)]
+    config = tiny_config(
+        batch={"global_batch_size": 4, "microbatch_size": 4}, optimizer=SGD, train={"steps": 3}
+    )
+
+    def seeded() -> Model:
+        torch.manual_seed(0)
+        return Model(layers, summed_loss)
+
+    agree(on_device, (1, 1), config, seeded, vector_data())
+
+
 def test_a_step_with_an_overflow(on_device: Placing) -> None:
     config = tiny_config(
         optimizer=SGD,
@@ -356,6 +386,29 @@ def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -
 
     assert there.losses | here.losses == {step: whole.losses[step] for step in range(1, 5)}
     same(back, whole)
+
+
+def test_running_statistics_are_restored_to_the_device(on_device: Placing, tmp_path: Path) -> None:
+    config = image_config(
+        optimizer=SGD, batch={"global_batch_size": 6, "microbatch_size": 3}, train={"steps": 2}
+    )
+
+    def run(folder: str, **how: Any) -> Ran:
+        return ran(
+            (1, 1),
+            config,
+            tmp_path / folder,
+            model=lambda _: small_wide_resnet(),
+            data=image_data(33),
+            placed=on_device,
+            **how,
+        )
+
+    whole = run("whole")
+    run("run", stop_after=1)
+    again = run("run", resume="auto")
+
+    same(again, whole)
 
 
 def test_no_more_is_given_to_a_device_than_runs_and_waits_behind_it(on_device: Placing) -> None:

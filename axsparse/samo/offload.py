@@ -42,9 +42,8 @@ class Offload:
         self._device = device
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
-        self._left: dict[int, Event] = {}
-        """By layer: when its values are back on the host."""
         self._free: list[Event | None] = [None] * VISITS
+        """By place: when its last visit is back on the host, and with it all that left before."""
         sizes = [[tensor.nbytes for tensor in _tensors(layer.resting())] for layer in layers]
         size = max(map(visit_bytes, sizes), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
@@ -72,21 +71,18 @@ class Offload:
             self._down.wait(compute.record())
             for rest, here in zip(_tensors(layer.resting()), _tensors(visit.here), strict=True):
                 self._down.copy(rest, here)
-            self._left[id(layer)] = self._free[number % VISITS] = self._down.record()
+            self._free[number % VISITS] = self._down.record()
 
     def settle(self) -> None:
         """Wait until all values are back on the host."""
         self._backoff.reset()
-        while not all(event.query() for event in self._left.values()):
+        while not all(event is None or event.query() for event in self._free):
             self._backoff.pause()
-        self._left.clear()
 
     def _bring(self, layer: LayerState, number: int) -> _Visit:
-        free, left = self._free[number % VISITS], self._left.get(id(layer))
+        free = self._free[number % VISITS]
         # Memory that is new here may have been something else's until now.
         self._up.wait(self._device.compute.record() if free is None else free)
-        if left is not None:
-            self._up.wait(left)
         room, resting, at = self._places[number % VISITS], layer.resting(), 0
         put = []
         for rest in _tensors(resting):
