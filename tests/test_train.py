@@ -109,16 +109,23 @@ def test_gradient_bytes_are_those_of_the_kept_entries_alone(precision: str, tmp_
     assert kept / sum(matrices) <= 0.11
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What one rank records."""
+    _, records = train(1, tmp_path_factory.mktemp("alone"))
+    return records
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 1), (6, 2), (8, 2)])
-def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, tmp_path: Path) -> None:
+def test_any_number_of_ranks_trains_the_same_model(
+    ranks: int, stages: int, tmp_path: Path, alone: list[dict[str, Any]]
+) -> None:
     screen, records = train(ranks, tmp_path)
 
     plural = "s" * (stages > 1)
     replicas = ranks // stages
     assert f"= {stages} stage{plural} × {replicas} replica" in screen
-    (tmp_path / "one").mkdir()
-    _, one = train(1, tmp_path / "one")
-    for mine, reference in zip(records, one, strict=True):
+    for mine, reference in zip(records, alone, strict=True):
         key = "loss" if "loss" in mine else "eval_loss"
         assert mine[key] == pytest.approx(reference[key], rel=5e-3)  # bf16 sums in other orders
 

@@ -63,12 +63,12 @@ def data_of(loaded: Loaded) -> Dataset:
     return TokenDataset("counting", "0", config.model.vocab_size, tokens, length)
 
 
-def steps(job: Job, overrides: list[str]) -> None:
-    """Two of them."""
+def steps(job: Job, overrides: list[str], number: int) -> None:
+    """So many of them."""
     loaded = load_config(None, overrides)
     data = data_of(loaded)
     trainer = build(job, named_model(loaded), lambda: Datasets(data, None), loaded, quiet=True)
-    for _ in range(2):
+    for _ in range(number):
         trainer.step()
     trainer.close()
 
@@ -79,10 +79,10 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     assert give_back_at_once()
     precision = [setting for setting in overrides if setting.startswith("precision=")]
     small = [*TINY, *precision] if "model.name=vgg19" in overrides else overrides
-    steps(job, [*small, "model.num_layers=1"])
+    steps(job, [*small, "model.num_layers=1"], 1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
     vars(axsparse.builder)["resolve"] = partial(limited, part)
-    steps(job, overrides)
+    steps(job, overrides, 2)
 
 
 run(lambda job: train(job, float(sys.argv[1]), sys.argv[2:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 from support.by_config import oracle_of
-from support.on_mpi import on_mpi
+from support.on_mpi import by_first_rank, on_mpi
 from support.oracle import Oracle
 from support.runs import (
     assert_bitwise,
@@ -28,7 +28,8 @@ GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
 def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bool) -> None:
     config = tiny_config(model={"tie_embeddings": tied})
     data = token_data()
-    reference = Oracle(tiny_gpt(config), config, data, grid.g_data).run(8)
+    oracle = Oracle(tiny_gpt(config), config, data, grid.g_data)
+    reference = by_first_rank(lambda: oracle.run(8))
 
     with on_mpi() as transport:
         _, trace = train_here(transport, grid, tiny_gpt(config), config, data)
@@ -44,7 +45,7 @@ def test_masks_over_time_are_bitwise_the_oracles(grid: Grid, method: str) -> Non
         schedule={"warmup_steps": 1},
         train={"steps": 9},
     )
-    reference = oracle_of(config, grid.g_data).run(9)
+    reference = by_first_rank(lambda: oracle_of(config, grid.g_data).run(9))
 
     with on_mpi() as transport:
         _, trace = train_here(transport, grid, tiny_gpt(config), config, token_data())
@@ -63,7 +64,7 @@ def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid, shard: bool) 
         train={"steps": 3},
     )
     model, data = mlp(width=510), vector_data(width=510)
-    reference = Oracle(model, config, data, grid.g_data).run(3)
+    reference = by_first_rank(lambda: Oracle(model, config, data, grid.g_data).run(3))
 
     with on_mpi() as transport:
         _, trace = train_here(transport, grid, model, config, data)

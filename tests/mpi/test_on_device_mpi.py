@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from support.cuda_on_cpu import EmulatedLauncher, compiler
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
-from support.on_mpi import on_mpi
+from support.on_mpi import by_first_rank, on_mpi
 from support.oracle import Oracle, sgd
 from support.pretend_gpu import AVAILABLE, NAME, on_host, pretend
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_here
@@ -80,7 +80,8 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
         return Placed(between, Backend(pretend(), on_host(launch)), device)
 
     with sdpa_kernel(SDPBackend.MATH):
-        reference = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd).run(2)
+        oracle = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd)
+        reference = by_first_rank(lambda: oracle.run(2))
         with on_mpi() as transport:
             trainer, trace = train_here(
                 transport, grid, tiny_gpt(config), config, data, placed=placed

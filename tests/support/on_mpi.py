@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from mpi4py import MPI
 
 from axsparse.transport import MpiTransport
+
+Made = TypeVar("Made")
+
+
+def by_first_rank(make: Callable[[], Made]) -> Made:
+    """What the first rank makes, on all of them; the others leave it their cores meanwhile."""
+    comm = MPI.COMM_WORLD
+    made = make() if comm.rank == 0 else None
+    ready = comm.Ibarrier()
+    while not ready.Test():
+        time.sleep(0.01)
+    found: Made = comm.bcast(made, root=0)
+    return found
 
 
 @contextmanager
