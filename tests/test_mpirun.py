@@ -7,7 +7,7 @@ import re
 import pytest
 from support.mpirun import TESTS, run_mpirun
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 300
 PYTEST = (
     # Both -m mpi4py and -x: else one rank that fails leaves the others waiting.
     *("-m", "mpi4py", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
