@@ -35,7 +35,7 @@ train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
