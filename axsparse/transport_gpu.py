@@ -50,7 +50,9 @@ class Host(Transport, Protocol):
         """New wires; all ranks call this together."""
         ...
 
-    def branch(self) -> Host: ...
+    def branch(self) -> Host:
+        """Likewise, with wires."""
+        ...
 
 
 class _Closable(Protocol):

@@ -134,7 +134,8 @@ class Engine:
             if self._waiting < most_waiting:
                 self._look()
             else:
-                self._link.push()
+                with self._phases("p2p"):
+                    self._link.push()
             congested = self._link.unsent > MOST_UNSENT or self._is_ahead()
             self._take_in(policy)
             action = None if congested else policy.next()

@@ -243,6 +243,39 @@ def test_a_rank_that_waits_for_something_else_still_sends_its_messages(way: Way)
     world.run(main)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_branch_has_made_goes_with_it_and_the_next_one_has_names_of_its_own(
+    way: Way,
+) -> None:
+    world: LocalWorld[list[int]] = LocalWorld(2, seed=2)
+    hardware = Hardware(world, seed=2)
+
+    def main(rank: int) -> list[int]:
+        transport = StandIn(hardware, rank, way)
+        pushes = transport.backoff.pushes  # type: ignore[attr-defined]  # what waiting moves on
+        seen: list[int] = []
+        for _ in range(2):
+            branch = transport.branch()
+            link = branch.link(Grid(2, 1).place(rank))
+            group = branch.collective("gradients", range(2))
+            if rank == 0:
+                tensor = transport.device.later(torch.ones(9))
+                link.send(Message(Direction.FORWARD, 0, (tensor,)))
+            while rank == 1 and not link.arrivals():
+                transport.backoff.pause()
+            buffer = transport.device.later(torch.ones(4))
+            wait(group.start(Op.ALL_REDUCE, buffer), transport.backoff)
+            assert transport.device.read(buffer).tolist() == [2.0] * 4
+            seen.append(len(pushes))
+            branch.close()
+            seen.append(len(pushes))
+        transport.close()
+        return seen
+
+    moved = 1 if way == "nccl" else 2  # a staged collective waits for the host, too
+    assert world.run(main) == [[moved, 0] * 2] * 2
+
+
 @pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])
 def test_a_gpu_message_to_no_neighbour_is_an_internal_error(
     rank: int, direction: Direction
