@@ -47,6 +47,8 @@ FIRST_STEP = 5.0
 """Times `timeout` may pass before the first step is done: it allocates and compiles."""
 ABORT_SECONDS = 10.0
 """For MPI to end the job; then the process ends by itself, and the launcher ends the others."""
+CLOSING_SECONDS = 5.0
+"""That a run which ends waits for a look; no longer, since the disk of one may hang."""
 
 
 @dataclass
@@ -110,9 +112,8 @@ class Watchdog:
         if self._closed.is_set():
             return
         self._closed.set()
-        # Not for ever: a run that ends must not wait for a disk that hangs.
         for thread in self._threads:
-            thread.join(self.interval)
+            thread.join(CLOSING_SECONDS)
         self._board.leave()
 
     def look(self) -> None:

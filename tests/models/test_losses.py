@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.allocated import peak_of_torch
 from support.oracle import Oracle
 from support.runs import (
     VOCABULARY,
@@ -221,6 +222,30 @@ def test_a_target_that_is_no_word_is_refused(target: int) -> None:
 
     with pytest.raises(IndexError, match="a target is no word of a vocabulary of 100"):
         linear_cross_entropy(hidden, weight, targets)
+
+
+def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, width, words = 256, 8, 2048
+    monkeypatch.setattr(losses, "CHUNK_WORDS", words)
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", tokens * words)
+    hidden, weight = (
+        torch.randn(n, width).bfloat16().requires_grad_() for n in (tokens, 4 * words)
+    )
+    targets = torch.randint(4 * words, (tokens,))
+    chunk = tokens * words
+
+    def there() -> Tensor:
+        with torch.no_grad():
+            return linear_cross_entropy(hidden, weight, targets)
+
+    def there_and_back() -> None:
+        linear_cross_entropy(hidden, weight, targets).backward()
+        hidden.grad = weight.grad = None
+
+    # Logits in fp32 beside those in bf16 that they come of, and what a sum of exponentials needs.
+    assert peak_of_torch(there) < (4 + 4 + 1) * chunk
+    # What is added to another chunk's gradient is as small as the hidden states.
+    assert peak_of_torch(there_and_back) < (4 + 4 + 1) * chunk
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,8 @@ def other_storages(known: set[int]) -> dict[int, int]:
     return {
         storage.data_ptr(): storage.nbytes()
         for thing in gc.get_objects()
-        if issubclass(type(thing), torch.Tensor) and not thing.is_meta
+        # Not those that torch's compiler leaves behind, which have no storage.
+        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta
         for storage in [thing.untyped_storage()]
         if storage.data_ptr() not in known
     }
