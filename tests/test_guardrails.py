@@ -219,6 +219,7 @@ FLOORS = {
     # 5 and 6: joining the parts, and the commands
     "reporting": 5,
     "training": 5,
+    "joining": 5,
     "builder": 5,
     "measure": 5,
     "train": 6,
