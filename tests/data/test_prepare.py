@@ -1,17 +1,14 @@
-"""Text to tokens as a whole: what comes out, whatever the parts, the workers and the accidents."""
+"""Text to tokens as a whole: what comes out, whatever the parts and the workers."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.preparing import LINE, make_library, outputs, requested, run
 
 from axsparse.data import prepare_sources
-from axsparse.data.prepare import BpeJob, Request, prepare
+from axsparse.data.prepare import Request
 from axsparse.data.prepare_documents import Reading
-from axsparse.data.prepare_files import locked
-from axsparse.data.prepare_workers import apart
-from axsparse.data.token_file import Sidecar, Split, read_sidecar, stored, token_path
+from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.errors import ConfigError, DataError, OutputError
-from axsparse.observe.console import Console
-
-LINE = "The cat sat on the mat, and the dog did not.\n"
-
-
-def run(request: Request, workers: int = 1) -> tuple[Sidecar, str]:
-    """The sidecar, and what the screen says."""
-    screen = io.StringIO()
-    return prepare(request, workers, Console(screen, bar=False)), screen.getvalue()
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:
@@ -57,9 +44,9 @@ def documents_of(folder: Path, split: Split = "train") -> list[str]:
     return [tokenizer.decode(list(document)) for document in documents]
 
 
-def outputs(folder: Path) -> dict[str, bytes]:
-    """Everything that lies in a finished folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    return make_library(tmp_path / "library")
 
 
 # -- what comes out -------------------------------------------------------------------------
@@ -136,34 +123,6 @@ def test_lines_that_stand_for_a_document_lose_nothing_whatever_the_parts(tmp_pat
     assert "".join(documents) == text
     assert {document.count("\n") for document in documents[:1]} == {7}
     assert max(document.count("\n") for document in documents) == 7
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    """Text files, a large one among them, JSONL, and files that cannot be used."""
-    folder = tmp_path / "library"
-    (folder / "more").mkdir(parents=True)
-    (folder / "large.txt").write_text("".join(f"= {n} =\n{LINE * (n % 5)}" for n in range(300)))
-    for number in range(20):
-        (folder / "more" / f"{number}.txt").write_text(LINE * number)
-    records = [json.dumps({"text": f"{number} {LINE}"}) for number in range(400)]
-    (folder / "records.jsonl").write_text("\n".join(records))
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    (folder / "lost.txt").symlink_to("/nowhere")
-    return folder
-
-
-def requested(library: Path, out: Path, **values: Any) -> Request:
-    return Request(
-        **{
-            "inputs": (library,),
-            "out": out,
-            "validation_fraction": 0.1,
-            "reading": Reading("regex:^= .* =$"),
-            "part_bytes": 3000,
-            **values,
-        }
-    )
 
 
 @pytest.mark.parametrize("bpe", [None, 300])
@@ -339,198 +298,6 @@ def test_a_split_that_stays_empty_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="validation: none of the 1 documents is left for it; give"):
         run(Request((tmp_path / "a",), tmp_path / "o", validation_fraction=1e-6))
-
-
-# -- restarting -----------------------------------------------------------------------------
-
-DEATHS = {
-    # phase: what to replace by a function that dies, and at which call
-    "before anything is made": ("prepare.cut", 1),
-    "before the vocabulary is learnt": ("prepare.apart", 1),
-    "after the vocabulary": ("prepare.describe", 1),
-    "before the first part": ("prepare_part._Writer", 1),
-    "in the fourth part": ("prepare_part.pieces_of", 9),
-    "between a part and its record": ("prepare_part.PartRecord.model_dump_json", 4),
-    "while parts are joined": ("prepare_merge._Merger.add", 6),
-    "after the last part": ("prepare_merge._Merger.refuse_empty", 1),
-    "before the sidecar": ("prepare.Sidecar", 1),
-    "before parts are removed": ("prepare._rate", 1),
-}
-KILLED = """
-import io, os, pickle, signal, sys
-from axsparse.data import prepare, prepare_merge, prepare_part
-from axsparse.observe.console import Console
-request, (place, call) = pickle.loads(bytes.fromhex(sys.argv[1]))
-module, *owners, name = place.split(".")
-owner = {"prepare": prepare, "prepare_merge": prepare_merge, "prepare_part": prepare_part}[module]
-for step in owners:
-    owner = getattr(owner, step)
-real, calls = getattr(owner, name), 0
-def dying(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == call:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(owner, name, dying)
-prepare.prepare(request, 1, Console(io.StringIO(), bar=False))
-"""
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, bytes]]]:
-    """A folder of text, and what becomes of it without accidents."""
-    folder = tmp_path_factory.mktemp("shared")
-    (folder / "in").mkdir()
-    for number in range(12):
-        text = "".join(f"{number} {line} {LINE}" for line in range(40))
-        (folder / "in" / str(number)).write_text(text)
-    run(restartable(folder, folder / "whole"))
-    yield folder, outputs(folder / "whole")
-    shutil.rmtree(folder)
-
-
-def restartable(folder: Path, out: Path) -> Request:
-    return Request((folder / "in",), out, validation_fraction=0.2, train_bpe=300, part_bytes=4500)
-
-
-@pytest.mark.parametrize("phase", DEATHS)
-def test_a_killed_run_goes_on_where_it_was_and_ends_in_the_same_bytes(
-    phase: str, shared: tuple[Path, dict[str, bytes]], tmp_path: Path
-) -> None:
-    folder, expected = shared
-    request = restartable(folder, tmp_path / "out")
-    told = pickle.dumps((request, DEATHS[phase])).hex()
-    died = subprocess.run([sys.executable, "-c", KILLED, told], timeout=120, check=False)
-    assert died.returncode == -9
-    finished = {path.name: path.stat() for path in request.out.glob("parts-*/part-*.json")}
-
-    _, screen = run(request)
-
-    assert outputs(request.out) == expected
-    if phase == "before parts are removed":
-        assert "already prepared" in screen
-    elif finished:
-        assert f"going on with {len(finished)} of 6 parts from an earlier run" in screen
-
-
-def test_finished_parts_are_not_made_again_unless_they_were_harmed(
-    shared: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, expected = shared
-    request = restartable(folder, tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr("axsparse.data.prepare.SourceCounts", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            run(request)
-    parts = sorted(request.out.glob("parts-*/part-*.tokens"))
-    assert len(parts) == 6
-    parts[1].write_bytes(parts[1].read_bytes()[:-2] + b"xy")
-    parts[2].unlink()
-    parts[3].with_suffix(".json").write_text("{")
-    made: list[int] = []
-    real = prepare_part_writer()
-
-    def counting(job: Any, file: Any) -> Any:
-        made.append(job.number)
-        return real(job, file)
-
-    monkeypatch.setattr("axsparse.data.prepare_part._Writer", counting)
-    run(request)
-
-    assert made == [1, 2, 3]
-    assert outputs(request.out) == expected
-
-
-def test_a_vocabulary_is_learnt_once_unless_it_was_harmed(
-    shared: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, expected = shared
-    request = restartable(folder, tmp_path / "out")
-    learnt: list[Path] = []
-
-    def learn(work: Callable[[BpeJob], None], job: BpeJob) -> None:
-        learnt.append(job.path)
-        apart(work, job)
-
-    monkeypatch.setattr("axsparse.data.prepare.apart", learn)
-    for harm in (False, True):
-        with monkeypatch.context() as patch:
-            patch.setattr("axsparse.data.prepare.SourceCounts", interrupting)
-            with pytest.raises(KeyboardInterrupt):
-                run(request)
-        assert len(learnt) == 1
-        (path,) = request.out.glob("parts-*/tokenizer-*.json")
-        if harm:
-            path.write_text("{}")
-    run(request)
-
-    assert len(learnt) == 2
-    assert outputs(request.out) == expected
-
-
-def prepare_part_writer() -> Callable[..., Any]:
-    from axsparse.data import prepare_part
-
-    return prepare_part._Writer
-
-
-def interrupting(**_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_parts_of_another_request_are_removed(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "o" / "parts-0").mkdir(parents=True)
-    (tmp_path / "o" / "train.tokens.unfinished-1").write_text("half")
-
-    _, screen = run(requested(library, tmp_path / "o"))
-
-    assert "parts made from other files or with other settings were removed" in screen
-    assert set(outputs(tmp_path / "o")) == {"train.tokens", "validation.tokens", "tokens.json"}
-
-
-def test_a_second_run_says_that_all_is_done_and_touches_nothing(
-    library: Path, tmp_path: Path
-) -> None:
-    first, _ = run(requested(library, tmp_path / "o"))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")}
-
-    second, screen = run(requested(library, tmp_path / "o"))
-
-    assert second == first
-    assert f"{tmp_path}/o/tokens.json: already prepared from these files, and unharmed" in screen
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")} == times
-
-
-def test_a_harmed_result_is_found_out(library: Path, tmp_path: Path) -> None:
-    run(requested(library, tmp_path / "o"))
-    path = tmp_path / "o" / "train.tokens"
-    path.write_bytes(b"x" + path.read_bytes()[1:])
-
-    with pytest.raises(DataError, match=r"train.tokens is not what was prepared; remove"):
-        run(requested(library, tmp_path / "o"))
-
-
-@pytest.mark.parametrize("change", ["settings", "contents", "another file"])
-def test_a_folder_with_other_tokens_is_never_overwritten(
-    change: str, library: Path, tmp_path: Path
-) -> None:
-    run(requested(library, tmp_path / "o"))
-    values = {"validation_fraction": 0.2} if change == "settings" else {}
-    if change == "contents":
-        (library / "large.txt").write_text("other")
-    if change == "another file":
-        (library / "new.txt").write_text("new")
-
-    with pytest.raises(OutputError, match="holds tokens of other files or settings; choose"):
-        run(requested(library, tmp_path / "o", **values))
-
-
-def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "o").mkdir()
-
-    with locked(tmp_path / "o"), pytest.raises(OutputError, match="is being prepared by another"):
-        run(requested(library, tmp_path / "o"))
 
 
 # -- refusals and bounds --------------------------------------------------------------------
