@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import ast
-import itertools
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
+from support.package import PACKAGE, sources
 
 import axsparse
-from axsparse import errors
-
-PACKAGE = Path(axsparse.__file__).parent
-TESTS = Path(__file__).parent
 
 FLOORS = {
     # 0: what everything may stand on
@@ -256,19 +249,6 @@ MPI_MODULES = {
     "pipeline.wire_mpi",
     "data_parallel.collective_mpi",
 }
-FRAGMENT = 12
-"""Letters of a message that a test has to name, at least."""
-
-
-@cache
-def sources() -> dict[str, ast.Module]:
-    """Every module of the package but the empty folder heads, without "axsparse." in front."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[-1] != "__init__":
-            found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
 
 
 def statements(tree: ast.AST, *, for_types_too: bool) -> Iterator[ast.AST]:
@@ -315,9 +295,6 @@ def loaded_by(code: str) -> list[str]:
     )
     answer: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
     return answer
-
-
-# -- imports --------------------------------------------------------------------------------
 
 
 def test_every_module_has_a_floor() -> None:
@@ -403,90 +380,3 @@ def test_nothing_outside_samo_looks_into_an_index() -> None:
 )
 def test_what_answers_at_once_loads_neither_torch_nor_mpi(code: str) -> None:
     assert loaded_by(code) == []
-
-
-# -- errors ---------------------------------------------------------------------------------
-
-
-def error_classes() -> dict[str, type[errors.AxsparseError]]:
-    return {
-        name: value
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.AxsparseError)
-    }
-
-
-def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
-    drawn = re.findall(r"(\w+Error) +(\d+)", errors.__doc__ or "")
-
-    assert {name: int(code) for name, code in drawn} == {
-        name: cls.exit_code for name, cls in error_classes().items()
-    }
-
-
-def literal_parts(message: ast.expr) -> tuple[str, ...]:
-    """The constant pieces of a string or f-string; none of any other expression."""
-    if isinstance(message, ast.Constant) and isinstance(message.value, str):
-        return (message.value,)
-    if isinstance(message, ast.JoinedStr):
-        return tuple(
-            part.value
-            for part in message.values
-            if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        )
-    return ()
-
-
-def messages() -> dict[tuple[str, ...], str]:
-    """The constant pieces of every user-facing error's text, and where it stands."""
-    return {
-        parts: f"{module}:{node.lineno}"
-        for module, tree in sources().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in error_classes()
-        and node.args
-        and (parts := literal_parts(node.args[0]))
-    }
-
-
-def fragments(parts: tuple[str, ...]) -> set[str]:
-    """All stretches of FRAGMENT letters."""
-    return {part[at : at + FRAGMENT] for part in parts for at in range(len(part) - FRAGMENT + 1)}
-
-
-def named_in_tests() -> list[str]:
-    """Every string of the tests, patterns as the text they match, values of f-strings as "…"."""
-    found = []
-    for path in sorted(TESTS.rglob("*.py")):
-        if path == Path(__file__):
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [literal_parts(part) or ("…",) for part in node.values]
-                found.append("".join(itertools.chain.from_iterable(parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return [re.sub(r"\\(\W)", r"\1", text) for text in found]
-
-
-def test_the_text_of_every_user_facing_error_is_matched_by_a_test() -> None:
-    texts = named_in_tests()
-    together = "\n".join(texts)
-    known = messages()
-    unmatched = []
-    for parts, where in known.items():
-        # What it shares with another message would prove nothing, unless all of it is named.
-        others = set().union(*(fragments(other) for other in known if other != parts))
-        whole = re.compile(".+".join(map(re.escape, parts)))
-        if not any(fragment in together for fragment in fragments(parts) - others) and not any(
-            whole.search(text) for text in texts
-        ):
-            unmatched.append(f"{where}: {'…'.join(parts)}")
-
-    assert not unmatched, "no test names:\n" + "\n".join(unmatched)
-
-
-def test_user_facing_errors_are_one_line() -> None:
-    assert [where for parts, where in messages().items() if "\n" in "".join(parts)] == []
