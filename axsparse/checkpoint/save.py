@@ -179,11 +179,14 @@ class Saver:
             self.advance(any_writing=False)
 
     def close(self) -> None:
-        """Give up what is under way; what is left of it goes with the next checkpoint."""
-        if self._under_way is not None:
-            self._under_way.stream.close()
-            self._under_way.writing.wait()
-            self._under_way = None
+        """Give up what is under way, once no thread is at it: what has begun to appear appears,
+        what is left of it goes with the next checkpoint."""
+        now, self._under_way = self._under_way, None
+        if now is not None:
+            now.stream.close()
+            for work in (now.writing, now.committing):
+                if work is not None:
+                    work.wait()
         if self._lock is not None:
             self._lock.release()
 

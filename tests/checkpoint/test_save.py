@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -377,3 +378,31 @@ def test_a_rank_that_fails_alone_leaves_nothing_half_named(
 
     assert saved(tmp_path) == []
     assert [path.name for path in unfinished(tmp_path / "checkpoints")] == ["step-2.tmp"]
+
+
+def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may go on there at once; a thread must not be at it any more."""
+    may_commit = threading.Event()
+
+    def slow(partial: Path, manifest: bytes) -> Path:
+        may_commit.wait(60)
+        return commit(partial, manifest)
+
+    monkeypatch.setattr("axsparse.checkpoint.folder.commit", slow)
+
+    def fail(trainer: Trainer) -> None:
+        saver = trainer._saver
+        assert saver is not None
+        while trainer.steps_done == 4 and saver.is_writing:
+            time.sleep(0.001)
+        if trainer.steps_done == 5:
+            assert saver.is_writing, "it has not begun to appear"
+            threading.Timer(0.3, may_commit.set).start()
+            raise RuntimeError("a layer of glass")
+
+    with pytest.raises(RuntimeError, match="glass"):
+        ran((1, 1), config_of(every=4), tmp_path, look=before_each_step(fail))
+
+    assert saved(tmp_path) == [4]
