@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Kind = Literal["block", "embedding", "head"]
 LossFunction = Callable[..., Tensor]
@@ -62,6 +63,27 @@ class Layer:
     random: bool = False
     """Whether the layer draws random numbers beyond torch's dropout modules, which are
     found without it."""
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no normal distribution for a tensor without memory: torch would load its compiler
+    for that, which takes every rank two seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, nn.init.normal_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def on_meta(layer: Layer) -> nn.Module:
+    """The module of a layer without memory and start values; raises what `build` does."""
+    with torch.device("meta"), _Undrawn():
+        return layer.build()
 
 
 @dataclass(frozen=True)

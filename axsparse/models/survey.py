@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
 from axsparse.models.cost import SAMPLES, Activations, Tracer
-from axsparse.models.layer import Kind, Layer, Model
+from axsparse.models.layer import Kind, Layer, Model, on_meta
 from axsparse.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -212,7 +212,7 @@ def with_costs(surveyed: Survey, text: str) -> Survey:
 
 
 def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
-    module = _on_meta(layer)
+    module = _module_of(layer)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -230,13 +230,12 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
     return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations)
 
 
-def _on_meta(layer: Layer) -> nn.Module:
+def _module_of(layer: Layer) -> nn.Module:
     """The module without memory; a layer that cannot be built so is built and thrown away."""
     with preserved_rng():
         try:
             try:
-                with torch.device("meta"):
-                    module = layer.build()
+                module = on_meta(layer)
             except (NotImplementedError, RuntimeError):
                 if layer.init is not None:
                     raise

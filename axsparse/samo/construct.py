@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
-from axsparse.models.layer import Layer, StartValues
+from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.pruning.masks import Masks
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.memory import IndexKind, master_kind
@@ -160,8 +160,7 @@ def _skeleton(
             torch.manual_seed(keyed_seed(seed, layer.name, "init"))
             module = layer.build()
     else:
-        with torch.device("meta"):
-            module = layer.build()
+        module = on_meta(layer)
     parameters = dict(module.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 

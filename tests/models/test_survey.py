@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -135,6 +137,38 @@ def test_a_layer_that_cannot_be_built_without_memory_is_built_and_thrown_away() 
 def test_a_layer_with_init_has_to_be_built_on_the_meta_device() -> None:
     with pytest.raises(ConfigError, match=r"layer a: its build raised RuntimeError: .*meta"):
         survey(model(Layer("a", ReadsItself, init=random_init)))
+
+
+LOOKS = """
+import sys
+from dataclasses import replace
+from torch import nn
+from axsparse.config.load import load_config
+from axsparse.models.layer import Layer, Model
+from axsparse.models.named import named_model
+from axsparse.models.survey import survey
+
+class Drawn(nn.Embedding):
+    def __init__(self):
+        super().__init__(3, 4)
+        nn.init.xavier_normal_(self.weight)
+        nn.init.kaiming_normal_(self.weight)
+        self.weight.data.normal_()
+
+for name in ("gpt", "vgg19", "wide_resnet101_2", "cnn"):
+    survey(replace(named_model(load_config(None, [f"model.name={name}"])), example=None))
+survey(Model([Layer("a", Drawn)], loss=lambda output, target: output.sum()))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_to_look_at_layers_loads_no_compiler() -> None:
+    """It would take two seconds of every rank; the one that runs them has to."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS], capture_output=True, text=True, check=True, timeout=120
+    )
+
+    assert done.stdout == "False\n"
 
 
 # -- what is refused ------------------------------------------------------------------------
