@@ -18,6 +18,7 @@ from support.mpirun import TESTS
 
 BENCHMARKS = TESTS.parent / "benchmarks"
 SCRIPT = TESTS.parent / "scripts" / "gpu_check.sh"
+LIMIT = 1234.5
 SEEN = {"missing": [], "device": "NVIDIA H200", "torch": "2.11", "MPI": "MPICH", "CuPy": "14"}
 JUNIT = """<testsuites><testsuite>
 <testcase name="a"/><testcase name="b"><failure message="no&#10;more"/></testcase>
@@ -41,6 +42,28 @@ def check() -> ModuleType:
 
 def around(check: ModuleType, folder: Path, seconds: float = 100.0) -> Any:
     return check.Around(check.Host(), SEEN, time.monotonic() + seconds, folder)
+
+
+class Late(subprocess.Popen[bytes]):
+    """A command whose time is over once it has made a file."""
+
+    begun: Path
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == LIMIT:
+            while self.poll() is None:
+                if self.begun.exists():
+                    raise subprocess.TimeoutExpired(self.args, LIMIT)
+                time.sleep(0.01)
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that ends the time of commands with a `LIMIT`."""
+    monkeypatch.setattr(Late, "begun", tmp_path / "begun", raising=False)
+    monkeypatch.setattr(load("gpu_host").subprocess, "Popen", Late)
+    return tmp_path / "begun"
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -205,7 +228,10 @@ def test_tests_are_started_and_those_without_a_gpu_are_skipped(
     assert rows[1].measured == "no GPU is to be had here"
 
 
-def test_tests_that_run_out_of_time_fail(check: ModuleType, tmp_path: Path) -> None:
+def test_tests_that_run_out_of_time_fail(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("gpu_host"), "GRACE", 0.0)
     late = around(check, tmp_path, seconds=0.0)
 
     [row], _ = check.pytest(late, "transport", ["test_nccl_shared_gpu"])
@@ -214,7 +240,7 @@ def test_tests_that_run_out_of_time_fail(check: ModuleType, tmp_path: Path) -> N
 
 
 def test_what_tests_had_found_when_time_ran_out_is_kept(
-    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: ModuleType, tmp_path: Path, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tests = tmp_path / "tests" / "gpu"
     tests.mkdir(parents=True)
@@ -222,12 +248,15 @@ def test_what_tests_had_found_when_time_ran_out_is_kept(
         "import time\n"
         "def test_good(): pass\n"
         "def test_bad(): assert not 'the reason\\nin two lines'\n"
-        "def test_that_hangs(): time.sleep(100)\n"
+        "def test_that_hangs():\n"
+        f"    open({str(begun)!r}, 'w').close()\n"
+        "    time.sleep(100)\n"
     )
-    host_module = load("gpu_host")
-    monkeypatch.setattr(host_module, "ROOT", tmp_path)
+    monkeypatch.setattr(load("gpu_host"), "ROOT", tmp_path)
+    monkeypatch.setattr(load("gpu_host"), "GRACE", 100.0)
+    monkeypatch.setattr(check.Around, "left", LIMIT)
 
-    rows, said = check.pytest(around(check, tmp_path, seconds=8.0), "numerics", ["slow"])
+    rows, said = check.pytest(around(check, tmp_path), "numerics", ["slow"])
 
     assert [(row.check, row.outcome) for row in rows] == [
         ("slow", "fail"),
@@ -239,20 +268,27 @@ def test_what_tests_had_found_when_time_ran_out_is_kept(
     assert "in two lines" in said["test_bad"]
 
 
+@pytest.mark.parametrize(
+    ("hears", "grace", "said"), [("print('ended')", 100.0, "ended\n"), ("wait()", 0.1, "")]
+)
 def test_a_command_that_runs_late_may_end_what_it_started(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+    hears: str, grace: float, said: str, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host_module = load("gpu_host")
-    monkeypatch.setattr(host_module, "GRACE", 1.0)
-    mends = "try: time.sleep(60)\nexcept KeyboardInterrupt: print('ended')"
-    hangs = "while True:\n try: time.sleep(60)\n except KeyboardInterrupt: print('on', flush=True)"
+    monkeypatch.setattr(load("gpu_host"), "GRACE", grace)
+    code = (
+        "import time\n"
+        "def wait():\n"
+        "    try:\n"
+        f"        open({str(begun)!r}, 'w').close()\n"
+        "        time.sleep(100)\n"
+        "    except KeyboardInterrupt:\n"
+        f"        {hears}\n"
+        "wait()\n"
+    )
 
-    found = [
-        host_module.Host().run([sys.executable, "-c", f"import time\n{code}"], 2.0)
-        for code in (mends, hangs)
-    ]
+    found = load("gpu_host").Host().run([sys.executable, "-c", code], LIMIT)
 
-    assert [(one.late, one.stdout) for one in found] == [(True, "ended\n"), (True, "on\n")]
+    assert (found.late, found.stdout) == (True, said)
 
 
 def test_what_another_part_saved_is_not_taken_for_this_ones(
