@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.mpirun import LONGEST_SECONDS
 from support.resuming import ran
 from support.runs import tiny_config
 
@@ -175,7 +176,7 @@ def test_what_cannot_be_removed_is_told(
 def test_it_is_a_command_of_axsparse(run: Path) -> None:
     command = [sys.executable, "-m", "axsparse", "checkpoint", "verify", str(run)]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("✓") == 4

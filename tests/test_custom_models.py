@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.mpirun import run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_mpirun
 from support.oracle import Trace
 from support.runs import (
     random_init,
@@ -310,7 +310,11 @@ def test_the_example_trains_without_mpirun(tmp_path: Path) -> None:
     example = Path(__file__).parent.parent / "examples" / "custom_model.py"
 
     done = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
     )
 
     assert done.returncode == 0, done.stderr

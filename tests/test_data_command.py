@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.mpirun import run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config
@@ -36,7 +36,13 @@ def axsparse(*arguments: str, cwd: Path, **environment: str) -> subprocess.Compl
     command = [sys.executable, "-m", "axsparse", *arguments]
     env = {**os.environ, **environment}
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=env, check=False
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        env=env,
+        check=False,
     )
 
 
@@ -54,7 +60,7 @@ def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path) -> Non
 
     command = ["-m", "axsparse.train", "--config", "gpt_wikitext103.yaml", *SMALL]
     options = ["--set=data.path=words", "--set=model.vocab_size=300"]
-    done = run_mpirun(2, [*command, *options], cwd=tmp_path, timeout=120)
+    done = run_mpirun(2, [*command, *options], cwd=tmp_path)
 
     assert done.returncode == 0, done
     assert "· tokens words train: " in done.stdout
@@ -149,7 +155,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
         # Opening the other end waits until the command has opened its own.
         with (tmp_path / "never").open("w"):
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=LONGEST_SECONDS)
     finally:
         process.kill()
 

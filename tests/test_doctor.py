@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.mpirun import run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse import doctor
 
@@ -19,7 +19,7 @@ def axsparse(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "axsparse", "doctor", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONGEST_SECONDS,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )

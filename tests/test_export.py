@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.mpirun import LONGEST_SECONDS
 from support.resuming import ran
 from support.runs import tiny_config
 
@@ -138,7 +139,7 @@ def test_it_is_a_command_of_axsparse(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     command = [sys.executable, "-m", "axsparse", "export", str(run), "--sparse", "--out", str(out)]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{out}: ")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from support.mpirun import LONGEST_SECONDS
 from support.package import PACKAGE, sources
 
 import axsparse
@@ -291,7 +292,7 @@ def loaded_by(code: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=LONGEST_SECONDS,
     )
     answer: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
     return answer

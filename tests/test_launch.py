@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import standin_trainer
-from support.mpirun import ENVIRONMENT, mpirun_path
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 from support.requests import assert_a_shell_reads
 
 LAUNCH = Path(__file__).parents[1] / "launch"
@@ -66,7 +66,7 @@ def test_shells_can_read_the_one_that_runs_as_it_is() -> None:
 
 def test_without_a_scheduler_a_killed_rank_starts_all_again(python: Path, tmp_path: Path) -> None:
     job = start(python, "2", "--run-dir=my r", "--set=x=a  b", STANDIN_KILL_AT="5")
-    _, said = job.communicate(timeout=60)
+    _, said = job.communicate(timeout=LONGEST_SECONDS)
 
     assert job.returncode == 0, said
     assert begins(tmp_path / "my r", 1) == [0, 4]
@@ -82,7 +82,7 @@ def test_only_what_a_restart_may_mend_is_started_again(
     python: Path, tmp_path: Path, code: int, count: int
 ) -> None:
     job = start(python, "1", "--run-dir=r", STANDIN_EXIT=f"1:{code}", RESTARTS="2")
-    job.communicate(timeout=60)
+    job.communicate(timeout=LONGEST_SECONDS)
 
     assert job.returncode == code
     assert begins(tmp_path / "r", 0) == [0] * count
@@ -98,7 +98,7 @@ def test_a_warning_saves_and_stops(python: Path, tmp_path: Path) -> None:
             assert select.select([pipe], [], [], 60)[0], "a rank has not begun"
             os.read(pipe, 1)
         job.send_signal(signal.SIGUSR1)
-        _, said = job.communicate(timeout=60)
+        _, said = job.communicate(timeout=LONGEST_SECONDS)
     finally:
         os.close(pipe)
         if job.poll() is None:
@@ -111,7 +111,7 @@ def test_a_warning_saves_and_stops(python: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["", "0", "x", "-1"])
 def test_ranks_are_a_number(python: Path, ranks: str) -> None:
     job = start(python, ranks)
-    _, said = job.communicate(timeout=60)
+    _, said = job.communicate(timeout=LONGEST_SECONDS)
 
     assert job.returncode == 78
     assert said.startswith(

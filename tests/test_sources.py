@@ -47,7 +47,7 @@ def flags(*settings: str) -> list[str]:
 
 def train(ranks: int, folder: Path, *settings: str) -> Finished:
     command = ["-m", "axsparse.train", "--run-dir", str(folder / "run"), *flags(*settings)]
-    return run_mpirun(ranks, command, cwd=folder, timeout=120)
+    return run_mpirun(ranks, command, cwd=folder)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_ends_the_job(root: Path, tmp_path: Path) -> None:
     settings = flags(*IMAGES, f"data.path={root}")
     command = ["-m", "axsparse.train", "--run-dir", str(tmp_path / "run"), *settings]
 
-    done = run_mpirun(2, command, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, timeout=120)
+    done = run_mpirun(2, command, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
 
     assert done.returncode == 70, done
     (line,) = done.errors
@@ -169,7 +169,7 @@ def test_the_bundled_digits_configuration_trains_prunes_and_evaluates(tmp_path: 
     ]
     command = ["-m", "axsparse.train", "--config", "digits_cnn.yaml", *flags(*settings)]
 
-    done = run_mpirun(4, [*command, "--run-dir", str(tmp_path / "run")], cwd=tmp_path, timeout=180)
+    done = run_mpirun(4, [*command, "--run-dir", str(tmp_path / "run")], cwd=tmp_path)
 
     assert done.returncode == 0, done
     assert "4 ranks = 2 stages × 2 replicas" in done.stdout

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support import standin_trainer
 from support.directives import read_lsf, read_slurm
+from support.mpirun import LONGEST_SECONDS
 from support.standin_cluster import install, starts
 
 from axsparse import submit
@@ -263,7 +264,7 @@ def test_a_path_of_any_bytes_is_handed_on(tmp_path: Path) -> None:
         [*command, b"--config=\xff\xc3\xa9.yaml"],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=LONGEST_SECONDS,
         cwd=tmp_path,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.mpirun import LONGEST_SECONDS
 from support.tickets import PARAMETERS, small_ticket, some_masks
 
 from axsparse import ticket_command
@@ -28,7 +29,7 @@ def axsparse(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=LONGEST_SECONDS,
         env=env,
         check=False,
     )
@@ -126,7 +127,12 @@ def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
 
     with os.fdopen(writing, "wb") as stdout:
         said = subprocess.run(
-            command, cwd=tmp_path, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
+            command,
+            cwd=tmp_path,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=LONGEST_SECONDS,
+            check=False,
         )
 
     assert (said.returncode, said.stderr) == (0, b"")

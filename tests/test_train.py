@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mpirun import run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.config.load import load_config
 from axsparse.observe.metrics import StepRecord
@@ -161,7 +161,9 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
 def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse", "train", *SMALL, "--steps", "1"]
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_SECONDS
+    )
 
     assert done.returncode == 0, done.stderr
     assert "1 rank = 1 stage × 1 replica" in done.stdout
@@ -171,7 +173,9 @@ def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:
 def test_a_second_run_gets_a_directory_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
     for _ in range(2):
-        subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=120)
+        subprocess.run(
+            command, cwd=tmp_path, capture_output=True, check=True, timeout=LONGEST_SECONDS
+        )
 
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         *("quickstart", "quickstart-2"),
@@ -184,7 +188,7 @@ def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
     # PIPESTATUS would be bash's; a file tells the code of a command before a pipe as well.
     script = f"({shlex.join(command)}; echo $? > code) {screen}"
 
-    subprocess.run(["sh", "-c", script], cwd=tmp_path, timeout=120, check=False)
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, timeout=LONGEST_SECONDS, check=False)
 
     assert (tmp_path / "code").read_text() == "0\n"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -194,7 +198,7 @@ def test_runs_started_at_once_write_into_directories_of_their_own(tmp_path: Path
     command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
     runs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
 
-    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert [run.wait(timeout=LONGEST_SECONDS) for run in runs] == [0, 0]
     for name in ("quickstart", "quickstart-2"):
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation

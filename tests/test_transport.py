@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.mpirun import run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.errors import ConfigError
 from axsparse.transport import (
@@ -55,7 +55,7 @@ def test_a_thread_ends_the_job_though_the_main_thread_waits(
         [sys.executable, "-c", ABORT.format(mpi=mpi, level=level)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONGEST_SECONDS,
         check=False,
     )
 
@@ -155,7 +155,7 @@ def test_worlds_of_size_1_are_refused_once() -> None:
             env={**os.environ, SRUN_SIZE: "2", "SLURM_PROCID": rank, "SLURM_NTASKS": "2"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONGEST_SECONDS,
             check=False,
         )
         for rank in "01"

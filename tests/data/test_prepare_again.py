@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mpirun import LONGEST_SECONDS
 from support.preparing import LINE, make_library, outputs, requested, run
 
 from axsparse.data.prepare import BpeJob, Request
@@ -82,7 +83,9 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_in_the_same_bytes(
     folder, expected = shared
     request = restartable(folder, tmp_path / "out")
     told = pickle.dumps((request, DEATHS[phase])).hex()
-    died = subprocess.run([sys.executable, "-c", KILLED, told], timeout=120, check=False)
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, told], timeout=LONGEST_SECONDS, check=False
+    )
     assert died.returncode == -9
     finished = {path.name: path.stat() for path in request.out.glob("parts-*/part-*.json")}
 

@@ -12,7 +12,7 @@ from support.mpirun import TESTS, Finished, run_mpirun
 
 def train(run_dir: Path, fault: str) -> Finished:
     script = str(TESTS / "faults" / "breaking.py")
-    return run_mpirun(2, [script, str(run_dir), "1x2", "12", fault], timeout=120)
+    return run_mpirun(2, [script, str(run_dir), "1x2", "12", fault])
 
 
 @pytest.mark.fault(15)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.mpirun import TESTS
+from support.mpirun import LONGEST_SECONDS, TESTS
 
 BENCHMARKS = TESTS.parent / "benchmarks"
 SCRIPT = TESTS.parent / "scripts" / "gpu_check.sh"
@@ -69,7 +69,11 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     own = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **environment}
     return subprocess.run(
-        ["sh", str(SCRIPT), *words], env=own, capture_output=True, text=True, timeout=120
+        ["sh", str(SCRIPT), *words],
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.mpirun import LONGEST_SECONDS
 from support.runs import random_init
 from torch import Tensor, nn
 
@@ -165,7 +166,11 @@ print("torch._dynamo" in sys.modules)
 def test_to_look_at_layers_loads_no_compiler() -> None:
     """It would take two seconds of every rank; the one that runs them has to."""
     done = subprocess.run(
-        [sys.executable, "-c", LOOKS], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", LOOKS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LONGEST_SECONDS,
     )
 
     assert done.stdout == "False\n"

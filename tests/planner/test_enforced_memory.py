@@ -30,7 +30,7 @@ def trained(model: str, part: float) -> Finished:
     """With `part` of the predicted peak."""
     settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model]}")
     command = [str(TESTS / "mpi" / "limited.py"), str(part), *settings]
-    return run_mpirun(2, command, timeout=240)
+    return run_mpirun(2, command)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -14,6 +14,7 @@ from typing import get_args
 
 import pytest
 import torch
+from support.mpirun import LONGEST_SECONDS
 from support.pruned import kept, matrices
 from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import nn
@@ -196,7 +197,7 @@ def in_a_fresh_process() -> dict[str, int]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=120,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     measured: dict[str, int] = json.loads(done.stdout)

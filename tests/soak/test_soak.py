@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.mpirun import ENVIRONMENT, TESTS
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
 
 def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
         env={**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LONGEST_SECONDS,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
