@@ -52,7 +52,7 @@ def test_a_split_master_trains_bitwise_as_an_fp32_master(
 
 
 def test_many_steps_of_a_small_model_keep_weights_and_masters_bitwise() -> None:
-    steps = 2000
+    steps = 500
     usual, split = (
         tiny_config(
             model={"num_layers": 1, "hidden_size": 16, "sequence_length": 4},
