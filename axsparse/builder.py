@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -31,7 +32,7 @@ from axsparse.masking.live import masks_of_start, stage_total
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.memory import give_back_at_once
-from axsparse.observe.out_of_memory import record_history
+from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.watchdog import open_watchdog
 from axsparse.parts import Parts
 from axsparse.placing import Placed, place
@@ -40,7 +41,8 @@ from axsparse.pruning.masks import Masks
 from axsparse.reporting import make_recorder
 from axsparse.resolve import DTYPES, Resolved, resolve
 from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
-from axsparse.samo.construct import StateOptions, construct, start_values
+from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
+from axsparse.samo.memory import StateBytes
 from axsparse.samo.shards import Replicas
 from axsparse.spikes import Back, without_base
 from axsparse.startup import (
@@ -107,7 +109,7 @@ def build(
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
-    if run.memory_is_tight:
+    if run.memory_is_tight and not has_gpu:
         give_back_at_once()
     data = open_data(run, loaded, transport, open_datasets, pinned=placed.pins)
     facts = _facts(run, data)
@@ -126,7 +128,7 @@ def build(
     else:
         masks = CheckpointMasks(checkpoint)
     layers = together(
-        transport, lambda: construct(own, run.survey.ties, replace(options, masks=masks))
+        transport, lambda: _construct(run, own, replace(options, masks=masks), job.run_dir)
     )
     recorder = make_recorder(run, model.name, layers, data, placed, job.run_dir)
     if back is not None and progress is not None:
@@ -280,6 +282,15 @@ def _options(run: Resolved, model: Model, replicas: Replicas, placed: Placed) ->
         start=model.start,
         backend=backend,
     )
+
+
+def _construct(
+    run: Resolved, own: Sequence[Layer], options: StateOptions, run_dir: Path | None
+) -> list[BuiltLayer]:
+    """The layers of this stage; TrainingError where a GPU has no room for their state."""
+    planned = None if run.prediction is None else run.prediction.memory_bytes
+    with explained(run.place.rank, lambda: f"building {run.place}", StateBytes, planned, run_dir):
+        return construct(own, run.survey.ties, options)
 
 
 def _masks_of_start(

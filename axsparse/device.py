@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Literal
 import torch
 
 from axsparse.errors import ConfigError
+from axsparse.machine import machine_name
 
 LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -26,6 +28,8 @@ BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_W
 """With these a host stands still until its GPU, or NCCL, is done."""
 MOST_CONNECTIONS = "32"
 """As many as CUDA has; its default is 8."""
+BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+"""Of a device's properties; torch 2.4 does not have them."""
 Plane = Literal["nccl", "mpi", "cuda-aware-mpi"]
 """What carries contents between GPUs; `mpi` by way of pinned memory of the hosts."""
 
@@ -37,6 +41,9 @@ class Gpu:
     name: str
     uuid: str
     """The same for all processes, whatever each of them may see."""
+    board: str = ""
+    """Its machine and place on the bus there, which slices of one GPU (MIG) share and NCCL wants to
+    be different; empty if torch does not say."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,9 @@ def bind_early(environ: MutableMapping[str, str]) -> None:
     environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
     local = local_rank(environ)
     if local is not None and torch.cuda.is_available():
-        torch.cuda.set_device(local % torch.cuda.device_count())
+        # A GPU that cannot be used is named once MPI can end the others, too (`placing.bind`).
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(local % torch.cuda.device_count())
 
 
 def visible_gpus() -> list[Gpu]:
@@ -78,7 +87,9 @@ def visible_gpus() -> list[Gpu]:
     found = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(number)
-        found.append(Gpu(properties.name, str(properties.uuid)))
+        bus = [getattr(properties, name, None) for name in BUS]
+        board = "" if None in bus else f"{machine_name()} {bus}"
+        found.append(Gpu(properties.name, str(properties.uuid), board))
     return found
 
 
@@ -131,7 +142,7 @@ def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None
         )
     if wanted in ("mpi", "cuda-aware-mpi"):
         return "mpi" if wanted == "mpi" else "cuda-aware-mpi"
-    problem = _problem_of_nccl(seats)
+    problem = problem_of_nccl(seats)
     if wanted == "nccl" and problem is not None:
         raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
     if problem is None:
@@ -139,7 +150,7 @@ def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None
     return "mpi" if problem is not None else "nccl"
 
 
-def _problem_of_nccl(seats: Sequence[Seat]) -> str | None:
+def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
     """Why these ranks cannot use NCCL, and what would mend it."""
     lacking = next((seat for seat in seats if not seat.nccl), None)
     if lacking is not None:
@@ -147,13 +158,16 @@ def _problem_of_nccl(seats: Sequence[Seat]) -> str | None:
             f"the torch of rank {lacking.rank} on host {lacking.host} is built without it; "
             "install torch with CUDA for Linux"
         )
-    for sharing in _by_gpu(seats).values():
-        if len(sharing) > 1:
-            first, second = sharing[:2]
-            return (
-                f"ranks {first.rank} and {second.rank} share GPU {first.number} of host "
-                f"{first.host}; start no more ranks a host than it has GPUs"
-            )
+    boards: dict[str, Seat] = {}
+    for one in seats:
+        assert one.gpu is not None, "all ranks have one"
+        for place in (one.gpu.uuid, one.gpu.board or one.gpu.uuid):
+            first = boards.setdefault(place, one)
+            if first is not one:
+                return (
+                    f"ranks {first.rank} and {one.rank} share GPU {first.number} of host "
+                    f"{first.host}; start no more ranks a host than it has GPUs"
+                )
     return None
 
 

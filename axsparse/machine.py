@@ -18,6 +18,8 @@ SEGMENTS = re.compile(
     r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
 )
 """How shared memory of MPI libraries, NCCL and torch is called in /dev/shm."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn at every start of a machine, the same in all its containers; NCCL goes by it, too."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,14 @@ def _nearest(path: Path) -> Path:
     while not here.is_dir():
         here = here.parent
     return here
+
+
+def machine_name() -> str:
+    """Name of this host, and what tells it from others of that name, as containers may have."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = BOOT.read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
 
 
 def cuda_aware() -> bool | None:

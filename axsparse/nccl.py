@@ -9,10 +9,12 @@ the two ends of an edge.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -33,13 +35,17 @@ from torch._C._distributed_c10d import (
 from axsparse.comm import Backoff, Event, Transport
 from axsparse.cuda_device import CudaDevice, CudaStream
 from axsparse.data_parallel.agreement import gather_texts
-from axsparse.errors import ConfigError
+from axsparse.errors import ConfigError, TrainingError
+from axsparse.machine import machine_name
 
 TIMEOUT = timedelta(minutes=30)
 """How long torch's watchdog lets an operation wait before it ends the process; a send waits
 through its neighbour's longest action, the first step's compilation included."""
 STORE_TIMEOUT = timedelta(minutes=2)
 """How long a rank tries to reach the first one's store, and to meet the others of a group."""
+CONNECT_SECONDS = 600.0
+"""How long the members of a group may take to connect, all of which come to it at about the same
+time."""
 ADDRESS = "MASTER_ADDR"
 """Where the others reach the first rank, if not by its host name; torch's variable."""
 
@@ -87,7 +93,7 @@ class Rendezvous:
 
 
 def _open_store(transport: Transport) -> Store:
-    host = socket.gethostname()
+    host = machine_name()
     hosts = set(gather_texts(transport.world, transport.backoff, host))
     if transport.rank == 0:
         # By itself torch listens to every host, also where all ranks are on one.
@@ -102,7 +108,7 @@ def _open_store(transport: Transport) -> Store:
                 master_listen_fd=listening.fileno(),
             )
             listening.detach()  # the store's now
-        address = os.environ.get(ADDRESS, host)
+        address = os.environ.get(ADDRESS) or socket.gethostname()
         gather_texts(transport.world, transport.backoff, f"{host} {address} {store.port}")
         return store
     told = gather_texts(transport.world, transport.backoff, "")[0]
@@ -115,9 +121,9 @@ def _open_store(transport: Transport) -> Store:
         )
     except RuntimeError as reason:  # torch's own, and its DistNetworkError
         raise ConfigError(
-            f"transport: nccl: rank {transport.rank} on host {host} cannot reach port {port} of "
-            f"{address} ({str(reason).splitlines()[0]}); set {ADDRESS} to an address of the first "
-            "rank's host that all hosts reach, or choose transport: mpi"
+            f"transport: nccl: rank {transport.rank} on host {socket.gethostname()} cannot reach "
+            f"port {port} of {address} ({str(reason).splitlines()[0]}); set {ADDRESS} to an "
+            "address of the first rank's host that all hosts reach, or choose transport: mpi"
         ) from reason
 
 
@@ -202,24 +208,45 @@ class NcclConnections:
         self._backoff = backoff
 
     def edge(self, name: str, source: int, target: int) -> NcclEdge:
-        backend = self._rendezvous.group(name, (source, target))
-        sends = self._rendezvous.rank == source
-        edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
-        content = edge.stream.empty((1,), torch.uint8)
-        with warnings.catch_warnings():
-            # Torch remarks that this makes a communicator of two, which is what it is for.
-            warnings.filterwarnings("ignore", message=".*unbatched P2P op")
-            (edge.send if sends else edge.receive)(content)
-        self._wait(edge.stream.record())
-        return edge
+        with self._connecting((source, target)):
+            backend = self._rendezvous.group(name, (source, target))
+            sends = self._rendezvous.rank == source
+            edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
+            content = edge.stream.empty((1,), torch.uint8)
+            with warnings.catch_warnings():
+                # Torch remarks that this makes a communicator of two, which is what it is for.
+                warnings.filterwarnings("ignore", message=".*unbatched P2P op")
+                (edge.send if sends else edge.receive)(content)
+            self._wait(edge.stream.record())
+            return edge
 
     def communicator(self, name: str, ranks: Sequence[int]) -> NcclCommunicator:
-        backend = self._rendezvous.group(name, ranks)
-        own = list(ranks).index(self._rendezvous.rank)
-        communicator = NcclCommunicator(backend, self._device.stream(), own, len(ranks))
-        communicator.all_reduce(communicator.stream.empty((1,), torch.uint8))
-        self._wait(communicator.stream.record())
-        return communicator
+        with self._connecting(ranks):
+            backend = self._rendezvous.group(name, ranks)
+            own = list(ranks).index(self._rendezvous.rank)
+            communicator = NcclCommunicator(backend, self._device.stream(), own, len(ranks))
+            communicator.all_reduce(communicator.stream.empty((1,), torch.uint8))
+            self._wait(communicator.stream.record())
+            return communicator
+
+    @contextlib.contextmanager
+    def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:
+        """TrainingError in place of torch's own errors; the end of this process, with a traceback,
+        where NCCL waits for ever, since nothing watches a run before it trains."""
+        # By a thread of C, since NCCL may hold the interpreter meanwhile.
+        faulthandler.dump_traceback_later(CONNECT_SECONDS, exit=True)
+        try:
+            yield
+        except RuntimeError as reason:
+            text = " ".join(str(reason).split())
+            raise TrainingError(
+                f"transport: nccl: rank {self._rendezvous.rank} on host {socket.gethostname()} "
+                f"cannot connect the GPUs of ranks {', '.join(map(str, ranks))} ({text}); "
+                "NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME names the network; or choose "
+                "transport: mpi"
+            ) from reason
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _wait(self, event: Event) -> None:
         self._backoff.reset()

@@ -15,7 +15,7 @@ from axsparse.comm import Transport
 from axsparse.config.load import Loaded
 from axsparse.cuda_device import CudaDevice
 from axsparse.data_parallel.agreement import gather_texts
-from axsparse.device import Gpu, Seat, choose_plane, describe, seat, visible_gpus
+from axsparse.device import Gpu, Seat, choose_plane, describe, problem_of_nccl, seat, visible_gpus
 from axsparse.errors import ConfigError
 from axsparse.job import together
 from axsparse.machine import cuda_aware
@@ -86,6 +86,8 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
     if plane is None or number is None or own.gpu is None:
         return Placed(transport, HOST)
     uuid, table = own.gpu.uuid, describe(seats)
+    if wanted == "auto" and plane == "mpi" and len(seats) > 1:
+        table.append(f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(seats)}")
     backend, gpu, room = together(transport, lambda: bind(number, uuid))
     if not isinstance(transport, MpiTransport) or transport.size == 1:
         return Placed(transport, backend, gpu, table, room)  # one rank by itself
@@ -114,10 +116,22 @@ def place(transport: Transport, loaded: Loaded) -> Placed:
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, Room]:
     """Take a GPU: its kernels, its streams, and the memory that is left there.
 
-    Raises ConfigError where its kernels cannot be compiled.
+    Raises ConfigError where it cannot be used, or its kernels cannot be compiled.
     """
     device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # the first call that needs the GPU itself
+    except RuntimeError as reason:
+        raise ConfigError(
+            f"GPU {number} of host {socket.gethostname()} cannot be used "
+            f"({str(reason).partition(chr(10))[0]}); see nvidia-smi there, or leave it out by "
+            "CUDA_VISIBLE_DEVICES"
+        ) from reason
+    # By itself torch has convolutions of fp32 round what they multiply to 10 bits, and all products
+    # by a variable of NVIDIA's containers.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     backend = Backend(device, CupyLauncher(number))
     return backend, CudaDevice(device), Room(torch.cuda.mem_get_info(device)[0], uuid)
 

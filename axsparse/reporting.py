@@ -40,7 +40,9 @@ def make_recorder(
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
     own = [live, matrix_peak(run.dtype, placed.backend.device) if peak == "auto" else peak]
-    own.append(max(0, resident_memory_bytes() - live))
+    # What a process holds of its host is no matter where state and activations are on a GPU.
+    beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placed.gpu is None else 0.0
+    own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
     sequences = config.batch.global_batch_size
     figures = RunFigures(
@@ -55,6 +57,7 @@ def make_recorder(
     slow = None if run_dir is None else _slow_ranks(run, transport)
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
+    is_tight = run.memory_is_tight and placed.gpu is None  # the C library's, on a host only
     console = make_console(sys.stdout)
     metrics = run_dir / METRICS_FILE
     lines = banner(
@@ -70,7 +73,7 @@ def make_recorder(
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
+        planned=_planned(run.prediction, figures.predicted, is_tight=is_tight),
     )
     for line in (*placed.table, *lines):
         console.line(line)
@@ -96,7 +99,7 @@ def _predicted(prediction: Prediction | None, overhead: float) -> Predicted | No
     """`overhead`: what the fullest process holds beside its model state, libraries above all."""
     if prediction is None:
         return None
-    memory = prediction.memory_bytes + overhead + SMALL_BLOCKS
+    memory = prediction.memory_bytes + overhead
     return Predicted(memory, prediction.step_seconds)
 
 

@@ -140,7 +140,7 @@ def resolve(
     entries of the pruned tensors in the checkpoint that the run goes on from.
     """
     config = loaded.config
-    _check_transport(loaded, transport)
+    _check_transport(loaded, transport, on_host=on_host)
     num_layers = len(surveyed.layers)
     wanted, ticket = what_is_pruned(config, surveyed)
     cluster = cluster_of(config)
@@ -321,7 +321,7 @@ def _gradient(config: Config, grid: Grid) -> str:
     return "half" if accumulates_in_half(microbatches) else "fp32"
 
 
-def _check_transport(loaded: Loaded, transport: Transport) -> None:
+def _check_transport(loaded: Loaded, transport: Transport, *, on_host: bool) -> None:
     wanted = loaded.config.transport
     if wanted == "local" and transport.name != "local":
         raise ConfigError(
@@ -333,7 +333,8 @@ def _check_transport(loaded: Loaded, transport: Transport) -> None:
             f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
             "install axsparse[mpich], or choose auto"
         )
-    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi"):
+    # One rank on a GPU has nobody to talk to and keeps MPI's transport.
+    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi") and on_host:
         raise ConfigError(
             f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"

@@ -113,7 +113,7 @@ class Trainer:
         try:
             with explained(
                 parts.place.rank,
-                parts.pulse,
+                lambda: f"{parts.pulse.action or parts.pulse.task} of step {parts.pulse.step}",
                 parts.state_bytes,
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,

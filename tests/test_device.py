@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,48 @@ def test_the_gpu_is_the_local_rank_modulo_those_that_are_visible(
     assert taken == [2]
     assert [one.number for one in seats([6])] == [0, 1, 2, 3, 0, 1]
     assert [one.number for one in seats([4], alone=True)] == [0, 0, 0, 0]
+
+
+def test_a_gpu_that_cannot_be_used_ends_no_rank_before_mpi_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others would wait for it in the start of MPI."""
+
+    def refuse(number: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", refuse)
+
+    bind_early({"MPI_LOCALRANKID": "1"})
+
+
+def test_slices_of_one_gpu_are_no_gpus_of_their_own_to_nccl() -> None:
+    slices = [Gpu("H200 MIG 1g.18gb", f"MIG-{number}", "n0 [0, 5, 0]") for number in range(2)]
+    table = [
+        seat(rank, "n0", 0, [gpu], nccl=True, environ={CONNECTIONS: "32"})
+        for rank, gpu in enumerate(slices)
+    ]
+
+    assert choose_plane("auto", "here", table) == "mpi"
+    with pytest.raises(ConfigError, match="ranks 0 and 1 share GPU 0 of host n0"):
+        choose_plane("nccl", "here", table)
+    assert len(describe(table)) == 1, "they do not take turns"
+
+
+def test_gpus_are_told_apart_by_their_places_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(number: int) -> SimpleNamespace:
+        bus = {"pci_domain_id": 0, "pci_bus_id": number, "pci_device_id": 0}
+        return SimpleNamespace(name=NAME, uuid=f"u{number}", **(bus if number else {}))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+
+    boards = [gpu.board for gpu in visible_gpus()]
+
+    assert boards[0] == "" and len(set(boards)) == 3
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

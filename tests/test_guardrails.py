@@ -85,6 +85,7 @@ FLOORS = {
     "observe.phases": 1,
     "observe.device_phases": 1,
     "observe.pulse": 1,
+    "machine": 1,
     "observe.memory": 1,
     "observe.trace": 1,
     # 2: models, who is kept, and what happens to the state
@@ -149,7 +150,6 @@ FLOORS = {
     "observe.laggard": 3,
     "observe.recorder": 3,
     "observe.slow": 3,
-    "machine": 3,
     "checkup": 3,
     "data_parallel.agreement": 3,
     "data_parallel.sharded": 3,
@@ -300,6 +300,18 @@ def loaded_by(code: str) -> list[str]:
 
 def test_every_module_has_a_floor() -> None:
     assert set(FLOORS) == set(sources())
+
+
+def test_no_step_waits_for_a_whole_device() -> None:
+    """Marks wait for themselves; a GPU is tried when it is taken, and timed before the start."""
+    waiting = {
+        name
+        for name, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "synchronize"
+    }
+
+    assert waiting == {"cuda_device", "placing", "reporting"}
 
 
 def test_no_name_of_the_python_api_is_a_modules() -> None:

@@ -145,6 +145,15 @@ def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placin
     } <= kernels
 
 
+def test_squares_are_summed_with_the_last_gradient(on_device: Placing) -> None:
+    config = small(optimizer=SGD, model={"tie_embeddings": False}, train={"steps": 2})
+
+    train_in_process(1, 1, tiny_gpt(config), config, token_data(), placed=on_device)
+
+    names = {name.partition("<")[0] for name in on_device.launch.launched}
+    assert "fold" in names and "judge" not in names
+
+
 def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
     on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from support.runs import tiny_config
@@ -59,3 +61,32 @@ def test_an_mpi_that_does_not_read_gpu_memory_is_refused(
         placing._refuse_blind_mpi("here")
     monkeypatch.setattr(placing, "cuda_aware", lambda: True)
     placing._refuse_blind_mpi("here")
+
+
+def test_a_gpu_that_cannot_be_used_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n7")
+
+    with pytest.raises(ConfigError, match="GPU 3 of host n7 cannot be used") as caught:
+        placing.bind(3, "a")
+    assert "(CUDA error: uncorrectable ECC error encountered); see nvidia-smi" in str(caught.value)
+
+
+def test_fp32_is_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
+    monkeypatch.setattr(placing, "CupyLauncher", lambda number: None)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.set_float32_matmul_precision("high")
+
+    backend, gpu, room = placing.bind(3, "a")
+
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert (backend.device, gpu.device) == (torch.device("cuda", 3),) * 2
+    assert room == placing.Room(5, "a")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import tiny_config, tiny_gpt, token_data
+from support.threaded_device import ThreadDevice
 
 import axsparse.reporting
 from axsparse.builder import build
@@ -14,8 +15,11 @@ from axsparse.grid import Grid
 from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.survey import survey
+from axsparse.observe.device_phases import DevicePhases
+from axsparse.placing import Placed
 from axsparse.planner.configured import predict, workload
-from axsparse.resolve import optimizer_of
+from axsparse.resolve import HOLES, optimizer_of
+from axsparse.samo.backend import HOST
 from axsparse.startup import Datasets
 from axsparse.transport import LocalTransport
 
@@ -42,3 +46,29 @@ def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
     ]
     subject = workload(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
     assert told == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
+
+
+def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(axsparse.reporting), "resident_memory_bytes", lambda: 10**10)
+    config = tiny_config(
+        run_dir=str(tmp_path),
+        samo={"enabled": False},
+        layout={"g_inter": 1, "memory_per_rank": 6e-4},  # on a host that would be tight
+    )
+    model = tiny_gpt(config)
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    job.placed = Placed(job.transport, HOST, ThreadDevice(), ["host n0: rank 0 → GPU 0 (H200)"])
+    trainer = build(job, model, lambda: Datasets(token_data(), None), config)
+
+    subject = workload(
+        config, survey(model), "tiny", {}, optimizer_of(config.optimizer), on_host=False
+    )
+    planned = predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes
+    assert trainer.parts.recorder.predicted_memory_bytes == planned
+    assert isinstance(trainer.parts.phases, DevicePhases)
+    assert planned * (1 + HOLES) > 6e5 > planned
+    said = capsys.readouterr().out
+    assert said.startswith("host n0: rank 0 → GPU 0 (H200)\n") and "tight" not in said
+    trainer.close()

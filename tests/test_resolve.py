@@ -103,6 +103,16 @@ def test_what_gpus_talk_by_is_refused_on_cpus(wanted: str) -> None:
         resolved(config)
 
 
+@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
+def test_a_single_rank_on_a_gpu_may_ask_for_what_gpus_talk_by(wanted: str) -> None:
+    config = tiny_config(transport=wanted)
+    asked = Loaded(config, "test", {}), survey(tiny_gpt(config)), transport(1, "mpi (some)"), None
+
+    assert resolve(*asked, on_host=False).config.transport == wanted
+    with pytest.raises(ConfigError, match="and these compute on CPUs"):
+        resolve(*asked)
+
+
 def test_local_is_refused_under_mpi() -> None:
     config = tiny_config(transport="local")
 

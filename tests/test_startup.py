@@ -12,11 +12,12 @@ import pytest
 import torch
 from support.runs import tiny_config, tiny_gpt, token_data
 
-import axsparse
-from axsparse.comm import Transport
+import axsparse.startup
+from axsparse.comm import Backoff, Collective, Transport
 from axsparse.config.load import Loaded, load_config
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, TokenDataset
+from axsparse.data_parallel.agreement import gather_texts
 from axsparse.errors import AxsparseError, ConfigError, DataError, MissingInputError, OutputError
 from axsparse.grid import Grid
 from axsparse.local import LocalWorld
@@ -70,6 +71,20 @@ def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
 
 def test_equal_ranks_pass() -> None:
     assert on_ranks(3, lambda transport: refuse_odd_rank(transport, {"seed": "1"})) == [None] * 3
+
+
+def test_ranks_that_agree_send_no_more_than_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, sent = {"layers": "x" * 40_000}, []
+
+    def watched(collective: Collective, backoff: Backoff, text: str) -> list[str]:
+        sent.append(len(text))
+        return gather_texts(collective, backoff, text)
+
+    monkeypatch.setitem(vars(axsparse.startup), "gather_texts", watched)
+
+    on_ranks(3, lambda transport: refuse_odd_rank(transport, facts))
+
+    assert sent == [64] * 3
 
 
 def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -12,7 +12,6 @@ import torch
 
 from axsparse.errors import TrainingError
 from axsparse.observe.console import format_bytes
-from axsparse.observe.pulse import Pulse
 from axsparse.samo.memory import StateBytes
 
 HISTORY = 100_000
@@ -27,13 +26,13 @@ def record_history() -> None:
 @contextmanager
 def explained(
     rank: int,
-    pulse: Pulse,
+    where: Callable[[], str],
     state: Callable[[], StateBytes],
     predicted_bytes: float | None,
     folder: Path | None,
 ) -> Iterator[None]:
     """TrainingError in place of torch's own error where the current GPU's memory runs out, with
-    a snapshot of all blocks in `folder`; both are this rank's alone."""
+    a snapshot of all blocks in `folder`; both are this rank's alone. `where` says what was done."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:  # torch 2.4 has no other name for it
@@ -43,7 +42,7 @@ def explained(
         if predicted_bytes is not None:
             planned = f", predicted peak {format_bytes(predicted_bytes)}"
         raise TrainingError(
-            f"GPU memory ran out in {pulse.action or pulse.task} of step {pulse.step}{asked}: "
+            f"GPU memory ran out in {where()}{asked}: "
             f"{_of_the_device()}; {_by_category(state())}{planned}; raise layout.g_inter, lower "
             "batch.microbatch_size, or set pipeline.checkpoint_activations"
             f"{_snapshot(rank, folder)}"

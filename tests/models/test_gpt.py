@@ -195,3 +195,18 @@ def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: 
 )
 def test_norms_start_as_identity_and_biases_at_zero(name: str, value: float) -> None:
     assert init_parameter(8, name, (5,), keyed_generator(1)).tolist() == [value] * 5
+
+
+def test_attention_is_the_one_that_torch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+    fused = F.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        heard.append(is_causal)
+        return fused(query, key, value, is_causal=is_causal)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+
+    logits(gpt(config(layers=2), 10), torch.zeros(1, 10, dtype=torch.long))
+
+    assert heard == [True, True]

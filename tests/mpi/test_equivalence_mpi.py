@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from mpi4py import MPI
 from support.by_config import oracle_of
@@ -21,6 +23,10 @@ from axsparse.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
+METHODS = list(
+    zip(("rigl", "snip", "early-bird", "iterative"), itertools.cycle(GRIDS), strict=False)
+)
+"""A layout each; `tests/masking` has every method in every layout."""
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
@@ -37,9 +43,8 @@ def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bo
     assert_bitwise(trace, reference)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
-@pytest.mark.parametrize("method", ["snip", "early-bird", "iterative", "rigl"])
-def test_masks_over_time_are_bitwise_the_oracles(grid: Grid, method: str) -> None:
+@pytest.mark.parametrize(("method", "grid"), METHODS, ids=str)
+def test_masks_over_time_are_bitwise_the_oracles(method: str, grid: Grid) -> None:
     config = tiny_config(
         pruning={"method": method, "interval": 1, "until_step": 8, "threshold": 0.4},
         schedule={"warmup_steps": 1},

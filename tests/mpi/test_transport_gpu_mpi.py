@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from support.on_mpi import on_mpi
 from support.runs import tiny_config
 from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
-from axsparse import nccl, placing
+from axsparse import machine, nccl, placing
 from axsparse.comm import Op, Transport, wait
 from axsparse.config.load import Loaded
 from axsparse.device import Gpu
@@ -137,3 +138,75 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
     assert placed.transport.name.startswith("pinned, mpi (" if SIZE > 1 else "mpi (")
     assert len(placed.table) == 1 + (SIZE > 1)
     placed.transport.close()
+
+
+@needs_a_neighbour
+@pytest.mark.parametrize(
+    ("wanted", "way"),
+    [("auto", "nccl"), ("nccl", "nccl"), ("mpi", "pinned"), ("cuda-aware-mpi", "direct")],
+)
+def test_contents_go_the_way_that_is_asked_for(
+    wanted: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
+    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "cuda_aware", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
+    monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
+
+    transport = placing.place(
+        MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(transport=wanted), "test", {})
+    ).transport
+
+    assert transport.name.startswith(f"{way}, mpi (")
+    transport.close()
+
+
+@needs_a_neighbour
+def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
+    monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
+
+    placed = placing.place(MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(), "test", {}))
+
+    assert placed.transport.name.startswith("pinned, mpi (")
+    assert re.match("warning: by way .* the torch of rank 1 on host .* without", placed.table[-1])
+    placed.transport.close()
+
+
+@needs_a_neighbour
+def test_an_mpi_that_does_not_read_gpu_memory_is_not_given_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "cuda_aware", lambda: None)
+    wanted = Loaded(tiny_config(transport="cuda-aware-mpi"), "test", {})
+
+    with on_mpi() as transport, pytest.raises(ConfigError, match="does not say that it reads GPU"):
+        placing.place(transport, wanted)
+
+
+@needs_a_neighbour
+def test_hosts_of_one_name_are_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers on several machines may be called."""
+    boot = tmp_path / "boot_id"
+    boot.write_text(f"machine{MPI.COMM_WORLD.rank}")
+    monkeypatch.setattr(machine, "BOOT", boot)
+    monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
+    with on_mpi() as transport:
+        if transport.rank == 0:
+            Rendezvous(transport, gloo_backend)
+        else:
+            with pytest.raises(ConfigError, match=r"cannot reach port .* of no-such-host"):
+                Rendezvous(transport, gloo_backend)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from support.runs import tiny_config, tiny_gpt, token_data
 
+import axsparse.builder
+from axsparse.builder import build
 from axsparse.errors import TrainingError
+from axsparse.job import Job
+from axsparse.local import LocalWorld
 from axsparse.observe import out_of_memory
 from axsparse.observe.out_of_memory import explained
-from axsparse.observe.phases import Phases
-from axsparse.observe.pulse import Pulse
 from axsparse.samo.memory import StateBytes
-from axsparse.waiting import SleepingBackoff
+from axsparse.startup import Datasets
+from axsparse.trainer import Trainer
+from axsparse.transport import LocalTransport
 
 STATE = StateBytes(weight=26_000_000_000, gradient=2_600_000_000, optimizer=10_400_000_000)
 TORCH = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
@@ -33,16 +40,12 @@ def said(
     folder: Path | None,
     *,
     text: str = TORCH,
-    action: str = "B3",
+    where: str = "B3",
     predicted: float | None = 62e9,
 ) -> str:
-    phases = Phases()
-    pulse = Pulse(phases, SleepingBackoff(), list)
-    pulse.at("training", 12)
-    phases.action = action
     with (
         pytest.raises(TrainingError) as caught,
-        explained(5, pulse, lambda: STATE, predicted, folder),
+        explained(5, lambda: f"{where} of step 12", lambda: STATE, predicted, folder),
     ):
         raise torch.OutOfMemoryError(text)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -61,8 +64,45 @@ def test_one_line_says_what_fills_the_gpu_and_what_makes_room(tmp_path: Path) ->
     assert (tmp_path / "memory-rank5.pickle").read_bytes() == b"blocks"
 
 
+def trained(tmp_path: Path, before: Callable[[Trainer], None] = lambda trainer: None) -> str:
+    config = tiny_config(run_dir=str(tmp_path / "run"), train={"steps": 2})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+
+    def train() -> None:
+        trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config)
+        before(trainer)
+        trainer.train()
+
+    with pytest.raises(TrainingError) as caught:
+        train()
+    assert (tmp_path / "run" / "memory-rank0.pickle").exists()
+    return str(caught.value)
+
+
+def full(*_: object, **__: object) -> NoReturn:
+    raise torch.OutOfMemoryError(TORCH)
+
+
+def test_state_that_does_not_fit_says_so_while_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(axsparse.builder, "construct", full)
+
+    line = trained(tmp_path)
+
+    assert line.startswith("GPU memory ran out in building rank 0 (stage 0, replica 0) (2.50 GiB")
+    assert "predicted peak" in line
+
+
+def test_a_step_that_does_not_fit_says_what_was_predicted(tmp_path: Path) -> None:
+    line = trained(tmp_path, lambda trainer: setattr(trainer, "step", full))
+
+    assert line.startswith("GPU memory ran out in training of step 1 (2.50 GiB")
+    assert "predicted peak" in line
+
+
 def test_what_is_not_known_is_left_out() -> None:
-    line = said(None, text="CUDA\nout of memory", action="", predicted=None)
+    line = said(None, text="CUDA\nout of memory", where="training", predicted=None)
 
     assert line.startswith("GPU memory ran out in training of step 12: 70.0 GB held")
     assert line.endswith(
@@ -79,11 +119,9 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_rest(tmp_path: Path
 
 
 def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
-    pulse = Pulse(Phases(), SleepingBackoff(), list)
-
     with (
         pytest.raises(RuntimeError, match="another"),
-        explained(5, pulse, lambda: STATE, None, tmp_path),
+        explained(5, str, lambda: STATE, None, tmp_path),
     ):
         raise RuntimeError("another")
 

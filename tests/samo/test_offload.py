@@ -1,0 +1,51 @@
+"""When values that rest on the host are asked for; `tests/test_on_device.py` has what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from support.pretend_gpu import LateStream, PretendDevice
+
+from axsparse.samo.backend import HOST
+from axsparse.samo.offload import Offload
+from axsparse.samo.tensor import Rest
+from axsparse.waiting import SleepingBackoff
+
+
+class Layer:
+    backend = HOST
+    settle: object
+
+    def __init__(self) -> None:
+        self.rest = Rest(torch.ones(3), {"exp_avg": torch.ones(3)})
+
+    def resting(self) -> Rest:
+        return self.rest
+
+    @contextmanager
+    def visiting(self, here: Rest) -> Iterator[None]:
+        yield
+
+
+class Streams(PretendDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[LateStream] = []
+
+    def stream(self) -> LateStream:
+        self.made.append(LateStream())
+        return self.made[-1]
+
+
+def test_the_next_layer_is_on_its_way_while_one_is_updated() -> None:
+    layers: list[Any] = [Layer() for _ in range(4)]
+    device = Streams()
+    offload = Offload(device, layers, SleepingBackoff())
+    up, _ = device.made
+
+    asked = [len(up.events) for _ in offload.visits(layers)]
+
+    assert asked == [2, 3, 4, 4]
