@@ -109,7 +109,7 @@ def build(
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
-    if run.memory_is_tight and not has_gpu:
+    if run.memory_is_tight:
         give_back_at_once()
     data = open_data(run, loaded, transport, open_datasets, pinned=placed.pins)
     facts = _facts(run, data)

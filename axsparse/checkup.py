@@ -186,14 +186,14 @@ def _placement(ranks: Sequence[Facts]) -> Finding:
 
 def _devices(ranks: Sequence[Facts]) -> Finding:
     for host, own in _by_host(ranks).items():
-        gpus = len(own[0].gpus)
-        alone = gpus == 1 and len(own) > 1
-        if gpus and len(own) > gpus and not alone:
+        # A launcher may show each rank one of its own.
+        gpus = len({uuid for rank in own for uuid in rank.uuids})
+        if gpus and len(own) > gpus:
             return Finding(
                 "slow",
                 "devices",
-                f"{len(own)} ranks share {gpus} GPUs on host {host}",
-                f"start {gpus} ranks there",
+                f"{len(own)} ranks share {_count(gpus, 'GPU')} on host {host}",
+                f"start {_count(gpus, 'rank')} there",
             )
     gpus = len(ranks[0].gpus)
     return Finding("ok", "devices", f"{gpus} a rank to see") if gpus else _no_devices()

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from axsparse.errors import ConfigError
-from axsparse.machine import machine_name
 
 LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
     "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "JSM_NAMESPACE_LOCAL_RANK",
 )
 """Where launchers say which of its host's ranks a process is: Open MPI, MPICH and Intel, srun,
-Cray. The first that is set counts; below an mpirun, srun's may be that of a daemon."""
+Cray, HPE's PALS, IBM's jsrun. The first that is set counts; below an mpirun, srun's may be that of
+a daemon."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Queues between host and GPU. What shares one runs in order: a receive that spins could be in
 front of the send that it waits for."""
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 """With these a host stands still until its GPU, or NCCL, is done."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn at every start of a machine, the same in all its containers; NCCL goes by it, too."""
 MOST_CONNECTIONS = "32"
 """As many as CUDA has; its default is 8."""
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -80,6 +86,14 @@ def bind_early(environ: MutableMapping[str, str]) -> None:
         # A GPU that cannot be used is named once MPI can end the others, too (`placing.bind`).
         with contextlib.suppress(RuntimeError):
             torch.cuda.set_device(local % torch.cuda.device_count())
+
+
+def machine_name() -> str:
+    """Name of this host, and what tells it from others of that name, as containers may have."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = BOOT.read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
 
 
 def visible_gpus() -> list[Gpu]:

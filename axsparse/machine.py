@@ -18,8 +18,6 @@ SEGMENTS = re.compile(
     r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
 )
 """How shared memory of MPI libraries, NCCL and torch is called in /dev/shm."""
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Drawn at every start of a machine, the same in all its containers; NCCL goes by it, too."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,8 @@ class Facts:
     """That torch was built for."""
     gpus: tuple[str, ...]
     """Names of the devices that this rank may use, in torch's order."""
+    uuids: tuple[str, ...]
+    """Of the same devices; equal for all ranks, whatever each of them may see."""
     nccl: str | None
     cupy: str | None
     cupy_cuda: str | None
@@ -64,10 +64,11 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> Facts:
     import torch
 
     import axsparse
+    from axsparse.device import visible_gpus
 
     where = _nearest(run_dir)
     cupy, cupy_cuda, cupy_nccl = _cupy()
-    available = torch.cuda.is_available()
+    gpus = visible_gpus()
     return Facts(
         rank=rank,
         size=size,
@@ -80,11 +81,9 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> Facts:
         thread_level=mpi.thread_level,
         cuda_aware=cuda_aware() if mpi.library is not None else None,
         cuda=torch.version.cuda,
-        gpus=tuple(
-            torch.cuda.get_device_name(number)
-            for number in range(torch.cuda.device_count() if available else 0)
-        ),
-        nccl=_dotted(torch.cuda.nccl.version()) if available else None,
+        gpus=tuple(gpu.name for gpu in gpus),
+        uuids=tuple(gpu.uuid for gpu in gpus),
+        nccl=_dotted(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
         cupy=cupy,
         cupy_cuda=cupy_cuda,
         cupy_nccl=cupy_nccl,
@@ -138,14 +137,6 @@ def _nearest(path: Path) -> Path:
     while not here.is_dir():
         here = here.parent
     return here
-
-
-def machine_name() -> str:
-    """Name of this host, and what tells it from others of that name, as containers may have."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = BOOT.read_text().strip()
-    return f"{socket.gethostname()}/{boot}"
 
 
 def cuda_aware() -> bool | None:

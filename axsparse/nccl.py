@@ -35,8 +35,8 @@ from torch._C._distributed_c10d import (
 from axsparse.comm import Backoff, Event, Transport
 from axsparse.cuda_device import CudaDevice, CudaStream
 from axsparse.data_parallel.agreement import gather_texts
+from axsparse.device import machine_name
 from axsparse.errors import ConfigError, TrainingError
-from axsparse.machine import machine_name
 
 TIMEOUT = timedelta(minutes=30)
 """How long torch's watchdog lets an operation wait before it ends the process; a send waits

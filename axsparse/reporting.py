@@ -57,7 +57,6 @@ def make_recorder(
     slow = None if run_dir is None else _slow_ranks(run, transport)
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
-    is_tight = run.memory_is_tight and placed.gpu is None  # the C library's, on a host only
     console = make_console(sys.stdout)
     metrics = run_dir / METRICS_FILE
     lines = banner(
@@ -73,7 +72,7 @@ def make_recorder(
         live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted, is_tight=is_tight),
+        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
     )
     for line in (*placed.table, *lines):
         console.line(line)

@@ -82,6 +82,8 @@ class Resolved:
     spread, and of a run that goes on those that were saved."""
     prediction: Prediction | None = None
     """Of memory and time; None for a model without example."""
+    on_host: bool = True
+    """Whether ranks compute on CPUs."""
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
@@ -96,7 +98,7 @@ class Resolved:
     def memory_is_tight(self) -> bool:
         """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
         room = self.config.layout.memory_per_rank
-        if room == "auto" or self.prediction is None:
+        if room == "auto" or self.prediction is None or not self.on_host:
             return False
         return self.prediction.memory_bytes * (1 + HOLES) > room * 1e9
 
@@ -199,6 +201,7 @@ def resolve(
         gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
         index=index,
         kept_at_start=start,
+        on_host=on_host,
     )
     _check_pruned_layout(loaded, run, transport.size)
     if wanted is not None and (ticket is None or pruning.method in UNTIL):

@@ -22,6 +22,7 @@ LAPTOP = Facts(
     cuda_aware=None,
     cuda=None,
     gpus=(),
+    uuids=(),
     nccl=None,
     cupy=None,
     cupy_cuda=None,
@@ -177,13 +178,17 @@ def test_a_rank_on_each_host_is_no_cyclic_placement() -> None:
 
 
 def test_ranks_that_share_gpus_are_slow() -> None:
-    finding = found("devices", ranks({}, {}, {}, gpus=("H100",) * 2))
+    finding = found("devices", ranks({}, {}, {}, gpus=("H100",) * 2, uuids=("a", "b")))
 
     assert (finding.mark, finding.said) == ("slow", "3 ranks share 2 GPUs on host one")
+    finding = found("devices", ranks({}, {}, gpus=("H100",), uuids=("a",)))
+    assert (finding.mark, finding.said) == ("slow", "2 ranks share 1 GPU on host one")
 
 
 def test_ranks_that_were_given_one_gpu_each_share_none() -> None:
-    assert found("devices", ranks({}, {}, gpus=("H100",))).mark == "ok"
+    own = [{"uuids": ("a",)}, {"uuids": ("b",)}]
+
+    assert found("devices", ranks(*own, gpus=("H100",))).mark == "ok"
 
 
 def test_ranks_without_a_number_of_threads_take_all_cores() -> None:

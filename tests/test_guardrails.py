@@ -85,7 +85,6 @@ FLOORS = {
     "observe.phases": 1,
     "observe.device_phases": 1,
     "observe.pulse": 1,
-    "machine": 1,
     "observe.memory": 1,
     "observe.trace": 1,
     # 2: models, who is kept, and what happens to the state
@@ -150,6 +149,7 @@ FLOORS = {
     "observe.laggard": 3,
     "observe.recorder": 3,
     "observe.slow": 3,
+    "machine": 3,
     "checkup": 3,
     "data_parallel.agreement": 3,
     "data_parallel.sharded": 3,

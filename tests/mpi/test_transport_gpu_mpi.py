@@ -22,7 +22,7 @@ from support.on_mpi import on_mpi
 from support.runs import tiny_config
 from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
-from axsparse import machine, nccl, placing
+from axsparse import device, nccl, placing
 from axsparse.comm import Op, Transport, wait
 from axsparse.config.load import Loaded
 from axsparse.device import Gpu
@@ -201,7 +201,7 @@ def test_hosts_of_one_name_are_not_taken_for_one(
     """As containers on several machines may be called."""
     boot = tmp_path / "boot_id"
     boot.write_text(f"machine{MPI.COMM_WORLD.rank}")
-    monkeypatch.setattr(machine, "BOOT", boot)
+    monkeypatch.setattr(device, "BOOT", boot)
     monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
     with on_mpi() as transport:
