@@ -282,9 +282,9 @@ def test_masks_of_state_on_the_host(on_device: Placing) -> None:
 def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placing) -> None:
     config = small(precision="bf16", samo=OFFLOAD, train={"steps": 1})
 
-    for trainer, _ in train_in_process(
-        2, 1, tiny_gpt(config), config, token_data(), placed=on_device
-    ):
+    ranks = train_in_process(2, 1, tiny_gpt(config), config, token_data(), placed=on_device)
+
+    for trainer, _ in ranks:
         parts = trainer.parts
         layers = [layer.spec.name for layer in parts.layers]
         pruned = {t.name: t.kept for layer in parts.layers for t in layer.state.owned}
@@ -300,6 +300,8 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
         )
         assert trainer.state_bytes() == expected
         assert expected.offloaded > 0 and expected.master == expected.optimizer == 0
+    pinned = sum(device.pinned_bytes for device in on_device.devices)
+    assert pinned == sum(trainer.state_bytes().offloaded for trainer, _ in ranks)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def test_an_mpi_that_does_not_read_gpu_memory_is_refused(
     placing._refuse_blind_mpi("here")
 
 
+def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, gpu = LocalTransport(LocalWorld(1), 0), torch.device("cuda", 3)
+    monkeypatch.setattr(placing, "peak_gpu_memory_bytes", lambda device: 7 * (device == gpu))
+
+    assert placing.Placed(transport, Backend(gpu, None)).peak_memory_bytes() == 7
+    assert placing.Placed(transport, HOST).peak_memory_bytes() > 7
+
+
 def test_a_gpu_that_cannot_be_used_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors")

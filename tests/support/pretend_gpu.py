@@ -194,12 +194,14 @@ class PretendDevice:
 
     def __init__(self) -> None:
         self.compute = LateStream(computes=True)
+        self.pinned_bytes = 0
         self._clock = ThreadDevice()
 
     def stream(self) -> LateStream:
         return LateStream()
 
     def pinned(self, nbytes: int) -> Tensor:
+        self.pinned_bytes += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def mark(self) -> Mark:

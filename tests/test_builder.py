@@ -1,0 +1,47 @@
+"""What a build asks of a GPU, seen without one."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+from support.runs import tiny_config, tiny_gpt
+from support.threaded_device import ThreadDevice
+
+import axsparse.builder
+from axsparse.builder import build
+from axsparse.job import Job
+from axsparse.local import LocalWorld
+from axsparse.placing import Placed, Room
+from axsparse.samo.backend import HOST, Backend
+from axsparse.transport import LocalTransport
+
+
+class OpenedError(Exception):
+    """The data were to be opened."""
+
+
+def opening(*_: object, pinned: bool) -> NoReturn:
+    raise OpenedError(pinned)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setitem(vars(axsparse.builder), "record_history", lambda: heard.append("blocks"))
+    monkeypatch.setitem(vars(axsparse.builder), "open_data", opening)
+    config = tiny_config(train={"memory_history": has_gpu})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    job.placed = Placed(job.transport, HOST)
+    if has_gpu:
+        backend = Backend(torch.device("cuda", 0), None)
+        job.placed = Placed(job.transport, backend, ThreadDevice(), room=Room(10**11, "a"))
+
+    with pytest.raises(OpenedError) as asked:
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+
+    assert asked.value.args == (has_gpu,)
+    assert heard == ["blocks"] * has_gpu
