@@ -6,7 +6,9 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,46 @@ SMALL = [
 ]
 
 
-def train(ranks: int, folder: Path, *args: str) -> tuple[str, list[dict[str, Any]]]:
-    """Screen and metrics of a run of three steps."""
-    run_dir = folder / "run"
-    command = ["-m", "axsparse.train", *SMALL, "--steps", "3", "--run-dir", str(run_dir), *args]
-    done = run_mpirun(ranks, command, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return done.stdout, [json.loads(line) for line in lines]
+ONE_STAGE = ("--set", "layout.g_inter=1")
+DENSE = ("--set", "samo.enabled=false")
 
 
-def test_the_screen_says_what_is_trained_and_how_it_goes(tmp_path: Path) -> None:
-    screen, _ = train(4, tmp_path)
+@dataclass(frozen=True)
+class Trained:
+    """What a run of three steps leaves."""
 
-    lines = screen.splitlines()
+    screen: str
+    folder: Path
+    """Its run directory."""
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+Train = Callable[..., Trained]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`train(ranks, *options)` is started once, however many tests look at it."""
+
+    @cache
+    def run(ranks: int, *options: str) -> Trained:
+        folder = tmp_path_factory.mktemp("train")
+        command = ["-m", "axsparse.train", *SMALL, "--steps", "3", *options]
+        done = run_mpirun(ranks, [*command, "--run-dir", str(folder / "run")], cwd=folder)
+        assert done.returncode == 0, done.stderr
+        return Trained(done.stdout, folder / "run")
+
+    return run
+
+
+def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
+    run = train(4)
+
+    lines = run.screen.splitlines()
     assert (
         "· gpt 119k parameters · 90 % of the block weights pruned by magnitude · bf16" in lines[0]
     )
@@ -48,7 +76,7 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(tmp_path: Path) -> None
     assert lines[1].startswith("stage 0: embed, block0") and "stage 1: block1, head" in lines[1]
     assert lines[2].startswith("model state/rank: dense ") and "→ SAMO " in lines[2]
     assert lines[3].startswith("batch 48 = 2 replicas × 12 microbatches × 2 · stdlib")
-    assert str(tmp_path / "run" / "metrics.jsonl") in lines[4]
+    assert str(run.folder / "metrics.jsonl") in lines[4]
     assert lines[5].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[5]
     assert [line.split("  ")[0] for line in lines[5:]] == [
         *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
@@ -56,8 +84,8 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(tmp_path: Path) -> None
     assert "validation loss" in lines[-1] and "perplexity" in lines[-1]
 
 
-def test_metrics_have_every_field_and_phases_that_add_up(tmp_path: Path) -> None:
-    _, records = train(2, tmp_path)
+def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
+    records = train(2).records
 
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "eval_loss" in record]
@@ -77,11 +105,11 @@ def test_metrics_have_every_field_and_phases_that_add_up(tmp_path: Path) -> None
         assert record["p2p_bytes_sent"] > 24 * 2 * 32 * 64 * 2  # activations, in bf16, and a tie
 
 
-def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(tmp_path: Path) -> None:
-    train(2, tmp_path)
+def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: Train) -> None:
+    path = train(2).folder / "config.yaml"
 
-    saved = load_config(str(tmp_path / "run" / "config.yaml")).config
-    text = (tmp_path / "run" / "config.yaml").read_text()
+    saved = load_config(str(path)).config
+    text = path.read_text()
     assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
     assert saved.layout.split == (2, 2)
     assert (saved.pipeline.slack, saved.samo.index, saved.samo.gradient) == (1, "uint16", "fp32")
@@ -90,57 +118,42 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(tmp_path
     assert "# git " in text
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_gradient_bytes_are_those_of_the_kept_entries_alone(precision: str, tmp_path: Path) -> None:
-    options = ["--set", "layout.g_inter=1", "--set", f"precision={precision}"]
-    (tmp_path / "samo").mkdir()
-    (tmp_path / "dense").mkdir()
-    _, pruned = train(2, tmp_path / "samo", *options)
-    _, dense = train(2, tmp_path / "dense", *options, "--set", "samo.enabled=false")
+@pytest.mark.parametrize(
+    ("precision", "entry"), [((), 2), (("--set", "precision=fp32"), 4)], ids=["bf16", "fp32"]
+)
+def test_gradient_bytes_are_those_of_the_kept_entries_alone(
+    precision: tuple[str, ...], entry: int, train: Train
+) -> None:
+    pruned = train(2, *ONE_STAGE, *precision).records
+    dense = train(2, *ONE_STAGE, *precision, *DENSE).records
 
     # Two blocks of width 64: 12 h² matrix entries each, of which a tenth stays.
     matrices = [64 * 192, 64 * 64, 64 * 256, 256 * 64] * 2
     kept = sum(n - round(0.9 * n) for n in matrices)
     vectors = 2 * (192 + 64 + 256 + 64 + 4 * 64) + 2 * 64
     embeddings = 256 * 64 + 32 * 64
-    entry = 2 if precision == "bf16" else 4
     assert pruned[0]["gradient_bytes_sent"] == entry * (kept + vectors + embeddings)
     assert dense[0]["gradient_bytes_sent"] == entry * (sum(matrices) + vectors + embeddings)
     assert kept / sum(matrices) <= 0.11
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one rank records."""
-    _, records = train(1, tmp_path_factory.mktemp("alone"))
-    return records
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 1), (6, 2), (8, 2)])
-def test_any_number_of_ranks_trains_the_same_model(
-    ranks: int, stages: int, tmp_path: Path, alone: list[dict[str, Any]]
-) -> None:
-    screen, records = train(ranks, tmp_path)
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)])
+def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
+    run, alone = train(ranks), train(1)
 
     plural = "s" * (stages > 1)
     replicas = ranks // stages
-    assert f"= {stages} stage{plural} × {replicas} replica" in screen
-    for mine, reference in zip(records, alone, strict=True):
+    assert f"= {stages} stage{plural} × {replicas} replica" in run.screen
+    for mine, reference in zip(run.records, alone.records, strict=True):
         key = "loss" if "loss" in mine else "eval_loss"
         assert mine[key] == pytest.approx(reference[key], rel=5e-3)  # bf16 sums in other orders
 
 
-def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
-    tmp_path: Path,
-) -> None:
-    screen, records = train(2, tmp_path, "--set", "pruning.at_step=2", "--set", "layout.g_inter=1")
-    (tmp_path / "start").mkdir()
-    _, start = train(2, tmp_path / "start", "--set", "layout.g_inter=1")
-    (tmp_path / "dense").mkdir()
-    _, dense = train(
-        2, tmp_path / "dense", "--set", "samo.enabled=false", "--set", "layout.g_inter=1"
-    )
+def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(train: Train) -> None:
+    run = train(2, *ONE_STAGE, "--set", "pruning.at_step=2")
+    start, dense = train(2, *ONE_STAGE).records, train(2, *ONE_STAGE, *DENSE).records
 
+    records = run.records
     states = [record["model_state_bytes"] for record in records if "loss" in record]
     assert states == [
         dense[0]["model_state_bytes"],
@@ -155,7 +168,7 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(
         "model_state_bytes_before": dense[0]["model_state_bytes"],
         "model_state_bytes": start[0]["model_state_bytes"],
     }
-    assert "step 2/3  pruned  sparsity 90 %  model state/rank " in screen
+    assert "step 2/3  pruned  sparsity 90 %  model state/rank " in run.screen
 
 
 def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Loops in machine code where numba is installed (the extra `fast`); elsewhere there are none.
 
-Imported with the first use: numba costs half a second and some 100 MB a process.
+Imported with the first use: numba costs two seconds, to load and to compile, and some 110 MB a
+process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Loop: TypeAlias = Callable[..., None]
+FEW = 1 << 15
+"""Entries of a tensor for which numpy does: a process compiles for two seconds, in which it moves
+them a thousand times."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
 

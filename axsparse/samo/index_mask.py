@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.compiled import Loop, compiled, same_size_integers
+from axsparse.samo.compiled import FEW, Loop, compiled, same_size_integers
 from axsparse.samo.memory import MASK_BLOCK, MASK_WORD
 from axsparse.samo.pieces import (
     PIECE,
@@ -40,7 +40,7 @@ class MaskIndex:
         return self._bits.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        loop = compiled(move_bits)
+        loop = self._loop()
         if loop is None:
             return gather(dense_D, self._pieces(start, stop), start, stop)
         gathered_K = dense_D.new_empty(stop - start)
@@ -48,7 +48,7 @@ class MaskIndex:
         return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        loop = compiled(move_bits)
+        loop = self._loop()
         if loop is None:
             pieces = self._pieces(start, start + values_K.numel())
             scatter(dense_D, pieces, values_K, start)
@@ -57,6 +57,9 @@ class MaskIndex:
 
     def positions(self) -> Tensor:
         return collect(self._pieces(0, self.kept), self.kept)
+
+    def _loop(self) -> Loop | None:
+        return compiled(move_bits) if self._numel > FEW else None
 
     def _move(
         self, loop: Loop, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool

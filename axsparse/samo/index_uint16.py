@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.compiled import Loop, compiled, same_size_integers
+from axsparse.samo.compiled import FEW, Loop, compiled, same_size_integers
 from axsparse.samo.memory import UINT16_BLOCK
 from axsparse.samo.pieces import (
     PIECE,
@@ -45,7 +45,7 @@ class Uint16Index:
         return self._low.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        loop = compiled(move_low)
+        loop = self._loop()
         if loop is None:
             pieces = self._pieces(start, stop, read_dtype(dense_D.numel()))
             return gather(dense_D, pieces, start, stop)
@@ -54,7 +54,7 @@ class Uint16Index:
         return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        loop = compiled(move_low)
+        loop = self._loop()
         if loop is None:
             pieces = self._pieces(start, start + values_K.numel(), np.int64)
             scatter(dense_D, pieces, values_K, start)
@@ -63,6 +63,9 @@ class Uint16Index:
 
     def positions(self) -> Tensor:
         return collect(self._pieces(0, self.kept, np.int64), self.kept)
+
+    def _loop(self) -> Loop | None:
+        return compiled(move_low) if self._numel > FEW else None
 
     def _move(
         self, loop: Loop, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool

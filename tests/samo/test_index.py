@@ -6,6 +6,7 @@ import importlib.util
 import math
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
 from axsparse.samo import index_mask, index_uint16, memory
-from axsparse.samo.compiled import compiled
+from axsparse.samo.compiled import FEW, compiled
 from axsparse.samo.index import FullIndex, Index, Int32Index, make_index
 from axsparse.samo.index_mask import MaskIndex, move_bits
 from axsparse.samo.index_uint16 import Uint16Index, move_low
@@ -42,6 +43,15 @@ EDGES = [
     for at in (MASK_BLOCK, UINT16_BLOCK, 2 * UINT16_BLOCK, 3 * UINT16_BLOCK)
     for near in (-1, 0, 1)
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine_code_for_all() -> Iterator[None]:
+    """Small tensors, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES.values():
+            patch.setattr(module, "FEW", 0)
+        yield
 
 
 @pytest.fixture(
@@ -242,6 +252,19 @@ def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) ->
         index.scatter(torch.zeros(10), torch.zeros(4), 1)
     with pytest.raises(AssertionError, match=r"torch.float32 and torch\.bfloat16"):
         index.scatter(torch.zeros(10), torch.zeros(4, dtype=torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_nothing_is_compiled_for_small_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(MODULES[kind], "FEW", FEW)
+    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: asked.append(loop))
+
+    for numel, times in ((FEW, 0), (FEW + 1, 2)):
+        index = DENSER_CLASSES[kind](random_mask(numel, 0.1))
+        index.scatter(torch.zeros(numel), index.gather(numbers(numel), 0, index.kept), 0)
+
+        assert asked == [LOOPS[kind]] * times
 
 
 def test_without_numba_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
