@@ -107,6 +107,9 @@ class Host:
 
     def run(self, command: Sequence[str], seconds: float) -> Ended:
         """In a group of processes that is killed when time is over."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # What a shell starts in the background ignores it, and hands that on.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         # Files, since what outlives its parent would keep a pipe open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(  # noqa: S603  our own scripts

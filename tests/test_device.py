@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from axsparse.device import (
     choose_plane,
     describe,
     local_rank,
+    machine_name,
     seat,
     visible_gpus,
 )
@@ -117,6 +119,18 @@ def test_gpus_are_told_apart_by_their_places_on_the_bus(monkeypatch: pytest.Monk
     boards = [gpu.board for gpu in visible_gpus()]
 
     assert boards[0] == "" and len(set(boards)) == 3
+
+
+def test_a_machine_is_told_from_others_of_its_name_by_when_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "n0")
+    monkeypatch.setattr("axsparse.device.BOOT", tmp_path / "boot_id")
+    assert machine_name() == "n0/"
+
+    (tmp_path / "boot_id").write_text("3e1d\n")
+
+    assert machine_name() == "n0/3e1d"
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -272,6 +274,15 @@ def test_what_tests_had_found_when_time_ran_out_is_kept(
     assert "in two lines" in said["test_bad"]
 
 
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """As a shell starts what it does not wait for."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_background")
 @pytest.mark.parametrize(
     ("hears", "grace", "said"), [("print('ended')", 100.0, "ended\n"), ("wait()", 0.1, "")]
 )

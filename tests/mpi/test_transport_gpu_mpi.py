@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from support.on_mpi import on_mpi
 from support.runs import tiny_config
 from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
-from axsparse import device, nccl, placing
+from axsparse import nccl, placing
 from axsparse.comm import Op, Transport, wait
 from axsparse.config.load import Loaded
 from axsparse.device import Gpu
@@ -195,13 +194,9 @@ def test_an_mpi_that_does_not_read_gpu_memory_is_not_given_any(
 
 
 @needs_a_neighbour
-def test_hosts_of_one_name_are_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_of_one_name_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As containers on several machines may be called."""
-    boot = tmp_path / "boot_id"
-    boot.write_text(f"machine{MPI.COMM_WORLD.rank}")
-    monkeypatch.setattr(device, "BOOT", boot)
+    monkeypatch.setattr(nccl, "machine_name", lambda: f"n0/{MPI.COMM_WORLD.rank}")
     monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
     with on_mpi() as transport:
