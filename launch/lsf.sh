@@ -10,8 +10,8 @@ python=@python@
 
 @copy_environment@
 # LSF warns with USR1. The ranks finish their step, save, and leave with 75.
-pid='' again=''
-trap 'again=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
+pid='' again='' warned=''
+trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
 @launch@ "$python" @train@ &
 pid=$!
 while :; do
@@ -20,6 +20,8 @@ while :; do
   code=$?
   [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
 done
+# A signal that comes just as the ranks end costs bash their code, and leaves 255.
+[ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
 
 @remove_environment@
 @ending@

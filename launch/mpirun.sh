@@ -20,8 +20,8 @@ shift
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" AXSPARSE_RANKS="$ranks"
 read -r -a launcher <<<"${MPIRUN:-mpirun}"
 
-pid='' again='' left="${RESTARTS:-3}"
-trap 'again=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
+pid='' again='' warned='' left="${RESTARTS:-3}"
+trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
 while :; do
   "${launcher[@]}" -n "$ranks" "${PYTHON:-python}" -m axsparse.train "$@" --resume auto &
   pid=$!
@@ -31,6 +31,8 @@ while :; do
     code=$?
     [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
   done
+  # A signal that comes just as the ranks end costs bash their code, and leaves 255.
+  [ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
   case "$code" in
     0 | 65 | 66 | 74 | 75 | 78 | 130) break ;; # done, stopped, or what no restart mends
   esac

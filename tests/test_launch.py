@@ -77,7 +77,7 @@ def test_without_a_scheduler_a_killed_rank_starts_all_again(python: Path, tmp_pa
     assert first["ranks"] == "2"
 
 
-@pytest.mark.parametrize(("code", "count"), [(70, 3), (78, 1), (75, 1)])
+@pytest.mark.parametrize(("code", "count"), [(70, 3), (255, 3), (78, 1), (75, 1)])
 def test_only_what_a_restart_may_mend_is_started_again(
     python: Path, tmp_path: Path, code: int, count: int
 ) -> None:
@@ -88,11 +88,14 @@ def test_only_what_a_restart_may_mend_is_started_again(
     assert begins(tmp_path / "r", 0) == [0] * count
 
 
-def test_a_warning_saves_and_stops(python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [75, 255])
+def test_a_warning_saves_and_stops(python: Path, tmp_path: Path, code: int) -> None:
+    """255 is what bash takes a code for that it has lost to the signal."""
     ready = tmp_path / "ready"
     os.mkfifo(ready)
     pipe = os.open(ready, os.O_RDWR)
-    job = start(python, "2", "--run-dir=r", STANDIN_READY=str(ready), STANDIN_STEPS="1000000000")
+    long = {"STANDIN_STEPS": "1000000000", "STANDIN_WARNED_CODE": str(code)}
+    job = start(python, "2", "--run-dir=r", STANDIN_READY=str(ready), **long)
     try:
         for _ in range(2):
             assert select.select([pipe], [], [], 60)[0], "a rank has not begun"

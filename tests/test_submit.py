@@ -307,6 +307,19 @@ def test_a_job_that_runs_out_of_time_saves_and_goes_on(
         assert steps(here / "r", rank) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("scheduler", [SRUN, LSF], ids=["srun", "jsrun"])
+def test_a_code_that_bash_loses_to_the_warning_is_the_warnings(
+    here: Path, scheduler: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As happens to one in three where a signal comes as the ranks end."""
+    monkeypatch.setenv("STANDIN_WARN_AT", "3")
+    monkeypatch.setenv("STANDIN_WARNED_CODE", "255")
+
+    assert run(*scheduler, "--run-dir", "r") == 0
+
+    assert starts(commands(here)) == [75 if "--lsf" in scheduler else -9, 0]
+
+
 def test_a_job_that_is_done_ends(here: Path) -> None:
     assert run(*SRUN, "--run-dir", "r") == 0
 

@@ -9,6 +9,7 @@ STANDIN_STEPS         steps of the whole run
 STANDIN_STEP_SECONDS  a step's length
 STANDIN_WARN_AT       the step in which rank 0 has the scheduler warn the job, and all wait for it
 STANDIN_WARN_PID      whom the scheduler signals; a process group if negative
+STANDIN_WARNED_CODE   what it leaves with then (75)
 STANDIN_KILL_AT       the step in which the last rank is killed, once
 STANDIN_READY         a pipe that gets a byte of each rank before its first step
 STANDIN_EXIT          "STEP:CODE": all ranks leave so in that step
@@ -70,11 +71,11 @@ def main() -> int:
                     os.kill(_number("STANDIN_WARN_PID"), signal.SIGUSR1)
                 signal.sigwait({signal.SIGUSR1})
                 _save(saved, step)
-                return 75
+                return _number("STANDIN_WARNED_CODE", 75)
             # Before the step in which all wait for it, the warning would end ranks anywhere.
             if step > _number("STANDIN_WARN_AT") and signal.SIGUSR1 in signal.sigpending():
                 _save(saved, step)
-                return 75
+                return _number("STANDIN_WARNED_CODE", 75)
             if step == _number("STANDIN_KILL_AT") and rank + 1 == int(os.environ["AXSPARSE_RANKS"]):
                 killed = run_dir / "killed"
                 if not killed.exists():
