@@ -45,3 +45,20 @@ def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
 
     assert asked.value.args == (has_gpu,)
     assert heard == ["blocks"] * has_gpu
+
+
+@pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])
+def test_freed_memory_goes_back_at_once_where_there_is_little(
+    gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setitem(vars(axsparse.builder), "give_back_at_once", lambda: heard.append("back"))
+    monkeypatch.setitem(vars(axsparse.builder), "open_data", opening)
+    layout = {"g_inter": 1, "memory_per_rank": gigabytes}
+    config = tiny_config(samo={"enabled": False}, layout=layout)
+    job = Job(LocalTransport(LocalWorld(1), 0))
+
+    with pytest.raises(OpenedError):
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+
+    assert heard == ["back"] * is_tight
