@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -30,6 +32,22 @@ def test_a_checkpoint_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert (final / "file").read_text() == "contents"
     assert final.stat().st_mode & 0o777 == 0o700
     assert unfinished(tmp_path / "new") == []
+
+
+def test_without_its_manifest_nothing_has_a_checkpoints_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, contents: bytes) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    partial = begin(tmp_path, 40)
+    monkeypatch.setattr("axsparse.checkpoint.folder.write_new", full)
+
+    with pytest.raises(OSError, match="No space left"):
+        commit(partial, b"manifest")
+
+    assert saved_steps(tmp_path) == []
+    assert unfinished(tmp_path) == [partial]
 
 
 def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path) -> None:
