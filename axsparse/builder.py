@@ -79,7 +79,8 @@ def build(
     whole checkpoint, if there is one; a path from that run or checkpoint. `back`: where a spike
     of the loss sends a run that resumes; checkpoints after that go.
 
-    Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError.
+    Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
+    TrainingError where a GPU has no room for the state.
     """
     loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
     together(job.transport, lambda: check_config(loaded))
