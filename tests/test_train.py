@@ -137,6 +137,26 @@ def test_gradient_bytes_are_those_of_the_kept_entries_alone(
     assert kept / sum(matrices) <= 0.11
 
 
+LOADED = """
+import sys
+from axsparse.train import main
+
+try:
+    main()
+finally:
+    loaded = [name for name in ("torch._dynamo", "sympy") if name in sys.modules]
+    print(sorted(loaded), file=sys.stderr)
+"""
+
+
+def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -> None:
+    """A second and 80 MB. The first rank has torch find what layers cost, which takes both."""
+    done = run_mpirun(3, ["-c", LOADED, *SMALL, *ONE_STAGE, "--steps", "1"], cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines())[-2:] == ["[]"] * 2
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)])
 def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
     run, alone = train(ranks), train(1)

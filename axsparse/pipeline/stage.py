@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,23 @@ class Key:
     step: int
     first_sample: int
     """Global number of the microbatch's first sample, whatever the layout."""
+
+
+class _Start(torch.autograd.Function):
+    """A scalar whose backward brings each of `roots` its gradient.
+
+    `torch.autograd.backward` with gradients does the same, but loads sympy to compare their
+    shapes: 0.3 seconds and 40 MB of every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *roots: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return roots[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *ctx.gradients
 
 
 class Stage:
@@ -108,9 +126,9 @@ class Stage:
         if pairs:
             # In this thread, whose stream and device are the right ones for the hooks, too.
             with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(
-                    [root for root, _ in pairs], [gradient for _, gradient in pairs]
-                )
+                roots = [root for root, _ in pairs]
+                start: Callable[..., Tensor] = _Start.apply
+                start([gradient for _, gradient in pairs], *roots).backward()
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
 
     @torch.no_grad()
