@@ -6,18 +6,29 @@
 // After either, `position(k)` is the dense position of a kept entry; after `advance` each thread
 // asks for ascending k. Threads call tile, seek and advance together.
 
-// The first i in [low, high) with values[i] >= key, `high` if there is none. Each round every
-// thread probes one place, so that 129 pieces shrink to one.
+// The first i in [low, high) with values[i] >= key, `high` if there is none, and the same for
+// `other`: found together, since a round takes as long as one read. In each every thread probes a
+// place for either, so that 129 pieces shrink to one.
 template <typename Value>
-ON_DEVICE Count lower_bound(const Value* values, Count low, Count high, Count key) {
-    while (low < high) {
-        Count step = (high - low) / (THREADS + 1) + 1;
-        Count probe = low + ((Count)threadIdx.x + 1) * step - 1;
-        int below = __syncthreads_count(probe < high && (Count)values[probe] < key);
-        high = least(high, low + (below + 1) * step - 1);
-        low += below * step;
+ON_DEVICE Stretch lower_bounds(const Value* values, Count low, Count high, Count key, Count other) {
+    Count lows[] = {low, low}, highs[] = {high, high}, keys[] = {key, other};
+    while (lows[0] < highs[0] || lows[1] < highs[1]) {
+        Count steps[2];
+        bool is_below[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            steps[i] = (highs[i] - lows[i]) / (THREADS + 1) + 1;
+            Count probe = lows[i] + ((Count)threadIdx.x + 1) * steps[i] - 1;
+            is_below[i] = probe < highs[i] && (Count)values[probe] < keys[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int below = __syncthreads_count(is_below[i]);
+            highs[i] = least(highs[i], lows[i] + (below + 1) * steps[i] - 1);
+            lows[i] += below * steps[i];
+        }
     }
-    return low;
+    return {lows[0], lows[1]};
 }
 
 // The sum over the threads before this one.
@@ -66,9 +77,7 @@ struct Int32Index {
         : positions((const int*)entries), kept(kept) {}
 
     ON_DEVICE Stretch tile(Count number) {
-        Count begin = lower_bound(positions, 0, kept, number * TILE);
-        Count most = least(kept, begin + TILE);
-        return {begin, lower_bound(positions, begin, most, (number + 1) * TILE)};
+        return lower_bounds(positions, 0, kept, number * TILE, (number + 1) * TILE);
     }
     ON_DEVICE void seek(Count) {}
     ON_DEVICE Count advance(Count, Count until) { return until; }
@@ -90,11 +99,11 @@ struct Uint16Index {
     ON_DEVICE Stretch tile(Count number) {
         enter(number * TILE / UINT16_BLOCK);
         Count key = number * TILE % UINT16_BLOCK;
-        Count begin = lower_bound(low, offsets[block], block_end, key);
-        Count most = least(block_end, begin + TILE);
-        return {begin, lower_bound(low, begin, most, key + TILE)};
+        return lower_bounds(low, offsets[block], block_end, key, key + TILE);
     }
-    ON_DEVICE void seek(Count k) { enter(lower_bound(offsets, 0, blocks + 1, k + 1) - 1); }
+    ON_DEVICE void seek(Count k) {
+        enter(lower_bounds(offsets, 0, blocks + 1, k + 1, k + 1).begin - 1);
+    }
     ON_DEVICE Count advance(Count, Count until) { return until; }
     ON_DEVICE Count position(Count k) {
         while (k >= block_end) enter(block + 1);
@@ -129,11 +138,12 @@ struct MaskIndex {
         begin = offsets[tile * (TILE / MASK_BLOCK)];
         Count end = offsets[least((tile + 1) * (TILE / MASK_BLOCK), blocks)];
         Count at = tile * THREADS + threadIdx.x;
-        if (begin < end) spread(at < num_words ? words[at] : 0u, places);
+        spread(at < num_words ? words[at] : 0u, places);  // read while the offsets are
         return {begin, end};
     }
     ON_DEVICE void seek(Count k) {
-        number = (lower_bound(offsets, 0, blocks + 1, k + 1) - 1) / (TILE / MASK_BLOCK) - 1;
+        Count block = lower_bounds(offsets, 0, blocks + 1, k + 1, k + 1).begin - 1;
+        number = block / (TILE / MASK_BLOCK) - 1;
     }
     ON_DEVICE Count advance(Count from, Count until) {
         Stretch next;

@@ -93,11 +93,12 @@ template <typename Index, typename Weight, typename Gradient, typename Master, t
 ON_DEVICE void step(const Tensor& tensor, const int* found, float factor, const Rule& rule) {
     typedef typename Weight::Bits WeightBits;
     typedef typename Master::Bits MasterBits;
-    if (found && *found) return;
+    bool is_skipped = found && *found;  // read while the tile is looked for
     Index index(tensor.entries, tensor.offsets, tensor.kept, tensor.numel);
     Count start = (Count)blockIdx.x * TILE;
     Stretch here = index.tile(blockIdx.x);
-    if (here.begin == here.end || here.end <= tensor.first || tensor.last <= here.begin) return;
+    if (is_skipped || here.begin == here.end) return;
+    if (here.end <= tensor.first || tensor.last <= here.begin) return;
 
     __shared__ __align__(16) WeightBits tile[TILE];
     const int vectors = TILE * sizeof(WeightBits) / sizeof(uint4);
