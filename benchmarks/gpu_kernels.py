@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.compile import CupyLauncher
-from axsparse.samo.cuda.compress import Verdict, compress
+from axsparse.samo.cuda.compress import compress
 from axsparse.samo.cuda.helpers import make_device_index
 from axsparse.samo.cuda.launch import Launcher
 from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
 from axsparse.samo.memory import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes
 from axsparse.samo.optimizer import Hyper
 from axsparse.samo.precision import round_to
+from axsparse.samo.shards import BLOCK
 
 EXIT_NO_DEVICE = 69
 SECTOR = 32
@@ -125,25 +126,24 @@ def calls(
     gradient = torch.zeros(kept, dtype=half, device=device)
     master, mean, square = (torch.zeros(kept, device=device) for _ in range(3))
     remainder = torch.zeros(kept, dtype=torch.int16, device=device)
-    found = torch.zeros(1, dtype=torch.int32, device=device)
-    verdict = Verdict.empty(kept, found)
+    partials = torch.zeros(-(-kept // BLOCK), dtype=torch.float64, device=device)
     copied = torch.empty_like(dense)
     made: dict[str, Call] = {"copy": partial(copied.copy_, dense)}
     moved: dict[str, float] = {"copy": 2.0 * dense.nbytes}
     for kind in KINDS:
         index = make_device_index(launch, mask, kind)
         name = f"compress, {kind}"
-        made[name] = partial(compress, index, dense, gradient, accumulate=True, verdict=verdict)
+        made[name] = partial(compress, index, dense, gradient, accumulate=True, partials=partials)
         moved[name] = compress_bytes(numel, kept, kind)
         for where in MASTERS:
             own = master if where == "fp32" else remainder
-            slot = Slot(index, weight, gradient, own, (mean, square))
+            slot = Slot(index, weight, gradient, own, (mean, square), range(kept))
             name = f"AdamW, {kind}, master {where}"
-            made[name] = partial(adamw_step, slot, HYPER, FACTOR, found)
+            made[name] = partial(adamw_step, [slot], HYPER, FACTOR)
             moved[name] = step_bytes(numel, kept, kind, 2, where)
-        slot = Slot(index, weight, gradient, master, (mean,))
+        slot = Slot(index, weight, gradient, master, (mean,), range(kept))
         name = f"SGD with momentum, {kind}"
-        made[name] = partial(sgd_step, slot, HYPER, FACTOR, found, momentum=0.9, nesterov=False)
+        made[name] = partial(sgd_step, [slot], HYPER, FACTOR, momentum=0.9, nesterov=False)
         moved[name] = step_bytes(numel, kept, kind, 1)
     norm = torch.zeros((), device=device)
     made["compress, torch"] = partial(unfused_compress, dense, positions, gradient, norm)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.compress import Verdict, judge
+from axsparse.samo.cuda.compress import judge
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state import LayerState
 from axsparse.samo.tensor import TensorState, common
@@ -42,9 +42,8 @@ def _squares(layer: LayerState, tensor: TensorState) -> Tensor:
         for start, stop in layer.blocks(tensor, layer.share):
             sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
     elif own := common(layer.share, tensor):
-        found = torch.zeros(1, dtype=torch.int32, device=gradient_K.device)
-        verdict = Verdict(sums[own.start // BLOCK : -(-own.stop // BLOCK)], found)
-        judge(launch, gradient_K[own.start : own.stop], verdict)
+        own_sums = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
+        judge(launch, gradient_K[own.start : own.stop], own_sums)
     return sums
 
 

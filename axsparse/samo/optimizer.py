@@ -6,7 +6,7 @@ these are all its entries (a dense tensor) or a tenth of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,6 @@ class Optimizer:
     """`(block, statistics, hyper)`: move the master weights, in place."""
     num_statistics: int = 0
     """How many sums `statistics` gives."""
-    fused: Callable[[Slot, Hyper, float], None] | None = None
-    """`(slot, hyper, gradient factor)`: the same by one kernel, on a GPU; None where there is
+    fused: Callable[[Sequence[Slot], Hyper, float], None] | None = None
+    """`(slots, hyper, gradient factor)`: the same by kernels, on a GPU; None where there are
     none."""

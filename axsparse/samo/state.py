@@ -22,10 +22,10 @@ from torch import Tensor
 from axsparse.comm import Op
 from axsparse.samo import precision
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.cuda.compress import Verdict, compress
+from axsparse.samo.cuda.compress import compress
 from axsparse.samo.cuda.helpers import DeviceIndex
 from axsparse.samo.memory import IndexKind, MasterKind, StateBytes
-from axsparse.samo.shards import ALONE, Replicas, share_bounds
+from axsparse.samo.shards import ALONE, BLOCK, Replicas, share_bounds
 from axsparse.samo.tensor import Rest, TensorState, common
 
 _MASTERS = {"fp32": torch.float32, "remainder": torch.int16}
@@ -162,12 +162,13 @@ class LayerState:
         """
         index, gradient_K = tensor.index, self.gradient_of(tensor)
         if isinstance(index, DeviceIndex):
-            verdict = None
+            partials = None
             if is_last and self._replicas.size == 1:
-                verdict = Verdict.empty(tensor.kept, self._zeros(1, torch.int32))
+                blocks = -(-tensor.kept // BLOCK)
+                partials = gradient_K.new_empty(blocks, dtype=torch.float64)
             adds = tensor.accumulated
-            compress(index, dense.reshape(-1), gradient_K, accumulate=adds, verdict=verdict)
-            tensor.partials = None if verdict is None else verdict.partials
+            compress(index, dense.reshape(-1), gradient_K, accumulate=adds, partials=partials)
+            tensor.partials = partials
         elif tensor.accumulated:
             gradient_K.add_(index.gather(dense.reshape(-1), 0, tensor.kept))
         else:

@@ -7,7 +7,7 @@ over replicas, each updates what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,9 +42,7 @@ def update(
     step = _Step(optimizer, hyper, replace(hyper, weight_decay=0.0), gradient_factor)
     statistics = step.statistics(layers, replicas, visits)
     for layer in visits(layers):
-        for tensor in layer.owned:
-            # Elementwise rules do all at once, while the block is in the cache.
-            step.apply(layer, tensor, statistics.get(tensor.name))
+        step.apply(layer, statistics)
         if updated is not None:
             updated(layer)
 
@@ -98,12 +96,21 @@ class _Step:
         each = dict(zip(each, parts.cpu().split(numbers), strict=True))
         return {name: blocks.sum(0) for name, blocks in each.items()}
 
-    def apply(self, layer: LayerState, tensor: TensorState, statistics: Tensor | None) -> None:
-        hyper = self.hyper_of(tensor)
+    def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
         fused = self.optimizer.fused
         if layer.backend.launch is not None and fused is not None:
-            fused(_slot(layer, tensor), hyper, self.gradient_factor)
+            for hyper in (self.hyper, self.undecayed):
+                own = [tensor for tensor in layer.owned if self.hyper_of(tensor) is hyper]
+                fused(list(_slots(layer, own)), hyper, self.gradient_factor)
             return
+        for tensor in layer.owned:
+            self.apply_in_blocks(layer, tensor, statistics.get(tensor.name))
+
+    def apply_in_blocks(
+        self, layer: LayerState, tensor: TensorState, statistics: Tensor | None
+    ) -> None:
+        """Elementwise rules do all at once, while the block is in the cache."""
+        hyper = self.hyper_of(tensor)
         for start, stop in layer.blocks(tensor, layer.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:
@@ -112,16 +119,19 @@ class _Step:
             layer.write_master(tensor, start, block.master)
 
 
-def _slot(layer: LayerState, tensor: TensorState) -> Slot:
-    """A tensor as kernels take it: what is held here, on its device."""
-    held = common(layer.held, tensor)
-    master_K, index = layer.master_K, tensor.index
-    assert isinstance(index, DeviceIndex), "a kernel's index is on its device"
-    return Slot(
-        index,
-        tensor.weight_D,
-        layer.gradient_of(tensor),
-        None if master_K is None else master_K[layer.held_slice(tensor, held.start, held.stop)],
-        tuple(layer.moments_of(tensor, held.start, held.stop).values()),
-        held,
-    )
+def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[Slot]:
+    """Tensors as kernels take them: those of which something is held here, on its device."""
+    held, master_K, moments_K = layer.held, layer.master_K, layer.moments_K.values()
+    for tensor in tensors:
+        own, index = common(held, tensor), tensor.index
+        assert isinstance(index, DeviceIndex), "a kernel's index is on its device"
+        if own:
+            part = layer.held_slice(tensor, own.start, own.stop)
+            yield Slot(
+                index,
+                tensor.weight_D,
+                layer.gradient_of(tensor),
+                None if master_K is None else master_K[part],
+                tuple(values_K[part] for values_K in moments_K),
+                own,
+            )

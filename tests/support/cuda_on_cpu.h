@@ -12,6 +12,8 @@
 
 #define ON_DEVICE inline
 #define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -207,6 +209,7 @@ inline unsigned short float_to_half(float value) {
 template <typename Value>
 constexpr char code_of() {
     if (std::is_pointer<Value>::value) return 'p';
+    if (std::is_class<Value>::value) return 's';
     if (std::is_same<Value, float>::value) return 'f';
     return std::is_same<Value, int>::value ? 'i' : std::is_same<Value, long long>::value ? 'l' : '?';
 }
@@ -226,7 +229,7 @@ struct Emulated {
     }
 };
 
-// What a kernel takes: p pointer, l 64 bits, i 32 bits, f float.
+// What a kernel takes: p pointer, l 64 bits, i 32 bits, f float, s structure.
 template <typename... Arguments>
 const char* signature(void (*)(Arguments...)) {
     static const char codes[] = {code_of<Arguments>()..., 0};

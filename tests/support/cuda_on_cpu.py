@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from axsparse.samo.cuda.launch import Argument, pointer, source
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+
+
+Value: TypeAlias = (
+    "ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.Array[ctypes.c_char]"
+)
 
 
 def compiler() -> str | None:
@@ -67,12 +73,17 @@ class EmulatedLauncher:
 
 
 def _code(argument: Argument) -> str:
+    if isinstance(argument, np.ndarray):
+        return "s"
     if isinstance(argument, np.generic):
         return {"int64": "l", "int32": "i", "float32": "f"}[argument.dtype.name]
     return "p"
 
 
-def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float]:
+def _value(argument: Argument) -> Value:
+    if isinstance(argument, np.ndarray):
+        assert argument.size == 1, "CuPy takes arrays of one structure"
+        return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
     if isinstance(argument, np.float32):
         return ctypes.c_float(float(argument))
     if isinstance(argument, np.int32):
@@ -80,5 +91,5 @@ def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData
     return ctypes.c_int64(int(argument) if isinstance(argument, np.int64) else pointer(argument))
 
 
-def _addresses(values: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float]]) -> object:
+def _addresses(values: Sequence[Value]) -> object:
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))

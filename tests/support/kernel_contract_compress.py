@@ -16,6 +16,7 @@ from support.kernel_machine import (
     NUMBERS,
     SIZES,
     Machine,
+    empty_partials,
     layer_of,
     mask_for,
     promise,
@@ -24,7 +25,7 @@ from support.kernel_machine import (
     same_bits,
 )
 
-from axsparse.samo.cuda.compress import NORM_TOLERANCE, Verdict, compress, judge
+from axsparse.samo.cuda.compress import NORM_TOLERANCE, compress, judge
 from axsparse.samo.cuda.helpers import INDICES, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import CHUNK, TILE
 from axsparse.samo.index import make_index
@@ -152,17 +153,15 @@ def sums_of_squares_are_the_same_bits_in_every_encoding(
     layer.accumulate(tensor, dense)
     expected = reference.partials(layer.gradient)
 
-    found = torch.zeros(1, dtype=torch.int32, device=machine.device)
     for kind in (*ENCODED, None):
-        verdict = Verdict.empty(kept, found)
+        partials = empty_partials(machine, kept)
         if kind is None:
-            judge(machine.launch, machine.put(layer.gradient), verdict)
+            judge(machine.launch, machine.put(layer.gradient), partials)
         else:
             index = machine.index(mask, kind)
             ours = machine.put(torch.zeros(kept, dtype=gradient))
-            compress(index, machine.put(dense), ours, accumulate=False, verdict=verdict)
-        same_bits(verdict.partials, expected)
-    assert found.tolist() == [0]
+            compress(index, machine.put(dense), ours, accumulate=False, partials=partials)
+        same_bits(partials, expected)
     theirs = norm_partials([layer], ["w"])["w"]
     torch.testing.assert_close(expected, theirs, rtol=NORM_TOLERANCE, atol=0)
 
@@ -175,14 +174,12 @@ def a_gradient_that_is_not_finite_is_found_where_it_is_kept(
     dense = randoms(mask.numel(), 1, BF16)
     dense[(mask == kept).nonzero()[-1]] = value
     index = machine.index(mask, kind)
-    found = machine.put(torch.zeros(1, dtype=torch.int32))
-    verdict = Verdict.empty(index.kept, found)
+    partials = empty_partials(machine, index.kept)
     gradient = machine.put(torch.zeros(index.kept, dtype=BF16))
 
-    compress(index, machine.put(dense), gradient, accumulate=False, verdict=verdict)
+    compress(index, machine.put(dense), gradient, accumulate=False, partials=partials)
 
-    assert found.tolist() == [int(kept)]
-    assert bool(verdict.partials.isfinite().all()) == (not kept)
+    assert bool(partials.isfinite().all()) == (not kept)
 
 
 @promise()
@@ -191,11 +188,10 @@ def a_sum_that_overflows_its_type_is_found(machine: Machine) -> None:
     index = machine.index(mask, "mask")
     dense = machine.put(torch.full((TILE + 1,), 60_000.0, dtype=FP16))
     gradient = machine.put(torch.zeros(index.kept, dtype=FP16))
-    found = machine.put(torch.zeros(1, dtype=torch.int32))
+    partials = empty_partials(machine, index.kept)
     for accumulate in (False, True):
-        verdict = Verdict.empty(index.kept, found)
-        compress(index, dense, gradient, accumulate=accumulate, verdict=verdict)
-        assert found.tolist() == [int(accumulate)]
-    other = machine.put(torch.zeros(1, dtype=torch.int32))
-    judge(machine.launch, gradient, Verdict.empty(index.kept, other))
-    assert other.tolist() == [1]
+        compress(index, dense, gradient, accumulate=accumulate, partials=partials)
+        assert bool(partials.isfinite().all()) == (not accumulate)
+    partials.zero_()
+    judge(machine.launch, gradient, partials)
+    assert not partials.isfinite().any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -20,6 +19,7 @@ from support.kernel_machine import (
     Case,
     Machine,
     by_numpy,
+    empty_partials,
     fresh_layer,
     layer_of,
     mask_for,
@@ -33,9 +33,9 @@ from support.kernel_machine import (
 from torch import Tensor
 
 from axsparse.samo import precision
-from axsparse.samo.cuda.compress import Verdict, compress, judge
+from axsparse.samo.cuda.compress import compress, judge
 from axsparse.samo.cuda.helpers import INDICES, DeviceKind
-from axsparse.samo.cuda.launch import TILE
+from axsparse.samo.cuda.launch import GROUP, TILE, Argument
 from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
 from axsparse.samo.memory import (
     UINT16_BLOCK,
@@ -61,7 +61,7 @@ def a_step_is_the_formulas_with_one_rounding_an_operation(
         layer.gradient.copy_(gradient)
         slot.gradient.copy_(gradient)
         hyper = replace(HYPER, step=step)
-        rule.device(slot, hyper, FACTOR)
+        rule.device([slot], hyper, FACTOR)
         by_numpy(layer, rule, hyper, FACTOR)
         same_state(slot, layer)
     assert not slot.weight.cpu()[~mask].any()
@@ -78,7 +78,7 @@ def tensors_of_any_size_and_density_are_stepped(
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     slot = slot_of(machine, machine.index(mask, kind), layer)
 
-    adamw_step(slot, HYPER, FACTOR)
+    adamw_step([slot], HYPER, FACTOR)
 
     by_numpy(layer, RULES[0], HYPER, FACTOR)
     same_state(slot, layer)
@@ -93,7 +93,7 @@ def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: IndexKi
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     slot = slot_of(machine, machine.index(mask, kind), layer)
 
-    sgd_step(slot, HYPER, FACTOR, momentum=0.9, nesterov=False)
+    sgd_step([slot], HYPER, FACTOR, momentum=0.9, nesterov=False)
 
     by_numpy(layer, RULES[2], HYPER, FACTOR)
     same_state(slot, layer)
@@ -106,7 +106,7 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     slot = slot_of(machine, machine.index(mask, "uint16"), layer)
 
-    rule.device(slot, HYPER, FACTOR)
+    rule.device([slot], HYPER, FACTOR)
     update([layer], rule.torch, HYPER, FACTOR)
 
     assert layer.master_K is not None and slot.master is not None
@@ -141,7 +141,7 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
             held,
         )
 
-        adamw_step(slot, HYPER, FACTOR)
+        adamw_step([slot], HYPER, FACTOR)
 
         expected = before.clone()
         places = tensor.index.positions()[part]
@@ -155,21 +155,46 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
 
 
 @promise(RULES)
-def a_step_with_a_gradient_that_is_not_finite_changes_nothing(machine: Machine, rule: Case) -> None:
-    mask = random_mask(TILE + 5, 0.5)
-    layer = fresh_layer(mask, (FP16, FP16, "fp32"), rule.moments)
-    layer.gradient.fill_(math.inf)
-    slot = slot_of(machine, machine.index(mask, "mask"), layer)
-    found = machine.put(torch.ones(1, dtype=torch.int32))
+def tensors_of_the_same_types_are_stepped_together(machine: Machine, rule: Case) -> None:
+    states = (STATES[1], STATES[3])
+    kinds: tuple[DeviceKind, ...] = ("uint16", "full")
+    launched: list[str] = []
 
-    rule.device(slot, HYPER, FACTOR, found)
-    same_state(slot, layer)
+    def launch(kernel: str, blocks: int, *arguments: Argument) -> None:
+        launched.append(kernel)
+        machine.launch(kernel, blocks, *arguments)
 
-    layer.gradient.fill_(1)
-    slot.gradient.fill_(1)
-    rule.device(slot, HYPER, FACTOR, found.zero_())
-    by_numpy(layer, rule, HYPER, FACTOR)
-    same_state(slot, layer)
+    cases = []
+    for number in range(14):
+        numel = (1, TILE, 2 * TILE + 5, 77)[number % 4] + number
+        mask = mask_for(kinds[number % 2], numel, 0.3)
+        layer = fresh_layer(mask, states[number // 2 % 2], rule.moments)
+        layer.gradient.copy_(randoms(layer.gradient.numel(), number))
+        index = replace(machine.index(mask, kinds[number % 2]), launch=launch)
+        cases.append((slot_of(machine, index, layer), layer))
+
+    rule.device([slot for slot, _ in cases], HYPER, FACTOR)
+
+    assert len(launched) == len(kinds) * len(states)
+    for slot, layer in cases:
+        by_numpy(layer, rule, HYPER, FACTOR)
+        same_state(slot, layer)
+
+
+@promise()
+def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) -> None:
+    mask = random_mask(99, 0.3)
+    index = machine.index(mask, "mask")
+    layers = [fresh_layer(mask, STATES[0], 2) for _ in range(2 * GROUP + 1)]
+    for number, layer in enumerate(layers):
+        layer.gradient.copy_(randoms(layer.gradient.numel(), number))
+    slots = [slot_of(machine, index, layer) for layer in layers]
+
+    adamw_step(slots, HYPER, FACTOR)
+
+    for slot, layer in zip(slots, layers, strict=True):
+        by_numpy(layer, RULES[0], HYPER, FACTOR)
+        same_state(slot, layer)
 
 
 @promise((STATES[0], STATES[4], STATES[-1]), [1, 3])
@@ -182,7 +207,7 @@ def weights_need_not_stand_at_aligned_addresses(
     slot = slot_of(machine, machine.index(mask, "int32"), layer, shift)
     assert slot.weight.data_ptr() % 16
 
-    sgd_step(slot, HYPER, FACTOR, momentum=0.0, nesterov=False)
+    sgd_step([slot], HYPER, FACTOR, momentum=0.0, nesterov=False)
 
     by_numpy(layer, RULES[1], HYPER, FACTOR)
     same_state(slot, layer)
@@ -198,7 +223,7 @@ def betas_and_decays_of_either_kind_follow_the_formula(
         layer = fresh_layer(mask, (BF16, BF16, "fp32"), rule.moments)
         layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
         slot = slot_of(machine, machine.index(mask, "mask"), layer)
-        rule.device(slot, hyper, FACTOR)
+        rule.device([slot], hyper, FACTOR)
         by_numpy(layer, rule, hyper, FACTOR)
         same_state(slot, layer)
 
@@ -255,7 +280,7 @@ def masters_are_rounded_and_split_as_on_the_cpu(
     still = replace(HYPER, learning_rate=0.0, weight_decay=0.0)
     slot.weight.zero_() if master == "fp32" else None
 
-    sgd_step(slot, still, 1.0, momentum=0.0, nesterov=False)
+    sgd_step([slot], still, 1.0, momentum=0.0, nesterov=False)
 
     same_bits(slot.weight, precision.round_to(values, dtype))
     same_state(slot, layer)
@@ -273,7 +298,7 @@ def a_master_that_is_no_number_leaves_no_remainder(machine: Machine) -> None:
     layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)  # what is left of it would be lower bits
     slot = slot_of(machine, machine.index(mask, "uint16"), layer)
 
-    sgd_step(slot, HYPER, FACTOR, momentum=0.0, nesterov=False)
+    sgd_step([slot], HYPER, FACTOR, momentum=0.0, nesterov=False)
 
     by_numpy(layer, RULES[1], HYPER, FACTOR)
     same_state(slot, layer)
@@ -289,14 +314,13 @@ def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     layer = fresh_layer(mask, (FP32, FP32, "weight"), 2)
     layer.gradient.copy_(tiny)
     slot = slot_of(machine, machine.index(mask, "full"), layer)
-    found = machine.put(torch.zeros(1, dtype=torch.int32))
-    verdict = Verdict.empty(tiny.numel(), found)
+    partials = empty_partials(machine, tiny.numel())
 
-    adamw_step(slot, HYPER, 1.0)
-    judge(machine.launch, slot.gradient, verdict)
+    adamw_step([slot], HYPER, 1.0)
+    judge(machine.launch, slot.gradient, partials)
 
     by_numpy(layer, RULES[0], HYPER, 1.0)
     same_state(slot, layer)
     assert bool((slot.moments[0] != 0).any())
-    same_bits(verdict.partials, reference.partials(tiny))
-    assert bool((verdict.partials > 0).all())
+    same_bits(partials, reference.partials(tiny))
+    assert bool((partials > 0).all())

@@ -27,6 +27,7 @@ from axsparse.samo.memory import (
 )
 from axsparse.samo.optimizer import Hyper, Optimizer
 from axsparse.samo.sgd import sgd
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state import LayerState
 from axsparse.samo.tensor import TensorState
 
@@ -198,7 +199,13 @@ def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int 
         machine.put(layer.gradient),
         None if layer.master_K is None else machine.put(layer.master_K),
         tuple(machine.put(values) for values in layer.moments_K.values()),
+        range(index.kept),
     )
+
+
+def empty_partials(machine: Machine, kept: int) -> Tensor:
+    """Room for the sums of squares of so many entries, with what nobody may leave there."""
+    return machine.put(torch.full((-(-kept // BLOCK),), -1.0, dtype=torch.float64))
 
 
 def by_numpy(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from axsparse.errors import ConfigError
 from axsparse.samo.cuda.launch import THREADS, Argument, pointer, read_source, source
@@ -46,7 +47,9 @@ class CupyLauncher:
         if blocks == 0:
             return
         values = tuple(
-            argument if isinstance(argument, np.generic) else np.uint64(pointer(argument))
+            np.uint64(pointer(argument))
+            if argument is None or isinstance(argument, Tensor)
+            else argument
             for argument in arguments
         )
         stream = TorchStream(torch.cuda.current_stream(self._device).cuda_stream)

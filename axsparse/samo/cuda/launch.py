@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.samo.memory import MASK_BLOCK, MASK_WORD, UINT16_BLOCK
@@ -28,6 +29,19 @@ CHUNK = 2048
 assert UINT16_BLOCK % TILE == 0 == TILE % MASK_BLOCK
 assert BLOCK % CHUNK == 0 == CHUNK % THREADS
 
+TENSOR = np.dtype(
+    [
+        *((name, np.uint64) for name in ("weight", "entries", "offsets")),
+        *((name, np.int64) for name in ("kept", "numel")),
+        *((name, np.uint64) for name in ("gradient", "master", "moment", "other_moment")),
+        *((name, np.int64) for name in ("first", "last", "block")),
+    ]
+)
+"""What a step is told of a tensor, as `source/step.cuh` has it: addresses and counts."""
+GROUP = 32
+"""Tensors that one launch steps at most: 3 kB of the 4 that it may be given."""
+TENSORS = np.dtype([("tensors", TENSOR, (GROUP,)), ("number", np.int64)])
+
 CONSTANTS = {
     "THREADS": THREADS,
     "TILE": TILE,
@@ -36,13 +50,16 @@ CONSTANTS = {
     "UINT16_BLOCK": UINT16_BLOCK,
     "MASK_BLOCK": MASK_BLOCK,
     "MASK_WORD": MASK_WORD,
+    "GROUP": GROUP,
+    "GROUP_BYTES": TENSORS.itemsize,
 }
 FILES = ("numbers", "index", "compress", "step", "helpers")
 NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 """How the source calls the types of weights and gradients."""
 
-Argument: TypeAlias = "Tensor | np.int64 | np.int32 | np.float32 | None"
-"""A tensor is passed as the address of its first entry, None as a null pointer."""
+Argument: TypeAlias = "Tensor | np.int64 | np.int32 | np.float32 | NDArray[np.void] | None"
+"""A tensor is passed as the address of its first entry, None as a null pointer, an array of one
+structure as its contents."""
 
 
 class Launcher(Protocol):

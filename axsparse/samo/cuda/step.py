@@ -1,4 +1,4 @@
-"""The whole optimizer step of one tensor in one kernel.
+"""The whole optimizer step of a layer's tensors, in one kernel for those of the same types.
 
 Unscale and clip, the recurrence in fp32 on kept entries (`samo/adamw.py`, `samo/sgd.py`),
 downcast, and the dense weight written in whole tiles, pruned positions as zeros. No temporary.
@@ -10,15 +10,23 @@ are the same bits, but for one: torch's square root there may be one unit off th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.helpers import INDICES, DeviceIndex
-from axsparse.samo.cuda.launch import NUMBERS, TILE, Argument, blocks_of, check
+from axsparse.samo.cuda.launch import (
+    GROUP,
+    NUMBERS,
+    TENSORS,
+    TILE,
+    blocks_of,
+    check,
+    pointer,
+)
 from axsparse.samo.memory import MasterKind
 from axsparse.samo.optimizer import Hyper
 
@@ -44,62 +52,81 @@ class Slot:
     is its own master."""
     moments: tuple[Tensor, ...]
     """fp32, as many as the rule has, in its order."""
-    held: range | None = None
-    """The kept entries that are updated here, of which master and moments are; None: all.
-    The others keep their weights."""
+    held: range
+    """The kept entries that are updated here, of which master and moments are. The others keep
+    their weights."""
 
-    @cached_property
-    def master_kind(self) -> MasterKind:
-        """Where the fp32 masters are."""
+    @property
+    def types(self) -> str:
+        """The kernel's, as the source calls them."""
+        weight, gradient = NUMBERS[self.weight.dtype], NUMBERS[self.gradient.dtype]
+        return f"{INDICES[self.index.kind]}, {weight}, {gradient}, {MASTERS[self._master_kind]}"
+
+    @property
+    def _master_kind(self) -> MasterKind:
         if self.master is None:
             return "weight"
         return "remainder" if self.master.dtype == torch.int16 else "fp32"
 
-    def run(
-        self, kernel: str, moments: tuple[str, ...], found: Tensor | None, scalars: list[float]
-    ) -> None:
-        """Check sizes and types, and start one thread block a tile."""
-        held = range(self.index.kept) if self.held is None else self.held
-        assert 0 <= held.start <= held.stop <= self.index.kept, f"{held} of {self.index.kept}"
-        kind = self.master_kind
+    def check(self, moments: tuple[str, ...]) -> None:
+        """Sizes and types, of which the kernel takes no notice."""
+        assert 0 <= self.held.start <= self.held.stop <= self.index.kept, f"{self.held}"
         weights = {"weight": (torch.float32,), "remainder": (torch.bfloat16,)}.get(
-            kind, (torch.bfloat16, torch.float16)
+            self._master_kind, (torch.bfloat16, torch.float16)
         )
         check(self.weight, "weight", weights, self.index.numel)
         check(self.gradient, "gradient", (self.weight.dtype, torch.float32), self.index.kept)
         if self.master is not None:
-            check(self.master, "master", (torch.float32, torch.int16), len(held))
+            check(self.master, "master", (torch.float32, torch.int16), len(self.held))
         assert len(self.moments) == len(moments), f"{len(self.moments)} moments, not {moments}"
         for name, values in zip(moments, self.moments, strict=True):
-            check(values, name, (torch.float32,), len(held))
-        if found is not None:
-            check(found, "found", (torch.int32,), 1)
-        weight, gradient = NUMBERS[self.weight.dtype], NUMBERS[self.gradient.dtype]
-        types = f"{INDICES[self.index.kind]}, {weight}, {gradient}, {MASTERS[kind]}"
-        # The kernel of a rule without moments still has a place for one.
-        buffers: tuple[Argument, ...] = self.moments or (None,)
-        self.index.launch(
-            kernel.format(types=types),
-            blocks_of(self.index.numel, TILE),
-            self.weight,
-            *self.index.arguments,
-            self.gradient,
-            self.master,
-            *buffers,
-            np.int64(held.start),
-            np.int64(held.stop),
-            found,
-            *map(np.float32, scalars),
+            check(values, name, (torch.float32,), len(self.held))
+
+    def packed(self, block: int) -> tuple[int, ...]:
+        """As a TENSOR, whose thread blocks begin with number `block`."""
+        index, moments = self.index, (*self.moments, None, None)
+        return (
+            self.weight.data_ptr(),
+            pointer(index.entries),
+            pointer(index.offsets),
+            index.kept,
+            index.numel,
+            self.gradient.data_ptr(),
+            pointer(self.master),
+            pointer(moments[0]),
+            pointer(moments[1]),
+            self.held.start,
+            self.held.stop,
+            block,
         )
 
 
-def adamw_step(
-    slot: Slot, hyper: Hyper, gradient_factor: float, found: Tensor | None = None
+def _step(
+    slots: Sequence[Slot], kernel: str, moments: tuple[str, ...], scalars: Sequence[float]
 ) -> None:
+    """Start a thread block for each tile, of GROUP tensors at a time."""
+    alike: dict[str, list[Slot]] = {}
+    for slot in slots:
+        slot.check(moments)
+        alike.setdefault(slot.types, []).append(slot)
+    factors = [np.float32(scalar) for scalar in scalars]
+    for types, those in alike.items():
+        for first in range(0, len(those), GROUP):
+            tensors, blocks = [], 0
+            for slot in those[first : first + GROUP]:
+                tensors.append(slot.packed(blocks))
+                blocks += blocks_of(slot.index.numel, TILE)
+            group = np.zeros(1, TENSORS)
+            group["tensors"][0, : len(tensors)] = tensors
+            group["number"] = len(tensors)
+            those[0].index.launch(kernel.format(types=types), blocks, group, *factors)
+
+
+def adamw_step(slots: Sequence[Slot], hyper: Hyper, gradient_factor: float) -> None:
     """One step of AdamW; moments are its mean and mean square.
 
-    `gradient_factor` multiplies every gradient entry (clipping, loss scale). With `found` (int32,
-    (1,), of a `Verdict`) at 1 nothing changes. Factors are rounded to fp32 as torch does it.
+    `gradient_factor` multiplies every gradient entry (clipping, loss scale). Factors are rounded
+    to fp32 as torch does it.
     """
     beta1, beta2 = hyper.betas
     scalars = [
@@ -112,14 +139,13 @@ def adamw_step(
         hyper.eps,
         -hyper.learning_rate / (1 - beta1**hyper.step),
     ]
-    slot.run("step_adamw<{types}>", ("exp_avg", "exp_avg_sq"), found, scalars)
+    _step(slots, "step_adamw<{types}>", ("exp_avg", "exp_avg_sq"), scalars)
 
 
 def sgd_step(
-    slot: Slot,
+    slots: Sequence[Slot],
     hyper: Hyper,
     gradient_factor: float,
-    found: Tensor | None = None,
     *,
     momentum: float,
     nesterov: bool,
@@ -127,4 +153,4 @@ def sgd_step(
     """One step of SGD, with a moment unless `momentum` is 0; otherwise as `adamw_step`."""
     kind = ("NESTEROV" if nesterov else "PLAIN") if momentum else "NONE"
     scalars = [gradient_factor, hyper.weight_decay, momentum, -hyper.learning_rate]
-    slot.run(f"step_sgd<{{types}}, {kind}>", ("momentum",) if momentum else (), found, scalars)
+    _step(slots, f"step_sgd<{{types}}, {kind}>", ("momentum",) if momentum else (), scalars)

@@ -1,52 +1,38 @@
-// From dense gradients to kept ones, with what the step's verdict needs: whether all are finite,
-// and their squares. CHUNK kept entries a thread block, whatever the encoding, so that sums are
-// the same bits in all of them: a thread's own in ascending order, threads by halves of a warp,
-// warps in order, chunks in order.
+// From dense gradients to kept ones, with what the step's verdict needs: the sum of their squares,
+// which is finite if and only if they are, since squares of fp32 are exact in fp64 and cannot
+// overflow it. CHUNK kept entries a thread block, whatever the encoding, so that sums are the same
+// bits in all of them: a thread's own in ascending order, threads by halves of a warp, warps in
+// order, chunks in order.
 
 const int LOADS = 4;  // reads that a thread has under way at once
 
-// The sum over all threads; only the first one's is right.
-ON_DEVICE double sum_of_threads(double sum) {
+// Writes the sum over all threads where this chunk's belongs.
+ON_DEVICE void report(double sum, double* chunks) {
     __shared__ double totals[THREADS / 32];
     for (int distance = 16; distance > 0; distance /= 2) {
         sum += __shfl_down_sync(0xFFFFFFFFu, sum, distance);
     }
     if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = sum;
     __syncthreads();
+    if (threadIdx.x != 0) return;
     sum = totals[0];
     for (int warp = 1; warp < THREADS / 32; ++warp) sum += totals[warp];
-    return sum;
+    chunks[blockIdx.x] = sum;
 }
 
-// What a thread has seen of a chunk.
-struct Seen {
-    double squares;
-    bool finite;
-
-    ON_DEVICE Seen() : squares(0), finite(true) {}
-
-    ON_DEVICE void add(float value) {
-        double wide = widen(value);
-        squares += wide * wide;
-        finite = finite && is_finite(value);
-    }
-
-    // Squares of fp32 are exact in fp64 and cannot overflow it.
-    ON_DEVICE void report(double* chunks, int* found) {
-        double sum = sum_of_threads(squares);
-        if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
-        if (!finite) *found = 1;
-    }
-};
+ON_DEVICE double square(float value) {
+    double wide = widen(value);
+    return wide * wide;
+}
 
 // gradient (+)= dense at the kept positions. `chunks` is null where no verdict is wanted.
 template <typename Index, typename Dense, typename Gradient>
 __global__ void compress(const void* dense, const void* entries, const int* offsets, Count kept,
-                         Count numel, void* gradient, int accumulate, double* chunks, int* found) {
+                         Count numel, void* gradient, int accumulate, double* chunks) {
     const typename Dense::Bits* __restrict__ from_D = (const typename Dense::Bits*)dense;
     typename Gradient::Bits* __restrict__ into_K = (typename Gradient::Bits*)gradient;
     Index index(entries, offsets, kept, numel);
-    Seen seen;
+    double squares = 0;
     Count first = (Count)blockIdx.x * CHUNK, last = least(first + CHUNK, kept);
     index.seek(first);
     for (Count from = first; from < last;) {
@@ -74,23 +60,25 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
                 float sum = accumulate ? add(before[i], fresh[i]) : fresh[i];
                 typename Gradient::Bits bits = Gradient::nearest(sum);
                 into_K[k] = bits;
-                seen.add(Gradient::load(bits));
+                squares += square(Gradient::load(bits));
             }
         }
         from = until;
     }
-    if (chunks) seen.report(chunks, found);
+    if (chunks) report(squares, chunks);
 }
 
-// The verdict alone, on gradients that replicas have summed since.
+// The sums alone, of gradients that replicas have summed since.
 template <typename Gradient>
-__global__ void judge(const void* gradient, Count kept, double* chunks, int* found) {
+__global__ void judge(const void* gradient, Count kept, double* chunks) {
     const typename Gradient::Bits* __restrict__ values_K = (const typename Gradient::Bits*)gradient;
-    Seen seen;
+    double squares = 0;
     Count first = (Count)blockIdx.x * CHUNK, last = least(first + CHUNK, kept);
 #pragma unroll LOADS
-    for (Count k = first + threadIdx.x; k < last; k += THREADS) seen.add(Gradient::load(values_K[k]));
-    seen.report(chunks, found);
+    for (Count k = first + threadIdx.x; k < last; k += THREADS) {
+        squares += square(Gradient::load(values_K[k]));
+    }
+    report(squares, chunks);
 }
 
 // One sum a block of SUM_BLOCK kept entries from those of its chunks, added in order.

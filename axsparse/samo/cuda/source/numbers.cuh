@@ -10,10 +10,6 @@ ON_DEVICE Count least(Count a, Count b) { return a < b ? a : b; }
 
 ON_DEVICE bool is_nan(float value) { return (__float_as_uint(value) & 0x7FFFFFFFu) > 0x7F800000u; }
 
-ON_DEVICE bool is_finite(float value) {
-    return (__float_as_uint(value) & 0x7F800000u) != 0x7F800000u;
-}
-
 // `nearest` is how sums are rounded (ties to even, as torch does), `weight` how masters are.
 struct Bf16 {
     typedef unsigned short Bits;

@@ -1,4 +1,4 @@
-// The whole optimizer step of a tensor: unscale and clip, the rule in fp32 on kept entries,
+// The whole optimizer step of some tensors: unscale and clip, the rule in fp32 on kept entries,
 // downcast, and dense weights written a TILE at a time, zeros included. A thread block a tile.
 
 // Where fp32 masters are. `load` is given the dense weight only if it says so.
@@ -69,7 +69,7 @@ struct Sgd {
 };
 
 // Of one tensor. Masters and moments begin with kept entry `first` and end before `last`; those
-// are updated, and the others keep their weights.
+// are updated, and the others keep their weights. The tensor's thread blocks begin with `block`.
 struct Tensor {
     void* weight;
     const void* entries;
@@ -78,8 +78,21 @@ struct Tensor {
     const void* gradient;
     void* master;
     float* moments[2];
-    Count first, last;
+    Count first, last, block;
 };
+
+// Tensors that are stepped together: small ones would each cost as much as their launch.
+struct Group {
+    Tensor tensors[GROUP];
+    Count number;
+
+    ON_DEVICE int of_this_block() const {
+        int own = 0;
+        while (own + 1 < number && tensors[own + 1].block <= blockIdx.x) ++own;
+        return own;
+    }
+};
+static_assert(sizeof(Group) == GROUP_BYTES, "as the host lays it out");
 
 template <typename Bits>
 ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
@@ -90,15 +103,15 @@ ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
 }
 
 template <typename Index, typename Weight, typename Gradient, typename Master, typename Rule>
-ON_DEVICE void step(const Tensor& tensor, const int* found, float factor, const Rule& rule) {
+ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     typedef typename Weight::Bits WeightBits;
     typedef typename Master::Bits MasterBits;
-    bool is_skipped = found && *found;  // read while the tile is looked for
+    const Tensor& tensor = group.tensors[group.of_this_block()];
+    Count number = blockIdx.x - tensor.block;
     Index index(tensor.entries, tensor.offsets, tensor.kept, tensor.numel);
-    Count start = (Count)blockIdx.x * TILE;
-    Stretch here = index.tile(blockIdx.x);
-    if (is_skipped || here.begin == here.end) return;
-    if (here.end <= tensor.first || tensor.last <= here.begin) return;
+    Count start = number * TILE;
+    Stretch here = index.tile(number);
+    if (here.begin == here.end || here.end <= tensor.first || tensor.last <= here.begin) return;
 
     __shared__ __align__(16) WeightBits tile[TILE];
     const int vectors = TILE * sizeof(WeightBits) / sizeof(uint4);
@@ -152,25 +165,22 @@ ON_DEVICE void step(const Tensor& tensor, const int* found, float factor, const 
     write_tile(weight_D + start, tile, (int)least(TILE, tensor.numel - start));
 }
 
+// Thread blocks that a multiprocessor holds at once, so that enough reads are under way; it is
+// what bounds their registers.
+const int RESIDENT = 8;
+
 template <typename Index, typename Weight, typename Gradient, typename Master>
-__global__ void step_adamw(void* weight, const void* entries, const int* offsets, Count kept,
-                           Count numel, const void* gradient, void* master, float* mean,
-                           float* square, Count first, Count last, const int* found, float factor,
-                           float mean_weight, float square_decay, float square_weight, float decay,
-                           float root_correction, float eps, float rate) {
-    Tensor tensor = {weight, entries, offsets, kept, numel, gradient, master,
-                     {mean, square}, first, last};
+__global__ __launch_bounds__(THREADS, RESIDENT) void step_adamw(
+    const __grid_constant__ Group group, float factor, float mean_weight, float square_decay,
+    float square_weight, float decay, float root_correction, float eps, float rate) {
     AdamW rule = {mean_weight, square_decay, square_weight, decay, root_correction, eps, rate};
-    step<Index, Weight, Gradient, Master>(tensor, found, factor, rule);
+    step<Index, Weight, Gradient, Master>(group, factor, rule);
 }
 
 template <typename Index, typename Weight, typename Gradient, typename Master, Momentum KIND>
-__global__ void step_sgd(void* weight, const void* entries, const int* offsets, Count kept,
-                         Count numel, const void* gradient, void* master, float* moment,
-                         Count first, Count last, const int* found, float factor,
-                         float weight_decay, float momentum, float rate) {
-    Tensor tensor = {weight, entries, offsets, kept, numel, gradient, master,
-                     {moment, 0}, first, last};
+__global__ __launch_bounds__(THREADS, RESIDENT) void step_sgd(
+    const __grid_constant__ Group group, float factor, float weight_decay, float momentum,
+    float rate) {
     Sgd<KIND> rule = {weight_decay, momentum, rate};
-    step<Index, Weight, Gradient, Master>(tensor, found, factor, rule);
+    step<Index, Weight, Gradient, Master>(group, factor, rule);
 }
