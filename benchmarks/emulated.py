@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Emulated:
 
     step: float
     """From the common start to the end of the stage that ended last; the same on all ranks."""
-    phases: dict[str, float]
+    phases: Mapping[str, float]
     """Of this rank, until its own last backward; "step" is their sum."""
 
     @property

@@ -44,13 +44,15 @@ from axsparse.job import Job
 from axsparse.local import LocalWorld
 from axsparse.models.gpt import gpt
 from axsparse.models.survey import survey
-from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.targets import targets
 from axsparse.samo.footprint import stage_bytes
 from axsparse.startup import Datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport
 
 HIDDEN, LAYERS, TOKENS, VOCABULARY, MICROBATCHES, SPARSITY, STEPS = 2048, 8, 512, 512, 2, 0.9, 3
+WARM_UP_HIDDEN = 128
+"""Of the tiny model: wide enough for tensors that numba reads, which it is loaded for."""
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "dense": {"enabled": False},
     "auto": {},
@@ -109,13 +111,10 @@ def activation_bytes(kept: float) -> dict[str, int]:
 
 def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
     found = survey(gpt(config.model, TOKENS))
-    pruning = config.pruning
     return stage_bytes(
         found.layers,
         found.ties,
-        Criterion(pruning.method, pruning.sparsity, pruning.include, config.seed)
-        if config.samo.enabled
-        else None,
+        targets(found, config.pruning).kept() if config.samo.enabled else {},
         dtype=torch.bfloat16,
         gradient_dtype=gradient_dtype,
         moments=2,
@@ -135,7 +134,7 @@ def resident(field: str) -> int:
 def measure(name: str) -> dict[str, Any]:
     """Train one variant in this process: its peak, and what is predicted."""
     samo = VARIANTS[name]
-    train(make_config(samo, 64))
+    train(make_config(samo, WARM_UP_HIDDEN))
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew, from what there is
