@@ -14,6 +14,7 @@ import torch
 from axsparse.builder import build
 from axsparse.comm import Collective, Direction, Link, Message, Op, Transport, wait
 from axsparse.config.load import Loaded
+from axsparse.config.schema import SpikesConfig
 from axsparse.data_parallel.agreement import gather_texts, sum_by_owner
 from axsparse.errors import ConfigError
 from axsparse.grid import Grid
@@ -117,8 +118,12 @@ def _profile(loaded: Loaded, steps: int, size: int) -> Profile:
                 update={"global_batch_size": MICROBATCHES * size, "microbatch_size": size}
             ),
             "layout": config.layout.model_copy(
-                update={"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"}
+                update={
+                    **{"g_inter": 1, "g_data": 1, "g_inter_pruned": None},
+                    **{"split": "auto", "memory_per_rank": "auto"},
+                }
             ),
+            "spikes": SpikesConfig(),  # without a place to save, nothing goes back
             "transport": "auto",
         }
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from axsparse.config.load import Loaded
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_offload
+from axsparse.config.validate import check_config, check_offload, check_split
 from axsparse.errors import ConfigError
 from axsparse.models.layer import Model
 from axsparse.models.named import named_model
@@ -114,16 +114,20 @@ class Subject:
     def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration leaves open; None: all."""
         layout = self.loaded.config.layout
+        stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
-            return [layout.g_inter]
-        if layout.g_data != "auto":
+            stages = layout.g_inter
+        elif layout.g_data != "auto":
             if gpus % layout.g_data:
                 raise ConfigError(
                     f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
                     f"{gpus} devices; choose a divisor, or auto"
                 )
-            return [gpus // layout.g_data]
-        return None if layout.split == "auto" else [len(layout.split)]
+            stages = gpus // layout.g_data
+        if stages is None:
+            return None
+        check_split(self.loaded, stages, len(self.survey.layers))
+        return [stages]
 
     def _enough(self, asked: SurveyedModel, cluster: Cluster, gpus: int) -> int | None:
         """The least doubling of the devices of which some deep pipeline fits."""

@@ -141,7 +141,8 @@ class Trainer:
             return False
         is_over = self.steps_done >= self.config.train.steps
         stops = self._is_stopped and not is_over
-        if not stops and self._evaluation_is_due():
+        # Though a signal waits: what is saved may have other masks already.
+        if self._evaluation_is_due() and (not stops or self.parts.masking is not None):
             self._recorded_evaluation()
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()

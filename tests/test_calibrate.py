@@ -70,6 +70,15 @@ def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         world.run(main)
 
 
+def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
+    asked = ["model.hidden_size=64", "model.num_layers=1", "spikes.rule=back"]
+    loaded = load_config("quickstart.yaml", [*asked, "layout.g_inter_pruned=1"])
+
+    machine = calibrate(LocalTransport(LocalWorld(1), 0), loaded, "mine", 1)
+
+    assert machine.efficiency > 0
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     out = ["--out", "nowhere/mine.yaml", "--steps", "1"]
     done = run_mpirun(1, ["-m", "axsparse", "calibrate", *SMALL, *out], cwd=tmp_path)

@@ -43,6 +43,18 @@ def test_replicas_that_do_not_divide_the_devices_are_refused() -> None:
         planned(layout={"g_data": 3})
 
 
+def test_a_split_that_leaves_layers_out_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout.split \(default\): \[1, 2\] places 3 layers of 4"
+    ):
+        planned(layout={"split": [1, 2]})
+
+
+def test_a_split_for_another_number_of_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[1, 1, 2\] is for 3 stages, g_inter is 2"):
+        planned(layout={"g_data": 2, "split": [1, 1, 2]})
+
+
 def test_a_run_is_planned_as_it_starts() -> None:
     pruned, later = asked(), asked(pruning={"sparsity": 0.8, "at_step": 3})
 

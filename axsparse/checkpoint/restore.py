@@ -33,12 +33,7 @@ class CheckpointMasks:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files = Files(checkpoint)
-        self.kept: Mapping[str, int] = {
-            name: entry.kept
-            for layer in checkpoint.manifest.layers.values()
-            for name, entry in layer.parameters.items()
-            if entry.kept < torch.Size(entry.shape).numel()
-        }
+        self.kept: Mapping[str, int] = checkpoint.manifest.pruned
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         """The flat mask of a pruned tensor; `weight` is never called."""

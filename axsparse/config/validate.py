@@ -52,6 +52,12 @@ def check_config(loaded: Loaded) -> None:
             f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
             f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
         )
+    scale = config.loss_scale
+    if scale.initial < scale.floor:
+        raise ConfigError(
+            f"{loaded.where('loss_scale.initial')}: {scale.initial:g} is below loss_scale.floor "
+            f"{scale.floor:g}, so that an overflow would raise it; choose at least {scale.floor:g}"
+        )
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise ConfigError(
             f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "

@@ -23,7 +23,6 @@ HUGE_LINE: Problem = "huge line"
 MALFORMED_JSON: Problem = "malformed JSON"
 MISSING_FIELD: Problem = "missing field"
 UNREADABLE: Problem = "unreadable"
-PROBLEMS = (NOT_UTF8, EMPTY, HUGE_LINE, MALFORMED_JSON, MISSING_FIELD, UNREADABLE)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SKIPPED = 1 << 20
 """Bytes of a huge line that are passed over at once."""

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axsparse.errors import ConfigError
+from axsparse.models.layer import as_tuple
 from axsparse.seeds import preserved_rng
 
 SAMPLES = 2
@@ -128,7 +129,7 @@ class Tracer:
                 f"layer {name}: {type(reason).__name__} on the meta device, where its cost is "
                 f"found: {' '.join(str(reason).split())}; mend it, or leave Model.example out"
             ) from reason
-        given = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = as_tuple(name, outputs)
         self._flow = tuple(self._on_meta(tensor) for tensor in given)
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from axsparse.errors import ConfigError
+
 Kind = Literal["block", "embedding", "head"]
 LossFunction = Callable[..., Tensor]
 MetricFunction = Callable[..., Tensor]
@@ -84,6 +86,18 @@ def on_meta(layer: Layer) -> nn.Module:
     """The module of a layer without memory and start values; raises what `build` does."""
     with torch.device("meta"), _Undrawn():
         return layer.build()
+
+
+def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
+    """What the forward of a layer gave; ConfigError if that is no tensor and no tuple of them."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and all(isinstance(t, Tensor) for t in output):
+        return tuple(output)
+    raise ConfigError(
+        f"layer {name}: its forward returned {type(output).__name__}; "
+        "return a tensor or a tuple of tensors"
+    )
 
 
 @dataclass(frozen=True)

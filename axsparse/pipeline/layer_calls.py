@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import Slot, slots, tracked_norms
+from axsparse.models.layer import as_tuple
 from axsparse.seeds import keyed_seed, preserved_rng, rng_state
 
 Tensors = tuple[Tensor, ...]
@@ -150,7 +151,7 @@ class LayerCalls:
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
-        outputs = _as_tuple(self.name, self._run(inputs))
+        outputs = as_tuple(self.name, self._run(inputs))
         wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
             self._writes[self._module.training] = wrote
@@ -204,17 +205,6 @@ def _half_parameters_of_norms(
             if parameter.dtype != statistics.dtype:
                 found.append((key, parameter, statistics.dtype))
     return found
-
-
-def _as_tuple(name: str, output: object) -> Tensors:
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, (tuple, list)) and all(isinstance(t, Tensor) for t in output):
-        return tuple(output)
-    raise ConfigError(
-        f"layer {name}: its forward returned {type(output).__name__}; "
-        "return a tensor or a tuple of tensors"
-    )
 
 
 # -- buffers ----------------------------------------------------------------------------

@@ -336,3 +336,18 @@ def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
 
     assert [step for step, _ in evaluations(tmp_path / "run")] == [0, 2, 4, 6]
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", ["gradual", "rigl"])
+def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
+    method: str, tmp_path: Path
+) -> None:
+    pruning = {"method": method, "interval": 2, "until_step": 5}
+    config = config_of(train={"steps": 6, "eval_every": 2, "eval_steps": 1}, pruning=pruning)
+    validation = token_data(12)
+    ran((1, 1), config, tmp_path / "whole", validation=validation)
+
+    ran((1, 1), config, tmp_path / "run", stop_after=4, validation=validation)
+    ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")

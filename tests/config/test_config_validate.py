@@ -166,6 +166,13 @@ def test_the_warm_up_ends_before_the_decay() -> None:
     )
 
 
+def test_the_loss_scale_begins_at_its_floor_or_above() -> None:
+    assert _config_refusal("loss_scale.initial=1024", "loss_scale.floor=4096") == (
+        "loss_scale.initial (--set): 1024 is below loss_scale.floor 4096, so that an overflow "
+        "would raise it; choose at least 4096"
+    )
+
+
 def test_pruning_happens_within_the_run() -> None:
     assert _config_refusal("pruning.at_step=100") == (
         "pruning.at_step (--set): 100 is not below train.steps 100; choose at most 99"

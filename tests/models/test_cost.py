@@ -204,3 +204,25 @@ def test_an_example_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         survey(replace(model(example=True), example=example))
+
+
+class Returns(nn.Module):
+    """Gives what a function makes of its input."""
+
+    def __init__(self, made: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self._made = made
+
+    def forward(self, x: Tensor) -> object:
+        return self._made(x)
+
+
+def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
+    listed, paired = run(Returns(lambda x: [x + 1, x]), 4), run(Returns(lambda x: (x + 1, x)), 4)
+
+    assert listed == paired
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer a: its forward returned dict; return a tensor"):
+        run(Returns(lambda x: {"x": x}), 4)

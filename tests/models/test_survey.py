@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -276,6 +277,14 @@ def test_a_build_that_makes_no_module_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"^layer a: its build returned NoneType; return a torch"):
         survey(model(layer("a", nothing)))
+
+
+def test_a_build_that_makes_values_in_each_call_passes() -> None:
+    own = nn.Linear(3, 3)
+
+    found = survey(model(layer("a", lambda: copy.deepcopy(own))))
+
+    assert found.num_params == 12
 
 
 def test_normalisation_over_all_replicas_is_refused() -> None:

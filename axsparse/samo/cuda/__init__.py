@@ -1,1 +1,1 @@
-"""The same on a GPU: compression and the optimizer step, each as one kernel a tensor."""
+"""The same on a GPU: compression and the optimizer step, each in one kernel."""
