@@ -20,7 +20,7 @@ from axsparse.checkpoint.restore import CheckpointMasks, Files, load_layers
 from axsparse.checkpoint.save import Facts, Saver
 from axsparse.checkpoint.verify import Checkpoint
 from axsparse.comm import Transport
-from axsparse.config.load import Loaded
+from axsparse.config.load import Loaded, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_gpu_settings, pruned_layout
 from axsparse.data_parallel.agreement import gather_texts
@@ -82,7 +82,7 @@ def build(
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
-    loaded = config if isinstance(config, Loaded) else Loaded(config, model.name, {})
+    loaded = config if isinstance(config, Loaded) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
     if job.placed is None:
         job.placed = place(job.transport, loaded)

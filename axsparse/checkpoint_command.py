@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, say
 from axsparse.errors import AxsparseError, ConfigError, MissingInputError
 
 DESCRIPTION = """\
@@ -20,6 +20,7 @@ Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in i
 
 exit codes:
   0 done   65 a checkpoint is damaged   66 a file is missing   74 a place cannot be written
+  78 arguments that cannot be run
 """
 
 
@@ -71,7 +72,7 @@ def verify(path: Path) -> None:
     for each."""
     failures = [failure for one in _checkpoints(path) if (failure := _failure(one)) is not None]
     for left in _unfinished(path):
-        print(f"  {left}: not finished, never used; goes with the next checkpoint")
+        say(f"  {left}: not finished, never used; goes with the next checkpoint")
     if failures:
         raise failures[0]
 
@@ -86,10 +87,10 @@ def _failure(path: Path) -> AxsparseError | None:
         opened = open_checkpoint(path)
         verify_files(opened)
     except AxsparseError as error:
-        print(f"✗ {path}")
+        say(f"✗ {path}")
         return error
     files, size = len(opened.manifest.files), format_bytes(opened.manifest.nbytes)
-    print(f"✓ {path}: {files} files, {size}")
+    say(f"✓ {path}: {files} files, {size}")
     return None
 
 
@@ -105,16 +106,16 @@ def show(path: Path) -> None:
         parameters = [p for layer in manifest.layers.values() for p in layer.parameters.values()]
         kept = sum(entry.kept for entry in parameters)
         numel = sum(math.prod(entry.shape) for entry in parameters)
-        print(f"{checkpoint}")
-        print(
+        say(f"{checkpoint}")
+        say(
             f"  step {progress.step}, {progress.updates} updates, loss scale "
             f"{progress.loss_scale:g}, {manifest.data.position} samples of {manifest.data.name}"
         )
-        print(
+        say(
             f"  {len(manifest.layers)} layers, {format_count(numel)} parameters, "
             f"{format_count(kept)} kept, {format_bytes(manifest.nbytes)}"
         )
-        print(
+        say(
             f"  {said.get('precision')}, {said.get('optimizer.name')}, pruning "
             f"{said.get('pruning.method')}, seed {said.get('seed')}; axsparse "
             f"{said.get('axsparse')}, torch {said.get('torch')}"
@@ -150,7 +151,7 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
             gone = outdated(folder, keep_last, 0, lambda step: is_whole(path_of(folder, step)))
         for step in gone:
             remove(path_of(folder, step))
-            print(f"removed {path_of(folder, step)}")
+            say(f"removed {path_of(folder, step)}")
     except OSError as reason:
         raise OutputError(
             f"{folder}: cannot be written ({reason.strerror}); nothing else went"

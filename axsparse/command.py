@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,6 +33,15 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if speaks():
             super().print_help(file)
+
+
+def say(text: str) -> None:
+    """Print what a command was asked for; a reader that has gone, `head` say, is no mistake."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # At the exit Python would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def add_configuration(add: Callable[..., object]) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.command import CommandParser, add_configuration
+from axsparse.command import CommandParser, add_configuration, say
 from axsparse.errors import AxsparseError, ConfigError, OutputError
 from axsparse.transport import speaks
 
@@ -81,10 +79,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except AxsparseError as error:
         print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.exit(0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
 
@@ -152,16 +146,15 @@ def _print(
 
     if as_json:
         everything = {"plans": [report.as_json(answer) for answer in answers], "notes": notes}
-        print(json.dumps(everything))
+        say(json.dumps(everything))
         return
     if not is_study:
-        print("\n".join(report.lines(answers, notes)))
+        say("\n".join(report.lines(answers, notes)))
         return
     plan = answers[0].plan
-    print(f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}\n")
-    print("\n".join(report.scaling(answers)))
-    for note in notes:
-        print(f"note: {note}")
+    head = f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
+    rest = (f"note: {note}" for note in notes)
+    say("\n".join([head, "", *report.scaling(answers), *rest]))
 
 
 def _write_page(path: Path, answers: Sequence[Answer], notes: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from axsparse.config.load import Loaded
+from axsparse.config.load import Loaded, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload, check_split
 from axsparse.errors import ConfigError
@@ -208,7 +208,7 @@ def plan_for(
     Raises ConfigError where nothing fits, MissingInputError for an unknown cluster.
     """
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    loaded = Loaded(config or Config(), model.name, {})
+    loaded = made_in_python(config or Config(), model.name)
     return subject(loaded, found, model).plan(method, found, gpus)
 
 

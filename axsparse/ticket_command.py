@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, say
 from axsparse.errors import EXIT_CONFIG, AxsparseError
 from axsparse.transport import speaks
 
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     except AxsparseError as error:
         print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    _say(manifest.text(indent=2) if arguments.json else "\n".join(_lines(manifest)))
+    say(manifest.text(indent=2) if arguments.json else "\n".join(_lines(manifest)))
     sys.exit(0)
 
 
@@ -100,11 +99,3 @@ def _lines(manifest: Manifest) -> Iterator[str]:
 
 def _figures(numel: int, kept: int, sparsity: float) -> tuple[str, str, str]:
     return f"{numel:,}", f"{kept:,}", f"{100 * sparsity:.3f} %"
-
-
-def _say(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # The reader has gone, `head` say; at the exit Python would flush once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.command import CommandParser
+from axsparse.command import CommandParser, say
 from axsparse.errors import EXIT_CONFIG, AxsparseError, ConfigError
 from axsparse.observe.trace import Span, differences, read, step_seconds
 from axsparse.planner.report import table
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     except AxsparseError as error:
         print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    print("\n".join(lines(first, second, int(arguments.most))))
+    say("\n".join(lines(first, second, int(arguments.most))))
     sys.exit(0)
 
 

@@ -12,6 +12,7 @@ import pytest
 from support.mpirun import LONGEST_SECONDS
 from support.resuming import ran
 from support.runs import tiny_config
+from support.unread import unread
 
 from axsparse.checkpoint.folder import saved_steps
 from axsparse.checkpoint_command import main
@@ -52,6 +53,11 @@ def test_verify_reads_all_checkpoints_of_a_run_or_one(
     assert out == [f"✓ {run}/checkpoints/step-{step}: 4 files, 111 kB" for step in (1, 2, 3, 4)]
     one = run / "checkpoints" / "step-2"
     assert called(capsys, "verify", one) == (0, [f"✓ {one}: 4 files, 111 kB"], [])
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_reader_that_goes_away_is_no_mistake(command: str, run: Path) -> None:
+    assert unread("checkpoint", command, "run", cwd=run.parent) == (0, b"")
 
 
 def test_verify_names_what_is_damaged_after_all_is_read(

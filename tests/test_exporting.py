@@ -109,6 +109,21 @@ def test_masters_come_out_bit_by_bit_however_they_were_stored(
     assert_equal_tensors(dense, dense_state(found, tiny_gpt(config)))
 
 
+def test_csr_is_not_read_back_and_said_to_be_csr(tmp_path: Path) -> None:
+    config = config_of()
+    ran((1, 1), config, tmp_path / "run")
+    out = tmp_path / "out.safetensors"
+    export(newest(tmp_path / "run"), "sparse", out)
+
+    with pytest.raises(DataError) as told:
+        start_from(tiny_gpt(config), open_weights(out))
+
+    assert str(told.value) == (
+        f"{out}: has 'block0.attention.qkv.weight' in CSR, which is not read back; export the "
+        "checkpoint with --to torch"
+    )
+
+
 def from_csr(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Dense tensors again, row by row as the format says."""
     dense = {}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.unread import unread
 
 from axsparse.errors import EXIT_CONFIG
 from axsparse.observe.trace import read, step_seconds
@@ -136,3 +137,11 @@ def test_one_of_many_ranks_speaks(
     monkeypatch.setenv("PMI_RANK", "1")
 
     assert told(capsys, "--gpus", "2") == (0, "", "")
+
+
+@pytest.mark.parametrize("asked", [["--gpus", "2"], ["--gpus", "2", "--json"], ["--gpus", "1,2"]])
+def test_a_reader_that_goes_away_is_no_mistake(asked: list[str], tmp_path: Path) -> None:
+    page = ("--html", "plan.html")
+
+    assert unread("plan", *SMALL, *asked, *page, cwd=tmp_path) == (0, b"")
+    assert (tmp_path / "plan.html").exists()

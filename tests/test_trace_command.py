@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.mpirun import run_mpirun
+from support.unread import unread
 
 from axsparse.errors import EXIT_CONFIG, EXIT_MISSING
 from axsparse.observe.phases import PHASES
@@ -55,6 +56,12 @@ def test_mistakes_are_one_line(
     assert found == code
     assert len(errors.splitlines()) == 1
     assert text in errors
+
+
+def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", [Span(1, 0, 0, "compute", "F0", 0, 2)], "a")
+
+    assert unread("trace", "compare", "a.json", "a.json", cwd=tmp_path) == (0, b"")
 
 
 def test_without_a_command_it_says_how(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from yaml.reader import ReaderError
 
 from axsparse.config.refusal import (
+    CLOSE,
     FIELDS,
     SECTIONS,
     Setting,
@@ -28,7 +29,7 @@ from axsparse.config.refusal import (
     show,
     unknown_key,
 )
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, Section
 from axsparse.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ class Loaded:
     name: str
     """Stem of the config file; "default" without one."""
     origins: Mapping[str, str]
-    """Dotted key -> "quickstart.yaml:12" or "--set"; keys that nobody set are absent."""
+    """Dotted key -> "quickstart.yaml:12", "--set", "configure"; keys that nobody set are absent."""
 
     def where(self, key: str) -> str:
         """A key and its origin, as error messages begin with."""
@@ -79,6 +80,16 @@ def configure(values: Mapping[str, Any]) -> Config:
                 raise unknown_key(key, "configure")
             settings[key] = Setting(value, "configure")
     return _validated(settings, "custom").config
+
+
+def made_in_python(config: Config, name: str) -> Loaded:
+    """A configuration of the Python API, with the keys that were given a value there."""
+    origins: dict[str, str] = {}
+    for section in config.model_fields_set:
+        given = getattr(config, section)
+        leaves = given.model_fields_set if isinstance(given, Section) else {""}
+        origins |= {f"{section}.{leaf}".rstrip("."): "configure" for leaf in leaves}
+    return Loaded(config, name, origins)
 
 
 def _validated(settings: Mapping[str, Setting], name: str) -> Loaded:
@@ -131,9 +142,11 @@ def _missing(source: str) -> MissingInputError:
         return MissingInputError(f"config {source!r}: no such file; name an existing one")
     stem = Path(source).stem
     nearest = max(bundled, key=lambda name: likeness(stem, name))
+    is_near = likeness(stem, nearest) >= CLOSE
+    mend = f"did you mean {nearest}?" if is_near else "name an existing one"
     return MissingInputError(
         f"config {source!r}: no such file and no bundled config of that name; "
-        f"did you mean {nearest}? (bundled: {', '.join(bundled)})"
+        f"{mend} (bundled: {', '.join(bundled)})"
     )
 
 

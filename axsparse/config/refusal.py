@@ -40,6 +40,9 @@ def _fields() -> dict[str, Any]:
 FIELDS = _fields()
 """Dotted key -> JSON schema of its values, in the schema's order."""
 
+CLOSE = 0.6
+"""Likeness from which on a name may be what was meant; difflib's own measure."""
+
 _BROKEN_BOUNDS = {
     "greater_than_equal": "is below {ge:g}",
     "greater_than": "is not above {gt:g}",
@@ -123,7 +126,7 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         return (part if section == known_section else max(whole, part)), whole
 
     nearest = max((*FIELDS, *([] if section else SECTIONS)), key=nearness)
-    if nearness(nearest)[0] >= 0.6:  # difflib's own measure of "close"
+    if nearness(nearest)[0] >= CLOSE:
         mend = f"did you mean {nearest}?"
     else:
         names = SECTIONS.get(section, Config)

@@ -416,7 +416,8 @@ class Config(Section):
     transport: Literal["auto", "nccl", "mpi", "cuda-aware-mpi", "local"] = "auto"
     """How ranks talk: `mpi` (between GPUs by way of pinned host memory), `nccl` for what GPUs send
     each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a single
-    process. `auto` takes NCCL where each rank has a GPU of its own, else MPI if there is one."""
+    process without MPI. `auto` takes NCCL where each rank has a GPU of its own, else MPI if there
+    is one."""
     seed: Annotated[int, Field(ge=0)] = 1234
     """Decides initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"

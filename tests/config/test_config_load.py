@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.load import Loaded, bundled_configs, configure, load_config, to_yaml
+from axsparse.config.load import (
+    Loaded,
+    bundled_configs,
+    configure,
+    load_config,
+    made_in_python,
+    to_yaml,
+)
 from axsparse.config.schema import Config
 from axsparse.errors import AxsparseError, ConfigError, MissingInputError
 
@@ -139,6 +146,11 @@ def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> 
 
     assert load_config("quickstart.yaml").config.seed == 5
     assert load_config("quickstart").config.seed == 1
+
+
+def test_a_name_like_no_other_is_not_guessed_at(bundled: Path) -> None:
+    with pytest.raises(MissingInputError, match=r"of that name; name an existing one \(bundled: "):
+        load_config("nothing.yaml")
 
 
 @pytest.mark.parametrize("source", ["quikstart", "quikstart.yaml", "./quikstart.yaml"])
@@ -408,3 +420,12 @@ def test_a_configuration_made_in_python_is_as_strict_as_a_file() -> None:
     )
     with pytest.raises(ConfigError, match=r"pruning.sparsity \(configure\): 1.0 is not below 1"):
         configure({"pruning": {"sparsity": 1.0}})
+
+
+def test_keys_that_were_given_in_python_are_no_defaults() -> None:
+    loaded = made_in_python(configure({"seed": 5, "batch": {"global_batch_size": 64}}), "mine")
+
+    assert loaded.where("seed") == "seed (configure)"
+    assert loaded.where("batch.global_batch_size") == "batch.global_batch_size (configure)"
+    assert loaded.where("batch.microbatch_size") == "batch.microbatch_size (default)"
+    assert loaded.where("precision") == "precision (default)"

@@ -39,7 +39,7 @@ def test_an_interval_that_does_not_fit_is_refused_before_the_first_step() -> Non
 
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "pruning.interval (default): 4 steps do not fit between pruning.at_step 2 and "
+        "pruning.interval (configure): 4 steps do not fit between pruning.at_step 2 and "
         "pruning.until_step 5; choose at most 3"
     )
 
@@ -51,7 +51,7 @@ def test_a_search_that_ends_before_its_last_look_is_refused_and_told_of_the_warm
     )
 
     assert str(error) == (
-        "pruning.interval (default): 6 looks, one every 1 steps from step 2 on (after warm-up "
+        "pruning.interval (configure): 6 looks, one every 1 steps from step 2 on (after warm-up "
         "and pruning.at_step), end at 7, after pruning.until_step 6; look more often, or search "
         "longer"
     )
@@ -61,7 +61,7 @@ def test_masks_that_would_never_move_are_refused() -> None:
     error = refusal(pruning={"method": "rigl", "interval": 6, "until_step": 6})
 
     assert str(error) == (
-        "pruning.interval (default): 6 steps bring no move before pruning.until_step 6; choose "
+        "pruning.interval (configure): 6 steps bring no move before pruning.until_step 6; choose "
         "at most 5, or train longer"
     )
 
