@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
+    from axsparse.data.dataset import Dataset as Dataset
     from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
     from axsparse.grid import Grid as Grid
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
     "Config": "axsparse.config.schema",
+    "Dataset": "axsparse.data.dataset",
     "Datasets": "axsparse.startup",
     "Grid": "axsparse.grid",
     "Job": "axsparse.job",

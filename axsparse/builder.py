@@ -82,6 +82,7 @@ def build(
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
+    together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
     loaded = config if isinstance(config, Loaded) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
     if job.placed is None:
@@ -160,6 +161,18 @@ def build(
     return Trainer(
         run.config, parts, saver=saver, stop=job.stop, watchdog=watchdog, progress=progress
     )
+
+
+def _refuse_other_types(model: object, open_datasets: object, config: object, grid: object) -> None:
+    """ConfigError for arguments that would only be found to be no such thing deep within."""
+    for name, value, is_right, right in (
+        ("model", model, isinstance(model, Model), "a Model; from_sequential makes one of modules"),
+        ("config", config, isinstance(config, (Config, Loaded)), "what configure makes of a dict"),
+        ("grid", grid, grid is None or isinstance(grid, Grid), "Grid(g_inter, g_data)"),
+        ("open_datasets", open_datasets, callable(open_datasets), "a function returning Datasets"),
+    ):
+        if not is_right:
+            raise ConfigError(f"build: {name} is {type(value).__name__}; give {right}")
 
 
 def _facts(run: Resolved, data: Data) -> Facts:
@@ -262,6 +275,8 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     runs = transport.rank == 0
     seen = model if runs else replace(model, example=None)
     surveyed = together(transport, lambda: survey(seen, dtype))
+    names = ", ".join(layer.name for layer in surveyed.layers)
+    together(transport, lambda: refuse_odd_rank(transport, {"layers": names}))
     costs = costs_text(surveyed) if runs else ""
     return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
 

@@ -14,6 +14,9 @@ Internal invariants are asserts, not members of this tree.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_DATA = 65
 EXIT_MISSING = 66
 EXIT_INTERNAL = 70
@@ -65,3 +68,16 @@ class StoppedError(AxsparseError):
 
     exit_code = EXIT_SAVED
     on_all_ranks = True
+
+
+@contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Within, an exception of somebody else's code stays what it is and is told with its place.
+
+    As `add_note`, which Python 3.10 lacks.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.__dict__.setdefault("__notes__", []).append(where)
+        raise

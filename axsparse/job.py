@@ -177,7 +177,9 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    print(f"axsparse: error: {job.where}: {words}", file=sys.stderr, flush=True)
+    # In one piece, since other ranks may fail at the same moment; print ends a line by itself.
+    sys.stderr.write(f"axsparse: error: {job.where}: {words}\n")
+    sys.stderr.flush()
     job.transport.abort(code)
 
 
@@ -193,7 +195,8 @@ def _describe(failure: BaseException) -> tuple[int, str]:
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
         return code, f"left in the middle of the run (sys.exit({failure.code!r}))"
     text = " ".join(str(failure).split()) or "no message"
-    return EXIT_INTERNAL, f"{type(failure).__name__}: {text}"
+    notes = [note for note in getattr(failure, "__notes__", ()) if isinstance(note, str)]
+    return EXIT_INTERNAL, ": ".join([*notes, type(failure).__name__, text])
 
 
 def _keep_traceback(job: Job, failure: BaseException) -> str:

@@ -87,7 +87,8 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Datasets:
-    """What is read; opened on the ranks that read only."""
+    """What is read, opened on the ranks that read only: an `ArrayDataset` or `TokenDataset`, or a
+    class of one's own with the members of `Dataset`."""
 
     training: Dataset | PartedDataset
     validation: Dataset | PartedDataset | None = None
@@ -121,7 +122,7 @@ def open_data(
     data, and what the rules of `check_data` raise.
     """
     reads = run.place.is_first or run.place.is_last
-    datasets = together(transport, lambda: open_datasets() if reads else None)
+    datasets = together(transport, lambda: _opened(open_datasets) if reads else None)
     said = "" if datasets is None else json.dumps(_describe(datasets))
     facts = together(transport, lambda: _common_facts(transport, said))
     together(
@@ -155,6 +156,30 @@ def open_data(
         validation = batches(dataset, facts["validation_samples"])
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
+
+
+MEMBERS = ("name", "fingerprint", "vocab_size", "targets_per_sample", "__len__", "count_targets")
+"""Of a `Dataset`, beside what reads."""
+
+
+def _opened(open_datasets: Callable[[], object]) -> Datasets:
+    """What the function opens; DataError if that is no `Datasets`."""
+    opened = open_datasets()
+    if not isinstance(opened, Datasets):
+        raise DataError(
+            f"data: open_datasets returned {type(opened).__name__}; return "
+            "Datasets(training, validation)"
+        )
+    datasets = [opened.training] + ([] if opened.validation is None else [opened.validation])
+    for dataset in datasets:
+        reads = "start" if isinstance(dataset, PartedDataset) else "read"
+        missing = [member for member in (*MEMBERS, reads) if not hasattr(dataset, member)]
+        if missing:
+            raise DataError(
+                f"data: {type(dataset).__name__} has no {', '.join(missing)}; give an ArrayDataset "
+                "or a class with the members of axsparse.Dataset"
+            )
+    return opened
 
 
 def _describe(datasets: Datasets) -> dict[str, Any]:

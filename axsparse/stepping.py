@@ -23,9 +23,12 @@ from axsparse.samo.backend import to_host
 from axsparse.samo.learning_rate import learning_rate
 from axsparse.samo.norm import clip_factor, norm_partials
 from axsparse.samo.optimizer import Hyper
-from axsparse.samo.prune import masks_digest
+from axsparse.samo.prune import masks_digest, weights_digest
 from axsparse.samo.update import update
 from axsparse.spikes import Back, Spike, SpikeRule
+
+MOST_NAMED = 4
+"""Parameters without a gradient that a warning names; a mixture of experts has hundreds."""
 
 
 class Stepper:
@@ -57,6 +60,7 @@ class Stepper:
         self._warned: set[str] = set()
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
+        self._refuse_unequal_replicas()
         self._agreement = self._agree_on_masks()
 
     def step(self, notice: Notice = NOTHING) -> Verdict:
@@ -183,18 +187,34 @@ class Stepper:
             parts.replicas.exchange(Op.ALL_REDUCE, count)
         return max(1.0, count.item())
 
+    def _odd_replica(self, digest: int) -> int | None:
+        """The first replica with another digest than replica 0; None if all are equal."""
+        replicas = self._parts.replicas
+        digests = torch.zeros(replicas.size, dtype=torch.float64)
+        digests[replicas.rank] = digest
+        replicas.exchange(Op.ALL_REDUCE, digests)
+        found: list[float] = digests.tolist()
+        return next((replica for replica, own in enumerate(found) if own != found[0]), None)
+
+    def _refuse_unequal_replicas(self) -> None:
+        """Check that replicas start at the same weights: what they add to them is the same."""
+        odd = self._odd_replica(weights_digest(self._parts.layers))
+        if odd is not None:
+            raise TrainingError(
+                f"weights: replica {odd} starts at others than replica 0 on stage "
+                f"{self._parts.place.stage}; draw them from torch's generator, which has the same "
+                "seed everywhere, or in `init` from the one that is given, on hosts of one kind"
+            )
+
     def _agree_on_masks(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the agreement's vector."""
         parts, transport = self._parts, self._parts.transport
-        digests = torch.zeros(parts.replicas.size, dtype=torch.float64)
-        digests[parts.replicas.rank] = masks_digest(parts.layers)
-        parts.replicas.exchange(Op.ALL_REDUCE, digests)
-        for replica, digest in enumerate(digests.tolist()):
-            if digest != digests[0].item():
-                raise TrainingError(
-                    f"masks: replica {replica} keeps other entries than replica 0 on stage "
-                    f"{parts.place.stage}; masks must depend on seed, names and weights only"
-                )
+        odd = self._odd_replica(masks_digest(parts.layers))
+        if odd is not None:
+            raise TrainingError(
+                f"masks: replica {odd} keeps other entries than replica 0 on stage "
+                f"{parts.place.stage}; masks must depend on seed, names and weights only"
+            )
         kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
         names = parts.survey.counted
         self._counted = [name for name in names if name in kept]
@@ -223,15 +243,16 @@ class Stepper:
     def _warn_of_unused(self, names: Sequence[str]) -> None:
         if self._parts.place.replica:
             return
-        for name in names:
-            if name not in self._warned:
-                self._warned.add(name)
-                print(
-                    f"axsparse: warning: {self._parts.place}: parameter {name} got no gradient in "
-                    f"step {self.steps_done + 1}; it counts as zero (freeze it if that is meant)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        new = [name for name in names if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+            sys.stderr.write(  # in one piece, since other stages may warn at the same moment
+                f"axsparse: warning: {self._parts.place}: its microbatches of step "
+                f"{self.steps_done + 1} gave no gradient to {', '.join(new[:MOST_NAMED])}{more}; "
+                "it counts as zero (freeze what no sample ever uses)\n"
+            )
+            sys.stderr.flush()
 
     def progress(self, *, evaluated: bool, masked: bool) -> Progress:
         """Where training stands, between two steps."""

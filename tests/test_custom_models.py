@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 from support.oracle import Trace
 from support.runs import (
@@ -21,11 +25,17 @@ from support.runs import (
     vector_data,
 )
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from axsparse.builder import build
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset
-from axsparse.errors import ConfigError, TrainingError
+from axsparse.errors import ConfigError, DataError, TrainingError
+from axsparse.job import Job, _describe
+from axsparse.local import LocalWorld
 from axsparse.models.layer import Layer, LossFunction, Model
+from axsparse.startup import Datasets
+from axsparse.transport import LocalTransport
 
 WIDTH = 16
 
@@ -153,8 +163,9 @@ def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
     assert "partly.frozen.weight" not in names
     assert "partly.unused.weight" in names
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert len(warnings) == 2  # weight and bias, once, from one replica
-    assert "parameter partly.unused.weight got no gradient in step 1" in warnings[0]
+    (warning,) = warnings  # once, from one replica
+    told = "its microbatches of step 1 gave no gradient to partly.unused.weight, partly.unused.bias"
+    assert f"rank 1 (stage 1, replica 0): {told}; it counts as zero" in warning
     for trainer, _ in ranks:
         for layer in trainer.parts.layers:
             if layer.spec.name == "partly":
@@ -328,9 +339,153 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
         train_in_process(1, 1, model, small_config(), vector_data())
 
 
+def test_a_mean_over_outputs_in_a_tuple_is_refused() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), x
+
+    def loss(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets) + hidden.square().mean()
+
+    model = Model([linear(), Layer("both", Both)], loss)
+
+    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+
+def test_a_loss_for_microbatches_of_one_size_is_not_tried_on_a_sample() -> None:
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(3, 5), targets, reduction="sum")
+
+    model = Model([linear(), linear(WIDTH, 5)], loss)
+
+    [(_, trace)] = train_in_process(1, 1, model, small_config(), vector_data())
+
+    assert len(trace.losses) == 4
+
+
+def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
+    numbers = itertools.count(1)
+
+    def drawn() -> nn.Module:
+        module = nn.Linear(WIDTH, WIDTH)
+        if not module.weight.is_meta:
+            nn.init.constant_(module.bias, next(numbers))
+        return module
+
+    model = Model([Layer("drawn", drawn), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(TrainingError, match="weights: replica 1 starts at others than replica 0"):
+        train_in_process(1, 2, model, small_config(), vector_data())
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (lambda x, y: (x, y), "inputs are read as Tensor; give a tuple of tensors"),
+        (lambda x, y: ((x[:1],), y), r"3 samples are read as Tensor \(1, 16\); give tensors"),
+        (lambda x, y: ((x,), y.numpy()), "3 samples are read as ndarray; give tensors, samples"),
+    ],
+)
+def test_what_is_no_batch_is_refused(read: Callable[[Tensor, Tensor], Any], told: str) -> None:
+    class Wrong(ArrayDataset):
+        def read(self, indices: NDArray[np.int64]) -> Any:
+            (x,), y = super().read(indices)
+            return read(x, y)
+
+    arrays = vector_data()
+    (x,), y = arrays.read(np.arange(len(arrays)))
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(DataError, match=rf"^data \(arrays\): {told}"):
+        train_in_process(1, 1, model, small_config(), Wrong(x, y))
+
+
+def test_a_layer_whose_forward_fails_is_named() -> None:
+    model = Model([linear(), linear(WIDTH + 1, 5)], summed_loss)
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as told:
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+    assert _describe(told.value)[1].startswith("layer linear17x5: RuntimeError: mat1 and mat2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (
+            {"model": nn.Linear(2, 2)},
+            "build: model is Linear; give a Model; from_sequential makes one",
+        ),
+        ({"config": {}}, "build: config is dict; give what configure makes of a dict"),
+        ({"grid": 2}, r"build: grid is int; give Grid\(g_inter, g_data\)"),
+        ({"open_datasets": 2}, "build: open_datasets is int; give a function returning Datasets"),
+        ({"open_datasets": tuple}, "open_datasets returned tuple; return Datasets"),
+        (
+            {"open_datasets": lambda: Datasets(TensorDataset(torch.zeros(9)))},  # type: ignore[arg-type]
+            "TensorDataset has no name, fingerprint, vocab_size, .*give an ArrayDataset or a class",
+        ),
+        (
+            {"config": small_config(batch={"global_batch_size": 70})},
+            r"global_batch_size \(configure\)",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(wrong: dict[str, Any], told: str) -> None:
+    arguments: dict[str, Any] = {
+        "model": Model([linear(), linear(WIDTH, 5)], summed_loss),
+        "open_datasets": lambda: Datasets(vector_data()),
+        "config": small_config(),
+        "quiet": True,
+    }
+
+    def on_rank(rank: int) -> None:
+        build(Job(LocalTransport(world, rank)), **{**arguments, **wrong})
+
+    world: LocalWorld[None] = LocalWorld(2)
+    with pytest.raises((ConfigError, DataError), match=told):
+        world.run(on_rank)
+
+
+def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
+    def on_rank(rank: int) -> None:
+        layers = [linear(), *[Layer(f"more{i}", nn.Tanh) for i in range(rank)], linear(WIDTH, 5)]
+        model = Model(layers, summed_loss)
+        job = Job(LocalTransport(world, rank))
+        build(job, model, lambda: Datasets(vector_data()), small_config(), quiet=True)
+
+    world: LocalWorld[None] = LocalWorld(2)
+    with pytest.raises(ConfigError, match=r"layers: rank 1 on host .* has linear16x16, more0, lin"):
+        world.run(on_rank)
+
+
 def test_a_trainer_trains_once() -> None:
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
     ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())
 
     with pytest.raises(ConfigError, match="trainer: it has trained and is closed; build another"):
         trainer.train()
+
+
+def test_many_parameters_without_a_gradient_are_told_in_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.experts[0](x)
+            return out
+
+    model = Model([linear(), Layer("moe", Experts)], summed_loss)
+    train_in_process(1, 1, model, small_config(), vector_data())
+
+    (warning,) = (line for line in capfd.readouterr().err.splitlines() if "warning" in line)
+    assert "moe.experts.1.weight, moe.experts.1.bias, " in warning
+    assert " and 12 more; it counts as zero" in warning

@@ -270,7 +270,8 @@ def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None
     assert_refused(
         job,
         70,
-        f"rank 1 (stage 1, replica 0): RuntimeError: a layer of glass broke; traceback in {kept}",
+        "rank 1 (stage 1, replica 0): layer hidden2: RuntimeError: a layer of glass broke; "
+        f"traceback in {kept}",
     )
     assert "in happen\n" in kept.read_text()
     assert outlived < 2, str(job)

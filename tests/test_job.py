@@ -1,10 +1,16 @@
-"""Transports of trainers that come and go in one job."""
+"""Transports of trainers that come and go in one job, and the last words of a rank."""
 
 from __future__ import annotations
 
 import copy
+import io
+import sys
+from typing import NoReturn
 
-from axsparse.job import Job
+import pytest
+
+from axsparse.errors import ConfigError
+from axsparse.job import Job, _last_words
 from axsparse.local import LocalWorld
 from axsparse.transport import Local, LocalTransport
 
@@ -60,3 +66,25 @@ def test_what_all_ranks_have_let_go_of_is_closed_on_all_of_them() -> None:
 
     # What no trainer came of, the third, goes as well.
     assert world.run(body) == [[2, 1, 3]] * 3
+
+
+def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = []
+
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    class Ending(LocalTransport):
+        def abort(self, code: int) -> NoReturn:
+            sys.exit(code)
+
+    world: LocalWorld[None] = LocalWorld(1)
+    monkeypatch.setattr(sys, "stderr", Pieces())
+    with pytest.raises(SystemExit):
+        _last_words(Job(Ending(world, 0)), ConfigError("seed: 1"))
+
+    assert pieces == ["axsparse: error: rank 0: seed: 1\n"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from axsparse.comm import shard_bounds
 from axsparse.data.dataset import Dataset, PartedDataset
 from axsparse.data.order import epochs_of_step, samples_of_step
+from axsparse.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ class Batches:
         microbatches = []
         for span, part in zip(spans, parts, strict=True):
             inputs, targets = part()
+            self._refuse_misread(inputs, targets, span.stop - span.start)
             if self.pinned:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
@@ -148,6 +150,23 @@ class Batches:
             return lambda: dataset.read(samples)
         inputs = dataset.start(samples, epochs) if self.reads_inputs else lambda: ()
         return lambda: (inputs(), dataset.targets(samples) if self.reads_targets else None)
+
+    def _refuse_misread(self, inputs: object, targets: object, size: int) -> None:
+        """DataError for what a dataset of one's own reads and `Dataset.read` does not say."""
+        if self.dataset is None:
+            return
+        if not isinstance(inputs, (tuple, list)):
+            raise DataError(
+                f"data ({self.dataset.name}): inputs are read as {type(inputs).__name__}; give a "
+                "tuple of tensors"
+            )
+        for read in (*inputs, *([targets] if targets is not None else [])):
+            if not isinstance(read, Tensor) or read.shape[:1] != (size,):
+                shape = f" {tuple(read.shape)}" if isinstance(read, Tensor) else ""
+                raise DataError(
+                    f"data ({self.dataset.name}): {size} samples are read as "
+                    f"{type(read).__name__}{shape}; give tensors, samples first"
+                )
 
     def _count_targets(self, microbatch: Microbatch) -> int:
         if self.dataset is None or microbatch.targets is None:

@@ -50,7 +50,8 @@ class Layer:
     name: str
     """Unique in the model; letters, digits, '_', '-' and '.'."""
     build: Callable[[], nn.Module]
-    """Makes the module. With `init` it runs on the meta device and costs no memory."""
+    """Makes the module, a new one in every call; every rank calls it for every layer, on the meta
+    device, and for its own layers once more. With `init` it runs there only and costs no memory."""
     kind: Kind = "block"
     """Blocks are pruned by default, embeddings and heads only if asked for."""
     init: InitFunction | None = None
@@ -123,7 +124,8 @@ class Model:
     layers: Sequence[Layer]
     loss: LossFunction
     """`loss(output, target)`: the *summed* loss of one microbatch, a scalar. The trainer
-    divides by the step's global count of targets. Where the last layer returns a tuple,
+    divides by the step's global count of targets. A loss that compares samples sees those of one
+    microbatch, whose size is then part of the model. Where the last layer returns a tuple,
     `loss(*outputs, target)`: a head of many words returns its hidden states and its weight,
     and `models.losses.linear_cross_entropy` makes the logits of some words at a time."""
     ties: Sequence[Tie] = ()

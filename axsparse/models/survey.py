@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from axsparse.errors import ConfigError
 from axsparse.models.buffers import slots
@@ -140,6 +144,12 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
 
     `dtype` is that of activations.
     """
+    for number, given in enumerate(model.layers):
+        if not isinstance(given, Layer):
+            raise ConfigError(
+                f"model: layer {number} is {type(given).__name__}; make it Layer(name, build), or "
+                "the model with from_sequential"
+            )
     tracer = None if model.example is None else Tracer(_example(model.example), dtype)
     layers = [_survey_layer(layer, tracer) for layer in model.layers]
     if not layers:
@@ -212,7 +222,12 @@ def with_costs(surveyed: Survey, text: str) -> Survey:
 
 
 def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
+    if layer.kind not in get_args(Kind):
+        raise ConfigError(
+            f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
+        )
     module = _module_of(layer)
+    _refuse_parameters(layer, module)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -232,7 +247,9 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
 
 def _module_of(layer: Layer) -> nn.Module:
     """The module without memory; a layer that cannot be built so is built and thrown away."""
-    with preserved_rng():
+    with preserved_rng(), warnings.catch_warnings():
+        if layer.init is None:  # what it loads into the module counts when it is built in earnest
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         try:
             try:
                 module = on_meta(layer)
@@ -257,6 +274,32 @@ def _module_of(layer: Layer) -> nn.Module:
                 "depend on the layout; use BatchNorm, which sees one microbatch"
             )
     return module
+
+
+def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
+    """ConfigError for parameters that no state can be made of."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
+                "sizes, instead of a lazy one"
+            )
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
+                "floating point: keep complex numbers as torch.view_as_real makes them, integers "
+                "as a buffer"
+            )
+    # Parameters with memory, though nothing was to have any, may have been there before.
+    if not all(parameter.is_meta for parameter in module.parameters()):
+        with preserved_rng(), suppress(NotImplementedError, RuntimeError):  # as in _module_of
+            again = on_meta(layer)  # alive, so that no other has its parameters' place
+            if {id(p) for p in again.parameters()} & {id(p) for p in module.parameters()}:
+                raise ConfigError(
+                    f"layer {layer.name}: its build returned the same parameters twice; make new "
+                    "ones in every call (lambda: copy.deepcopy(module)), and join two uses of one "
+                    "weight by a Tie"
+                )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.errors import ConfigError
+from axsparse.errors import ConfigError, noted
 from axsparse.models.buffers import Slot, slots, tracked_norms
 from axsparse.models.layer import as_tuple
 from axsparse.seeds import keyed_seed, preserved_rng, rng_state
@@ -151,7 +151,8 @@ class LayerCalls:
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
-        outputs = as_tuple(self.name, self._run(inputs))
+        with noted(f"layer {self.name}"):
+            outputs = as_tuple(self.name, self._run(inputs))
         wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
             self._writes[self._module.training] = wrote

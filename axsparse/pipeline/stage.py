@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
 from axsparse.models.layer import LossFunction, MetricFunction
@@ -174,15 +174,20 @@ class Stage:
     def _refuse_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
         """A mean over a microbatch would make loss and gradients too small, silently."""
         self._loss_is_known = True
-        if targets is None or len(outputs) != 1 or outputs[0].shape[:1] != targets.shape[:1]:
-            return  # what belongs to one sample cannot be told
-        if outputs[0].dim() == 0:
-            return
         assert self._loss is not None
-        once, twice = (
-            self._loss(*(torch.cat([tensor[:1]] * times) for tensor in (outputs[0], targets)))
-            for times in (1, 2)
-        )
+        # A weight among the outputs may by chance have as many rows as there are samples.
+        if targets is None or any(
+            isinstance(output, nn.Parameter) or output.shape[:1] != targets.shape[:1]
+            for output in outputs
+        ):
+            return  # what belongs to one sample cannot be told
+        try:
+            once, twice = (
+                self._loss(*(torch.cat([tensor[:1]] * times) for tensor in (*outputs, targets)))
+                for times in (1, 2)
+            )
+        except Exception:  # it may be made for microbatches of one size
+            return
         scalars = all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in (once, twice))
         if scalars and math.isfinite(once) and float(once) == float(twice) != 0:
             raise ConfigError(

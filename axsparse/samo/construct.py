@@ -93,8 +93,13 @@ def _construct_layer(
             storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
         else:
             storage = owner.parameter.detach()
-        weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
-        _replace(module, local_name, weight)
+        if torch._has_compatible_shallow_copy_type(parameter, storage):
+            # The module may hold it elsewhere as well, and may have hooks on it.
+            weight = parameter
+            weight.data = storage
+        else:  # it is on the meta device, say
+            weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+            _replace(module, local_name, weight)
         if not parameter.requires_grad:
             weight.detach().copy_(values(local_name))
             frozen.append(weight)
@@ -161,7 +166,7 @@ def _skeleton(
             module = layer.build()
     else:
         module = on_meta(layer)
-    parameters = dict(module.named_parameters())
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def value(name: str) -> Tensor:
@@ -172,8 +177,14 @@ def _skeleton(
             assert given is not None and tuple(given.shape) == shapes[name], owner
         elif init is not None:
             given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
+            if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
+                kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ConfigError(
+                    f"layer {layer.name}: its init gave {kind} for {name}; return a tensor of "
+                    f"shape {shapes[name]}"
+                )
         else:
-            given = parameters[name].detach()
+            given = parameters[name]
         return given.float().contiguous()
 
     return module, value

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from axsparse.pruning.masks import Masks
@@ -49,3 +50,20 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
             if tensor.kept < tensor.parameter.numel():
                 digest.update(tensor.positions().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 12
+
+
+def weights_digest(layers: Iterable[BuiltLayer]) -> int:
+    """A 52-bit number (exact as a float) of the weights, by the sums of their bits: no copy of a
+    tensor is made."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in layers:
+        for name, weight in layer.module.named_parameters():
+            digest.update(f"{layer.spec.name}.{name} {_sum_of_bits(weight.detach())} ".encode())
+    return int.from_bytes(digest.digest(), "big") >> 12
+
+
+def _sum_of_bits(values: Tensor) -> int:
+    """Modulo 2⁶⁴, of words of eight bytes, and of what bytes are left."""
+    raw = values.reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())

@@ -287,6 +287,64 @@ def test_a_build_that_makes_values_in_each_call_passes() -> None:
     assert found.num_params == 12
 
 
+SHARED = nn.Linear(3, 4)
+
+
+class OtherNumbers(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+        self.linear = nn.Linear(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            Layer("a", linear(), kind="blocks"),  # type: ignore[arg-type]
+            r"^layer a: kind is 'blocks'; choose one of block, embedding, head$",
+        ),
+        (
+            Layer("a", lambda: nn.LazyLinear(4)),
+            r"^layer a: parameter 'weight' has no shape yet; give its module all sizes",
+        ),
+        (
+            Layer("a", lambda: OtherNumbers(torch.complex64)),
+            r"^layer a: parameter 'k' is torch.complex64; parameters are real floating point",
+        ),
+        (
+            Layer("a", lambda: OtherNumbers(torch.int64)),
+            r"^layer a: parameter 'k' is torch.int64; parameters are real floating point",
+        ),
+        (
+            Layer("a", lambda: SHARED),
+            r"^layer a: its build returned the same parameters twice; make new ones in every call",
+        ),
+        (
+            Layer("a", lambda: nn.Sequential(SHARED, nn.Tanh())),
+            r"^layer a: its build returned the same parameters twice; make new ones in every call",
+        ),
+        (nn.Linear(3, 4), r"^model: layer 0 is Linear; make it Layer\(name, build\), or the model"),
+    ],
+)
+def test_layers_that_would_silently_be_others_are_refused(wrong: Layer, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        survey(model(wrong))
+
+
+def test_values_that_a_build_loads_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
+    values = nn.Linear(3, 4).state_dict()
+
+    def pretrained() -> nn.Module:
+        module = nn.Linear(3, 4)
+        module.load_state_dict(values)
+        return module
+
+    survey(model(Layer("a", pretrained)))
+
+    assert not recwarn.list
+
+
 def test_normalisation_over_all_replicas_is_refused() -> None:
     with pytest.raises(
         ConfigError,

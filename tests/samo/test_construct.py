@@ -15,7 +15,7 @@ from support.runs import random_init, tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from axsparse.errors import ConfigError
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import InitFunction, Layer, Model
 from axsparse.pruning.selection import largest
 from axsparse.samo.construct import BuiltLayer, StateOptions
 from axsparse.samo.construct import construct as construct_with
@@ -149,6 +149,45 @@ def test_frozen_parameters_get_their_start_values_and_are_never_pruned() -> None
 
     start = random_init("weight", (4, 4), keyed_generator(1, "a.weight", "init"))
     assert torch.equal(built.module.get_parameter("weight"), start)
+
+
+class Beside(nn.Module):
+    """Holds its weight where no module would look for it, and changes its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.held = [self.linear.weight]
+        self.linear.weight.register_hook(lambda gradient: 3.0 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.held[0])
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_parameter_of_a_module_stays_the_one_that_it_knows(half: bool) -> None:
+    [built] = construct([Layer("a", Beside)], {}, options(half=half))
+    (weight,) = (tensor.parameter for tensor in built.state.tensors if tensor.decays)
+
+    out = built.module(torch.ones(1, 6, dtype=weight.dtype))
+    out.sum().backward()
+
+    assert torch.equal(out, weight.sum(1)[None])
+    assert int((weight == 0).sum()) == 36
+    assert weight.grad is not None
+    assert weight.grad.eq(3.0).all()
+
+
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        (lambda name, shape, generator: torch.zeros(3, 3), r"\(3, 3\) for weight"),
+        (lambda name, shape, generator: None, "NoneType for weight"),
+    ],
+)
+def test_an_init_of_another_shape_is_refused(init: InitFunction, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layer a: its init gave {told}; return a tensor of"):
+        construct_with([Layer("a", lambda: nn.Linear(6, 8), init=init)], {}, options())
 
 
 def test_a_parameter_registered_twice_in_a_layer_is_one_parameter() -> None:
