@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -14,8 +16,10 @@ from axsparse.samo.memory import (
     StateBytes,
     TensorSize,
     layer_bytes,
+    owned_entries,
     visit_bytes,
 )
+from axsparse.samo.shards import share_bounds
 
 
 def stage_bytes(
@@ -29,22 +33,28 @@ def stage_bytes(
     index: IndexKind = "int32",
     split_master: bool = False,
     replicas: int = 1,
-    replica: int = 0,
+    replica: int | None = None,
     offload: bool = False,
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank.
 
     `kept`: kept entries of the pruned tensors, by the name of a weight's first use.
-    `replicas` above 1: those that shard the optimizer state. `offload`: masters and moments rest on
-    the host.
+    `replicas` above 1: those that shard the optimizer state, of which `replica` is meant, or the
+    one that holds most. `offload`: masters and moments rest on the host.
     """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
+    sizes = [
+        [
+            _size(parameter, kept, ties, is_alias=ties.get(parameter.name) in here)
+            for parameter in layer.parameters
+        ]
+        for layer in layers
+    ]
+    if replica is None:
+        replica = _fullest(sizes, replicas)
     each = [
         layer_bytes(
-            [
-                _size(parameter, kept, ties, is_alias=ties.get(parameter.name) in here)
-                for parameter in layer.parameters
-            ],
+            of_layer,
             half=dtype != torch.float32,
             gradient_bytes=gradient_dtype.itemsize,
             moments=moments,
@@ -54,7 +64,7 @@ def stage_bytes(
             replica=replica,
         )
         + StateBytes(weight=layer.buffer_bytes)
-        for layer in layers
+        for layer, of_layer in zip(layers, sizes, strict=True)
     ]
     if not offload:
         return StateBytes.sum(each)
@@ -69,6 +79,17 @@ def stage_bytes(
         visiting=VISITS * max(visits, default=0),
         offloaded=sum(state.master + state.optimizer for state in each),
     )
+
+
+def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
+    """The replica whose shares of these layers are most together."""
+    if replicas == 1:
+        return 0
+    held = [0] * replicas
+    for kept, times in Counter(tuple(map(owned_entries, of_layer)) for of_layer in sizes).items():
+        for replica, (begin, end) in enumerate(pairwise(share_bounds(kept, replicas))):
+            held[replica] += times * (end - begin)
+    return held.index(max(held))
 
 
 def _size(

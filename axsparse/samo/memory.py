@@ -164,6 +164,11 @@ def tensor_bytes(
     )
 
 
+def owned_entries(size: TensorSize) -> int:
+    """Kept entries that have a master, whose replicas may share them."""
+    return size.kept if size.trained and not size.is_alias else 0
+
+
 def layer_bytes(
     sizes: Sequence[TensorSize],
     *,
@@ -192,8 +197,7 @@ def layer_bytes(
     )
     if replicas == 1:
         return whole
-    kept = [size.kept for size in sizes if size.trained and not size.is_alias]
-    bounds = share_bounds(kept, replicas)
+    bounds = share_bounds([owned_entries(size) for size in sizes], replicas)
     share = bounds[replica + 1] - bounds[replica]
     return replace(
         whole,

@@ -173,7 +173,7 @@ def test_as_many_bytes_travel_as_in_an_all_reduce(g_data: int, gradient: str) ->
     assert sent[0] == sent[1] > 0
 
 
-def predicted(trainer: Trainer, model: Model, replicas: int) -> int:
+def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None) -> int:
     config = trainer.config
     surveyed = survey(model)
     names = {layer.spec.name for layer in trainer.parts.layers}
@@ -187,7 +187,7 @@ def predicted(trainer: Trainer, model: Model, replicas: int) -> int:
         index="uint16",
         split_master=config.samo.split_master,
         replicas=replicas,
-        replica=trainer.parts.place.replica,
+        replica=replica,
     ).total
 
 
@@ -200,8 +200,18 @@ def test_every_rank_holds_what_the_formula_says(at_step: int, samo: dict[str, An
 
     totals = [trainer.state_bytes().total for trainer, _ in ranks]
 
-    assert totals == [predicted(trainer, mlp(3, WIDTH), 3) for trainer, _ in ranks]
+    model = mlp(3, WIDTH)
+    places = [trainer.parts.place for trainer, _ in ranks]
+    assert totals == [
+        predicted(trainer, model, 3, place.replica)
+        for (trainer, _), place in zip(ranks, places, strict=True)
+    ]
     assert len(set(totals)) > 2  # shares differ, so the formula has to know which is whose
+    for (trainer, _), place in zip(ranks, places, strict=True):
+        of_stage = [
+            total for total, at in zip(totals, places, strict=True) if at.stage == place.stage
+        ]
+        assert predicted(trainer, model, 3, None) == max(of_stage)
 
 
 def test_eight_replicas_hold_an_eighth_of_masters_and_moments_together_all() -> None:
