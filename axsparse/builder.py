@@ -113,7 +113,10 @@ def build(
     torch.set_num_threads(run.config.train.threads)
     if run.memory_is_tight:
         give_back_at_once()
-    data = open_data(run, loaded, transport, open_datasets, pinned=placed.pins)
+    knows_words = model.name == run.config.model.name
+    data = open_data(
+        run, loaded, transport, open_datasets, knows_words=knows_words, pinned=placed.pins
+    )
     facts = _facts(run, data)
     opened = None if past is None else _open_run_dir(run, settings, facts, job, past, back)
     column = run.place.grid.column(run.place.stage)

@@ -113,11 +113,13 @@ def open_data(
     transport: Transport,
     open_datasets: Callable[[], Datasets],
     *,
+    knows_words: bool = True,
     pinned: bool = False,
 ) -> Data:
     """Open the data on both ends of the pipeline and tell its size to all ranks.
 
-    `pinned`: batches stand where a GPU can copy them from without waiting.
+    `knows_words`: the configuration says how many words the model knows, which is held against the
+    data. `pinned`: batches stand where a GPU can copy them from without waiting.
     Raises on all ranks what opening raised on any, DataError if two ranks read different
     data, and what the rules of `check_data` raise.
     """
@@ -130,7 +132,7 @@ def open_data(
         lambda: check_data(
             loaded,
             source=facts["name"],
-            vocab_size=facts["vocab_size"],
+            vocab_size=facts["vocab_size"] if knows_words else 0,
             num_samples=facts["samples"],
         ),
     )

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
 from axsparse.errors import ConfigError, DataError, TrainingError
 from axsparse.job import Job, _describe
 from axsparse.local import LocalWorld
@@ -461,6 +461,18 @@ def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
     world: LocalWorld[None] = LocalWorld(2)
     with pytest.raises(ConfigError, match=r"layers: rank 1 on host .* has linear16x16, more0, lin"):
         world.run(on_rank)
+
+
+def test_the_words_of_a_model_of_ones_own_are_its_own_business() -> None:
+    words = TokenDataset("words", "0", 1000, np.arange(2000, dtype=np.uint16) % 1000, 4)
+    model = Model(
+        [Layer("in", lambda: nn.Embedding(1000, WIDTH)), linear(WIDTH, 1000)],
+        lambda out, y: F.cross_entropy(out.flatten(0, 1).float(), y.flatten(), reduction="sum"),
+    )
+
+    [(_, trace)] = train_in_process(1, 1, model, small_config(), words)
+
+    assert len(trace.losses) == 4
 
 
 def test_a_trainer_trains_once() -> None:

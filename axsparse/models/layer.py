@@ -91,10 +91,17 @@ def on_meta(layer: Layer) -> nn.Module:
 
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     """What the forward of a layer gave; ConfigError if that is no tensor and no tuple of them."""
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, (tuple, list)) and all(isinstance(t, Tensor) for t in output):
-        return tuple(output)
+    given = (output,) if isinstance(output, Tensor) else output
+    if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
+        for tensor in given:
+            if tensor.layout != torch.strided or tensor.is_complex():
+                what = "a complex" if tensor.is_complex() else "a sparse"
+                raise ConfigError(
+                    f"layer {name}: its forward returned {what} tensor, which does not travel "
+                    "between stages; return dense tensors of real numbers (torch.view_as_real, "
+                    "to_dense)"
+                )
+        return tuple(given)
     raise ConfigError(
         f"layer {name}: its forward returned {type(output).__name__}; "
         "return a tensor or a tuple of tensors"

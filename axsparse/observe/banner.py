@@ -49,7 +49,8 @@ def banner(
         f"batch {batch.global_batch_size} = {grid.g_data} replica{'s' * (grid.g_data > 1)} × "
         f"{per_replica // batch.microbatch_size} microbatches × {batch.microbatch_size} · {data}"
     )
-    yield f"{config.train.steps} steps · metrics → {metrics}"
+    steps = config.train.steps
+    yield f"{steps} step{'s' * (steps != 1)} · metrics → {metrics}"
 
 
 def _pruning(config: Config) -> str:
