@@ -39,10 +39,11 @@ from axsparse.placing import Placed, place
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.masks import Masks
 from axsparse.reporting import make_recorder
-from axsparse.resolve import DTYPES, Resolved, resolve
+from axsparse.resolve import Resolved, resolve
 from axsparse.run_dir import Found, RunDir, find_run, open_run_dir
 from axsparse.samo.construct import BuiltLayer, StateOptions, construct, start_values
 from axsparse.samo.memory import StateBytes
+from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.spikes import Back, without_base
 from axsparse.startup import (

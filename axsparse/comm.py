@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from axsparse.grid import Place
 
+MAX_CALL_BYTES = 1 << 30
+"""No MPI call sends or receives more: counts are 32-bit in older site libraries."""
+
 
 class Direction(IntEnum):
     """Activations travel forward, gradients backward."""

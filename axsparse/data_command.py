@@ -14,11 +14,10 @@ from axsparse.command import CommandParser
 from axsparse.data.prepare import Request, prepare
 from axsparse.data.prepare_documents import Reading
 from axsparse.data.prepare_tokenizers import SEPARATOR
-from axsparse.errors import EXIT_CONFIG, AxsparseError
+from axsparse.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
 from axsparse.observe.console import make_console
 from axsparse.transport import speaks
 
-EXIT_INTERRUPTED = 130
 MEGABYTE = 1_000_000
 USAGE = """\
 usage: axsparse data prepare INPUT ... --out FOLDER ...

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.command import CommandParser
-from axsparse.errors import AxsparseError, ConfigError, MissingInputError
+from axsparse.errors import EXIT_INTERRUPTED, AxsparseError, ConfigError, MissingInputError
 from axsparse.transport import speaks
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ exit codes:
   0 done   65 the checkpoint is damaged   66 it is not there   74 PATH is taken or cannot be
   written   78 arguments that cannot be run
 """
-INTERRUPTED = 130
 
 
 def parser() -> CommandParser:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     print(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{checkpoint.path} after step {checkpoint.step}"

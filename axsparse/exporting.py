@@ -42,9 +42,8 @@ from axsparse.models.hf_gpt2 import CONFIG_FILE, gpt2_name, gpt2_settings, turne
 from axsparse.models.safetensors import SUFFIX, Described, write_safetensors
 from axsparse.models.survey import survey
 from axsparse.models.weights import WHOLE_FILE
-from axsparse.resolve import DTYPES
 from axsparse.samo.memory import INT32_LIMIT
-from axsparse.samo.precision import round_to
+from axsparse.samo.precision import DTYPES, round_to
 
 Form = Literal["hf", "torch", "sparse"]
 _OF_FOLDERS = {WHOLE_FILE, CONFIG_FILE}

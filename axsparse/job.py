@@ -28,6 +28,7 @@ from axsparse.data_parallel.agreement import gather_texts
 from axsparse.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
     AxsparseError,
     ConfigError,
     DataError,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from axsparse.placing import Placed
 
 T = TypeVar("T")
-EXIT_INTERRUPTED = 130
 _CLASSES: dict[str, type[AxsparseError]] = {
     cls.__name__: cls
     for cls in (ConfigError, DataError, MissingInputError, OutputError, TrainingError)

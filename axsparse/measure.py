@@ -26,7 +26,8 @@ from axsparse.planner.cluster import Cluster
 from axsparse.planner.configured import workload
 from axsparse.planner.fitting import Measured, fitted
 from axsparse.reporting import matrix_peak
-from axsparse.resolve import DTYPES, optimizer_of
+from axsparse.resolve import optimizer_of
+from axsparse.samo.precision import DTYPES
 from axsparse.sources import open_datasets
 from axsparse.trainer import Trainer
 from axsparse.transport import LocalTransport

@@ -22,7 +22,8 @@ from axsparse.planner.memory import gigabytes
 from axsparse.planner.surveyed import SurveyedModel
 from axsparse.pruning.targets import Targets
 from axsparse.pruning.ticket import Ticket
-from axsparse.resolve import DTYPES, optimizer_of, starts_pruned, what_is_pruned
+from axsparse.resolve import optimizer_of, starts_pruned, what_is_pruned
+from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense where masks are found later; `dense`: without

@@ -42,10 +42,9 @@ from axsparse.samo.lamb import LAMB
 from axsparse.samo.loss_scale import LossScale
 from axsparse.samo.memory import IndexKind
 from axsparse.samo.optimizer import Optimizer
-from axsparse.samo.precision import accumulates_in_half
+from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.sgd import sgd
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
 FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
 """Methods whose first masks ask for nothing but the weights."""

@@ -114,7 +114,9 @@ def find_run(
             lock.release()
         raise
     if checkpoint is not None:
-        notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}"]
+        all_steps = loaded.config.train.steps
+        left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
+        notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
     elif path is not None:
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:

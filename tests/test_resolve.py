@@ -15,7 +15,8 @@ from axsparse.errors import ConfigError
 from axsparse.grid import Grid
 from axsparse.local import LocalWorld
 from axsparse.models.survey import survey
-from axsparse.resolve import DTYPES, Resolved, loss_scale, resolve
+from axsparse.resolve import Resolved, loss_scale, resolve
+from axsparse.samo.precision import DTYPES
 from axsparse.transport import LocalTransport
 
 

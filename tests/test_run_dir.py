@@ -31,8 +31,8 @@ def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
     return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
-def loaded(run_dir: Path | str = "auto") -> Loaded:
-    config = tiny_config(run_dir=str(run_dir))
+def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Loaded:
+    config = tiny_config(run_dir=str(run_dir), train={"steps": steps})
     return Loaded(config, "quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
 
 
@@ -138,6 +138,13 @@ def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> Non
 
     assert found.checkpoint is None
     assert found.notes == (f"{run} has no checkpoint; starts from the beginning",)
+
+
+def test_a_run_that_is_over_is_told_so(run: Path) -> None:
+    found = opened(loaded(run, steps=5))
+
+    told = f"goes on from {run}/checkpoints/step-5, after step 5; train.steps 5 asks for no more"
+    assert found.notes == (told,)
 
 
 def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:

@@ -22,11 +22,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.comm import Backoff, Op, shard_bounds
+from axsparse.comm import MAX_CALL_BYTES, Backoff, Op, shard_bounds
 from axsparse.data_parallel.ordered import sum_in_rank_order
 
-MAX_CALL_BYTES = 1 << 30
-"""No MPI call sends or receives more: counts are 32-bit in older site libraries."""
 Requests = list[MPI.Request]
 
 

@@ -14,14 +14,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.comm import Backoff, Direction, Message
+from axsparse.comm import MAX_CALL_BYTES, Backoff, Direction, Message
 from axsparse.grid import Place
 from axsparse.pipeline.header import Header, decode_header, dense, encode_header, in_host_memory
 from axsparse.pipeline.wire import QUIET_PASSES, byte_pieces
 from axsparse.pipeline.wire_mpi import CONTENT_TAG, HEADER_TAG
-
-MAX_CALL_BYTES = 1 << 30
-"""No MPI call carries more: counts are 32-bit in older site libraries."""
 
 
 def byte_chunks(tensor: Tensor, max_bytes: int) -> list[NDArray[np.uint8]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.comm import Event
+from axsparse.comm import MAX_CALL_BYTES, Event
 from axsparse.pipeline.wire import Request, Wire, byte_pieces
 from axsparse.streams import Device
 
@@ -20,8 +20,6 @@ SLOTS = 3
 SLOT_BYTES = 16 << 20
 """Bytes a slot; both ends of a wire cut messages into pieces of this size. Part of what two
 ranks have to agree on."""
-MAX_CALL_BYTES = 1 << 30
-"""No MPI call carries more: counts are 32-bit in older site libraries."""
 
 
 class Transit:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
@@ -15,13 +13,8 @@ from axsparse.planner.memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
 from axsparse.samo.footprint import stage_bytes
 from axsparse.samo.memory import IndexKind
-from axsparse.samo.precision import accumulates_in_half
+from axsparse.samo.precision import DTYPES, accumulates_in_half
 
-DTYPES: Mapping[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 LOSS_BYTES = 8
 """Of each number that the last layer gives: the loss works on an fp32 copy of it, or of its
 gradient, beside one more."""

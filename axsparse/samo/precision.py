@@ -11,9 +11,17 @@ training does not depend on how the master is stored. NaN stays NaN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""What weights are in training, by `precision` of the configuration."""
 MOST_HALF_MICROBATCHES = 8
 """Up to here accumulation in half precision errs by less than 0.4 %."""
 _HALF_UNIT = 0x8000

@@ -28,8 +28,8 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
-from axsparse.resolve import DTYPES
 from axsparse.samo.footprint import stage_bytes
+from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
 from axsparse.trainer import Trainer
 

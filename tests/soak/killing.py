@@ -45,7 +45,7 @@ DAMAGED_EVERY = 8
 """On average, a cycle begins with a damaged checkpoint."""
 OUTLIVES_SECONDS = 60.0
 LIMIT_SECONDS = 300.0
-CHOSEN = re.compile(r"^axsparse: goes on from .*/step-(\d+), after step \d+$", re.MULTILINE)
+CHOSEN = re.compile(r"^axsparse: goes on from .*/step-(\d+), after step \d+", re.MULTILINE)
 FROM_START = re.compile(r"^axsparse: .*starts from the beginning$", re.MULTILINE)
 HERE = Path(__file__).parent
 STUB = str(HERE / "stub.py")
