@@ -22,7 +22,7 @@ class OpenedError(Exception):
     """The data were to be opened."""
 
 
-def opening(*_: object, pinned: bool) -> NoReturn:
+def opening(*_: object, pinned: bool, **__: object) -> NoReturn:
     raise OpenedError(pinned)
 
 

@@ -224,5 +224,6 @@ def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layer a: its forward returned dict; return a tensor"):
+    told = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
+    with pytest.raises(ConfigError, match=told):
         run(Returns(lambda x: {"x": x}), 4)
