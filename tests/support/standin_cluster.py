@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from support.directives import read_lsf, read_slurm
@@ -192,7 +193,8 @@ def _launch(
         # A launcher signals all processes of a rank.
         for process in processes:
             if process.returncode is None:
-                os.killpg(process.pid, number)
+                with suppress(ProcessLookupError):  # it has ended, and is not noted down yet
+                    os.killpg(process.pid, number)
 
     # Before there are ranks a signal waits: none may be started without it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
