@@ -85,11 +85,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             here, column = _among(targets, start, stop)
             dense.scatter_add_(1, column, -here.unsqueeze(1).float())
             chunk = dense.mul_(factor).to(weight.dtype)
+            del logits, dense  # before the products need room
             if weight_gradient is not None:
                 torch.mm(chunk.t(), hidden, out=weight_gradient[start:stop])
             if hidden_gradient is not None:
                 hidden_gradient += chunk @ weight[start:stop]
-            del logits, dense, chunk
+            del chunk
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None

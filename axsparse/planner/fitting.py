@@ -53,11 +53,12 @@ def fitted(
     passed = _passed(seen)
     mbs = seen.microbatches * seen.microbatch_size
     moved = mbs * (3 * load.moved + load.again_moved) / seen.copy_bandwidth
-    arithmetic = seen.compute_seconds - seen.microbatches * passed - moved
+    beside = seen.microbatches * passed + moved
+    arithmetic = seen.compute_seconds - beside
     if arithmetic <= 0:
         raise TrainingError(
             f"calibrate: forwards and backwards took {seen.compute_seconds:.3g} s, less than the "
-            f"{moved:.3g} s that a copy of their activations takes; take a larger model, whose "
+            f"{beside:.3g} s that moving weights and activations takes; take a larger model, whose "
             "activations do not stay in caches"
         )
     reached = mbs * (3 * load.flops + load.again_flops) / arithmetic
