@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,7 +100,9 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Watch from now on; the others hear of this rank before its first step."""
+        with suppress(OSError):  # as in `look`
+            self._board.write(self._own())
         for work in (self.look, self.look_at_looking):
             thread = threading.Thread(
                 target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
