@@ -114,9 +114,8 @@ def build(
     torch.set_num_threads(run.config.train.threads)
     if run.memory_is_tight:
         give_back_at_once()
-    knows_words = model.name == run.config.model.name
     data = open_data(
-        run, loaded, transport, open_datasets, knows_words=knows_words, pinned=placed.pins
+        run, loaded, transport, open_datasets, words=model.vocab_size, pinned=placed.pins
     )
     facts = _facts(run, data)
     opened = None if past is None else _open_run_dir(run, settings, facts, job, past, back)

@@ -113,13 +113,13 @@ def open_data(
     transport: Transport,
     open_datasets: Callable[[], Datasets],
     *,
-    knows_words: bool = True,
+    words: int | None = None,
     pinned: bool = False,
 ) -> Data:
     """Open the data on both ends of the pipeline and tell its size to all ranks.
 
-    `knows_words`: the configuration says how many words the model knows, which is held against the
-    data. `pinned`: batches stand where a GPU can copy them from without waiting.
+    `words`: those that the model knows, if it says so. `pinned`: batches stand where a GPU can
+    copy them from without waiting.
     Raises on all ranks what opening raised on any, DataError if two ranks read different
     data, and what the rules of `check_data` raise.
     """
@@ -132,7 +132,8 @@ def open_data(
         lambda: check_data(
             loaded,
             source=facts["name"],
-            vocab_size=facts["vocab_size"] if knows_words else 0,
+            words=words,
+            vocab_size=facts["vocab_size"],
             num_samples=facts["samples"],
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,9 +148,11 @@ def opened(
     config = config or tiny_config()
 
     def body(transport: Transport) -> Data | AxsparseError:
-        run = resolve(loaded(config), survey(tiny_gpt(config)), transport, Grid(g_inter, g_data))
+        model = tiny_gpt(config)
+        run = resolve(loaded(config), survey(model), transport, Grid(g_inter, g_data))
+        open_datasets = partial(factory, transport.rank)
         try:
-            return open_data(run, loaded(config), transport, lambda: factory(transport.rank))
+            return open_data(run, loaded(config), transport, open_datasets, words=model.vocab_size)
         except AxsparseError as error:
             return error
 

@@ -266,15 +266,18 @@ def check_batch(loaded: Loaded, grid: Grid) -> None:
         )
 
 
-def check_data(loaded: Loaded, *, source: str, vocab_size: int, num_samples: int) -> None:
+def check_data(
+    loaded: Loaded, *, source: str, words: int | None, vocab_size: int, num_samples: int
+) -> None:
     """The data's vocabulary fits the model (ConfigError), and fills a step (DataError).
 
-    `source` names the data in messages; `num_samples` are its training sequences.
+    `source` names the data in messages; `words` are those that the model knows, if it says so;
+    `num_samples` are the training sequences.
     """
-    rows, batch = loaded.config.model.vocab_size, loaded.config.batch.global_batch_size
-    if rows < vocab_size:
+    batch = loaded.config.batch.global_batch_size
+    if words is not None and words < vocab_size:
         raise ConfigError(
-            f"{loaded.where('model.vocab_size')}: {rows} is below the vocabulary of {source}, "
+            f"{loaded.where('model.vocab_size')}: {words} is below the vocabulary of {source}, "
             f"{vocab_size}; choose at least {vocab_size}"
         )
     if num_samples < batch:

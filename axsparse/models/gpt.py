@@ -126,4 +126,5 @@ def gpt(config: ModelConfig, sequence_length: int) -> Model:
         example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
         name="gpt",
+        vocab_size=config.vocab_size,
     )

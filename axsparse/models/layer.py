@@ -146,6 +146,8 @@ class Model:
     layer without `flops` counts by its parameters."""
     start: StartValues | None = None
     """Values that parameters and buffers start at, before those of any layer's `init`."""
+    vocab_size: int | None = None
+    """Words that it knows, which those of the data may not exceed; None: it does not say."""
 
 
 def count_top1(logits: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import get_args
 
@@ -251,12 +250,9 @@ def _module_of(layer: Layer) -> nn.Module:
         if layer.init is None:  # what it loads into the module counts when it is built in earnest
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         try:
-            try:
-                module = on_meta(layer)
-            except (NotImplementedError, RuntimeError):
-                if layer.init is not None:
-                    raise
-                module = layer.build()
+            module = _built(layer)
+            # With memory, though none was to have any, it may be the same in every call.
+            again = _built(layer) if _has_memory(module) else None
         except Exception as reason:
             raise ConfigError(
                 f"layer {layer.name}: its build raised {type(reason).__name__}: "
@@ -267,6 +263,11 @@ def _module_of(layer: Layer) -> nn.Module:
             f"layer {layer.name}: its build returned {type(module).__name__}; "
             "return a torch.nn.Module"
         )
+    if again is not None and {*map(id, module.parameters())} & {*map(id, again.parameters())}:
+        raise ConfigError(
+            f"layer {layer.name}: its build returned the same parameters twice; make new ones in "
+            "every call (lambda: copy.deepcopy(module)), and join two uses of one weight by a Tie"
+        )
     for child in module.modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
@@ -274,6 +275,20 @@ def _module_of(layer: Layer) -> nn.Module:
                 "depend on the layout; use BatchNorm, which sees one microbatch"
             )
     return module
+
+
+def _built(layer: Layer) -> nn.Module:
+    """Without memory where it can be."""
+    try:
+        return on_meta(layer)
+    except (NotImplementedError, RuntimeError):
+        if layer.init is not None:
+            raise
+        return layer.build()
+
+
+def _has_memory(module: object) -> bool:
+    return isinstance(module, nn.Module) and not all(p.is_meta for p in module.parameters())
 
 
 def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
@@ -290,16 +305,6 @@ def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
                 "floating point: keep complex numbers as torch.view_as_real makes them, integers "
                 "as a buffer"
             )
-    # Parameters with memory, though nothing was to have any, may have been there before.
-    if not all(parameter.is_meta for parameter in module.parameters()):
-        with preserved_rng(), suppress(NotImplementedError, RuntimeError):  # as in _module_of
-            again = on_meta(layer)  # alive, so that no other has its parameters' place
-            if {id(p) for p in again.parameters()} & {id(p) for p in module.parameters()}:
-                raise ConfigError(
-                    f"layer {layer.name}: its build returned the same parameters twice; make new "
-                    "ones in every call (lambda: copy.deepcopy(module)), and join two uses of one "
-                    "weight by a Tie"
-                )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:

@@ -404,12 +404,13 @@ def test_the_replicas_divide_the_global_batch() -> None:
 
 
 def test_data_that_just_fits_passes() -> None:
-    check_data(load_config(None), source="stdlib", vocab_size=256, num_samples=48)
+    check_data(load_config(None), source="stdlib", words=256, vocab_size=256, num_samples=48)
+    check_data(load_config(None), source="stdlib", words=None, vocab_size=999, num_samples=48)
 
 
 def test_the_model_has_a_row_for_every_token_of_the_data() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_data(load_config(None), source="stdlib", vocab_size=257, num_samples=48)
+        check_data(load_config(None), source="stdlib", words=256, vocab_size=257, num_samples=48)
 
     assert str(caught.value) == (
         "model.vocab_size (default): 256 is below the vocabulary of stdlib, 257; "
@@ -419,7 +420,7 @@ def test_the_model_has_a_row_for_every_token_of_the_data() -> None:
 
 def test_the_data_fills_a_step() -> None:
     with pytest.raises(DataError) as caught:
-        check_data(load_config(None), source="stdlib", vocab_size=256, num_samples=47)
+        check_data(load_config(None), source="stdlib", words=256, vocab_size=256, num_samples=47)
 
     assert str(caught.value) == (
         "stdlib: 47 samples cannot fill a step of batch.global_batch_size (default) 48; "
