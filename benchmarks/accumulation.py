@@ -25,15 +25,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 
-from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import TokenDataset
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 TOKENS, SPARSITY = 64, 0.9
 RUNS = {8: 300, 64: 100, 256: 40}

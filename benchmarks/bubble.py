@@ -24,11 +24,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from emulated import emulate, machine
 from mpi4py import MPI
 
-from axsparse.data_parallel.agreement import sum_by_owner
-from axsparse.grid import Grid
 from axsparse.pipeline.policy import MessageDriven
 from axsparse.planner.simulator import Durations
-from axsparse.transport import MpiTransport
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 MICROBATCHES = 16

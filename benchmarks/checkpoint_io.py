@@ -50,21 +50,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from axsparse.builder import build
-from axsparse.checkpoint.choose import verify_together
-from axsparse.checkpoint.contents import contents_of
-from axsparse.checkpoint.folder import CHECKPOINTS, path_of
-from axsparse.checkpoint.restore import PIECE, load_layers
-from axsparse.checkpoint.verify import open_checkpoint
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
-from axsparse.data.dataset import TokenDataset
-from axsparse.grid import Grid
-from axsparse.job import Job
-from axsparse.models.gpt import gpt
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import MpiTransport
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
+from axsparse.training.build import build
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
+from axsparse.training.checkpoint.layer_files import contents_of
+from axsparse.training.checkpoint.newest import verify_together
+from axsparse.training.checkpoint.restore import PIECE, load_layers
+from axsparse.training.checkpoint.verification import open_checkpoint
+from axsparse.training.trainer import Trainer
 
 OURS, PEERS = ("axsparse", "axsparse sync"), ("dcp async", "dcp sync")
 METHODS = (*OURS, *PEERS)
@@ -257,7 +256,7 @@ def make_trainer(arguments: argparse.Namespace, transport: MpiTransport, folder:
         Job(transport),
         gpt(config.model, TOKENS),
         lambda: Datasets(data, None),
-        Loaded(config, "checkpoint_io", {}),
+        LoadedConfig(config, "checkpoint_io", {}),
         grid=Grid(transport.size, 1),
     )
 

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from axsparse.comm import Link
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.data_parallel.agreement import sum_by_owner
-from axsparse.grid import Place
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.policy import Policy
 from axsparse.planner.simulator import Durations
+from axsparse.runtime.communication import Link
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.grid import Place
 
 if TYPE_CHECKING:
-    from axsparse.transport import MpiTransport
+    from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 START_SECONDS = 0.005
 """From the agreement on a common start to the start."""

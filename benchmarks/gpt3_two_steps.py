@@ -7,7 +7,7 @@ Trains twice, with embeddings pruned and with them dense, and samples what all p
 hold. Needs 18 GB of memory and about ten minutes. The exit code is 1 if a run fails, or
 holds more than it may.
 
-Bytes by category: state is the formula (`samo/memory.py`), which the tests hold to the byte
+Bytes by category: state is the formula (`samo/state_bytes.py`), which the tests hold to the byte
 of the live tensors. Activations are an estimate: the inputs of recomputed layers, for each
 microbatch in flight, and the larger of what one block's backward and the embedding's
 gradient need. The rest of the measured peak is interpreters, libraries, messages, and what
@@ -32,12 +32,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from peak_memory import measure
 
 from axsparse.config.load import load_config
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
 from axsparse.models.survey import survey
-from axsparse.resolve import Resolved, resolve
-from axsparse.samo.footprint import stage_bytes
-from axsparse.transport import LocalTransport
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.training.resolution import RunSpec, resolve
 
 CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2
 COMMON = (
@@ -68,14 +68,14 @@ def overrides(setting: str) -> list[str]:
     return [*COMMON, setting, f"train.steps={STEPS}"]
 
 
-def resolved(setting: str) -> Resolved:
+def resolved(setting: str) -> RunSpec:
     """What the run's ranks will agree on."""
     loaded = load_config(CONFIG, overrides(setting))
     model = gpt(loaded.config.model, loaded.config.model.sequence_length)
     return resolve(loaded, survey(model), LocalTransport(LocalWorld(RANKS), 0), None)
 
 
-def state(run: Resolved, stage: int) -> dict[str, int]:
+def state(run: RunSpec, stage: int) -> dict[str, int]:
     """Bytes of one rank's state by category."""
     samo = run.config.samo
     return asdict(
@@ -92,7 +92,7 @@ def state(run: Resolved, stage: int) -> dict[str, int]:
     )
 
 
-def activations(run: Resolved, stage: int) -> int:
+def activations(run: RunSpec, stage: int) -> int:
     """Bytes of one rank's activations and dense gradients at the peak of a backward, estimated."""
     config, layers = run.config, run.layers_of(stage)
     assert config.pipeline.checkpoint_activations == 1

@@ -25,15 +25,15 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.compile import CupyLauncher
-from axsparse.samo.cuda.compress import compress
-from axsparse.samo.cuda.helpers import make_device_index
+from axsparse.samo.cuda.compress_kernel import compress
+from axsparse.samo.cuda.device_index import make_device_index
+from axsparse.samo.cuda.kernel_compiler import CupyLauncher
 from axsparse.samo.cuda.launch import Launcher
-from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
-from axsparse.samo.memory import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes
-from axsparse.samo.optimizer import Hyper
+from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes
 
 EXIT_NO_DEVICE = 69
 SECTOR = 32
@@ -102,7 +102,7 @@ def unfused_step(
     mean_K: Tensor,
     square_K: Tensor,
 ) -> None:
-    """AdamW in torch, as `samo/adamw.py` has it, on the whole tensor at once."""
+    """AdamW in torch, as `samo/optim/adamw.py` has it, on the whole tensor at once."""
     beta1, beta2 = HYPER.betas
     fresh = gradient_K.float().mul_(FACTOR)
     mean_K.lerp_(fresh, 1 - beta1)
@@ -137,11 +137,11 @@ def calls(
         moved[name] = compress_bytes(numel, kept, kind)
         for where in MASTERS:
             own = master if where == "fp32" else remainder
-            slot = Slot(index, weight, gradient, own, (mean, square), range(kept))
+            slot = TensorSlot(index, weight, gradient, own, (mean, square), range(kept))
             name = f"AdamW, {kind}, master {where}"
             made[name] = partial(adamw_step, [slot], HYPER, FACTOR)
             moved[name] = step_bytes(numel, kept, kind, 2, where)
-        slot = Slot(index, weight, gradient, master, (mean,), range(kept))
+        slot = TensorSlot(index, weight, gradient, master, (mean,), range(kept))
         name = f"SGD with momentum, {kind}"
         made[name] = partial(sgd_step, [slot], HYPER, FACTOR, momentum=0.9, nesterov=False)
         moved[name] = step_bytes(numel, kept, kind, 1)

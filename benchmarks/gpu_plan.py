@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from axsparse.config.load import load_config
-from axsparse.errors import ConfigError
-from axsparse.grid import Grid
-from axsparse.local import LocalWorld
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.memory import StageMemory, stage_memory
-from axsparse.planning import Method, subject
-from axsparse.pruning.ticket_writing import Drawn, write_ticket
-from axsparse.samo.memory import StateBytes
-from axsparse.transport import LocalTransport
+from axsparse.planner.plan_model import Method, subject
+from axsparse.planner.stage_memory import StageMemory, stage_memory
+from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.state_bytes import StateBytes
 
 CLUSTER = "h200-node"
 """Whose memory beside torch's own the plan takes; its speeds are not used."""
@@ -130,7 +130,9 @@ def ticket(training: Training, folder: Path) -> Path:
         return tile.repeat(-(-numel // TILE))[:numel]
 
     shapes = asked.targets.shapes
-    drawn = Drawn(algorithm="random", step=0, seed=1, parameters=asked.survey.shapes, pruned=shapes)
+    drawn = TicketOrigin(
+        algorithm="random", step=0, seed=1, parameters=asked.survey.shapes, pruned=shapes
+    )
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
     alone = LocalTransport(LocalWorld(1), 0)
     path = folder / f"{Path(training.config).stem}-{asked.survey.num_params}.safetensors"

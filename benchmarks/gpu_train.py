@@ -49,8 +49,8 @@ from gpu_report import (
 )
 from gpu_turns import Worker, WorkerFailedError
 
-from axsparse.errors import ConfigError
-from axsparse.planner.memory import StageMemory
+from axsparse.planner.stage_memory import StageMemory
+from axsparse.runtime.errors import ConfigError
 
 HERE = Path(__file__).parent
 RUNS = ("2.7b", "13b", "compare", "dense-13b", "largest")

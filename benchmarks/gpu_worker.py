@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.builder import build
 from axsparse.config.load import load_config
+from axsparse.data.sources import open_datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.job import Job, run
 from axsparse.models.layer import Model
-from axsparse.models.named import named_model
-from axsparse.sources import open_datasets
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.job import Job, run
+from axsparse.training.build import build
 
 MARK = "@"
 DRAWN = 1 << 20

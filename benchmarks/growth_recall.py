@@ -28,19 +28,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import TokenDataset
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
-from axsparse.samo.dynamic import moved_entries
-from axsparse.samo.growth import Candidates, no_candidates, strongest
-from axsparse.samo.index import Index
-from axsparse.samo.tensor import TensorState
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.zoo.gpt import gpt
+from axsparse.pruning.methods.regrowth import moved_entries
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
+from axsparse.samo.index.base import Index
+from axsparse.samo.tensor_state import TensorState
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 TOKENS, SPARSITY = 128, 0.9
 STEPS = (0, 50, 300)

@@ -30,20 +30,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor
 
-from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
-from axsparse.samo import index_mask, index_uint16
-from axsparse.samo.compiled import Loop, compiled
-from axsparse.samo.index import FullIndex, Index, make_index
-from axsparse.samo.memory import IndexKind
+from axsparse.data.dataset import ArrayDataset, Datasets
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import uint16 as index_uint16
+from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.index.numba_loops import Loop, compiled
 from axsparse.samo.shards import BLOCK
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.samo.state_bytes import IndexKind
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 NUMEL = 2048 * 2048
 DENSITY = 0.1

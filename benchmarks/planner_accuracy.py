@@ -41,14 +41,14 @@ from typing import Any
 from emulated import emulate, machine
 
 from axsparse.config.load import load_config
-from axsparse.grid import Grid
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.choose import Row
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.cost import StageSeconds
-from axsparse.planner.simulator import Durations, Edge, simulate
-from axsparse.planner.step import durations
-from axsparse.planning import subject
+from axsparse.planner.layout_search import Row
+from axsparse.planner.plan_model import subject
+from axsparse.planner.simulator import Durations, MessageCost, simulate
+from axsparse.planner.step_cost import StageSeconds
+from axsparse.planner.step_simulation import durations
+from axsparse.runtime.grid import Grid
 
 FORWARD, BACKWARD = 0.010, 0.020
 """Seconds of a stage that sleeps."""
@@ -114,7 +114,8 @@ LAYOUTS = (
 
 def emulated_rank() -> None:
     """One rank of an MPI job: all cases, one JSON line from rank 0."""
-    from axsparse.transport import MpiTransport, connect
+    from axsparse.runtime.connection import connect
+    from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
     transport = connect()
     assert isinstance(transport, MpiTransport), "start this under mpirun"
@@ -216,7 +217,7 @@ def simulated(times: Durations, late: float) -> float:
     run = simulate(
         lambda stage: schedule.policy(stage=stage, g_inter=stages, microbatches=MICROBATCHES),
         later,
-        [Edge()] * (stages - 1),
+        [MessageCost()] * (stages - 1),
     )
     return run.seconds
 

@@ -37,14 +37,14 @@ from emulated import machine
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from axsparse.comm import Link, Message
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.data_parallel.agreement import sum_by_owner
-from axsparse.grid import Grid, Place
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
-from axsparse.transport import MpiTransport
+from axsparse.runtime.communication import Link, Message
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 VARIANTS = ("none", "thread", "layers")
 MICROBATCHES = 8

@@ -10,7 +10,7 @@ Twice: as glibc's malloc is set, which raises its threshold for mapped blocks wi
 large one that is freed, up to 32 MiB, and keeps holes below that; and with the threshold held
 at 1 MiB, so that what torch has freed is the system's again.
 
-Predicted, with nothing fitted: the state (`samo/footprint.py`); the activations of a
+Predicted, with nothing fitted: the state (`samo/stage_bytes.py`); the activations of a
 microbatch; and what one layer's backward has in hand, the largest dense gradient included.
 For T tokens a microbatch, width h, V words and L blocks in bf16, in bytes:
 
@@ -37,18 +37,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import TokenDataset
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
+from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.targets import targets
-from axsparse.samo.footprint import stage_bytes
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 HIDDEN, LAYERS, TOKENS, VOCABULARY, MICROBATCHES, SPARSITY, STEPS = 2048, 8, 512, 512, 2, 0.9, 3
 WARM_UP_HIDDEN = 128

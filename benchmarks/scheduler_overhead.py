@@ -27,16 +27,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from mpi4py import MPI
 
-from axsparse.comm import Direction, Message
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.grid import Grid
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
-from axsparse.pipeline.header import encode_header
-from axsparse.pipeline.link_mpi import MpiLink
 from axsparse.pipeline.schedules import Schedule, ScheduleName
-from axsparse.pipeline.wire_mpi import HEADER_TAG
-from axsparse.waiting import SleepingBackoff
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.communication import Direction, Message
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.message_header import encode_header
+from axsparse.runtime.mpi.mpi_link import MpiLink
+from axsparse.runtime.mpi.mpi_wire import HEADER_TAG
 
 MICROBATCHES = 64
 STEPS = 300

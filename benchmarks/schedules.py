@@ -40,12 +40,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from emulated import emulate, machine
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, action
 from axsparse.pipeline.policy import InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.simulator import Durations, simulate
-from axsparse.transport import started_by_launcher
+from axsparse.runtime.communication import Direction
+from axsparse.runtime.launcher import started_by_launcher
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BACKWARD_UNITS = 2.0
@@ -239,8 +239,8 @@ def real(repeats: int) -> dict[str, Any] | None:
     """On the ranks of this job; the result on rank 0, None elsewhere."""
     from mpi4py import MPI
 
-    from axsparse.grid import Grid
-    from axsparse.transport import MpiTransport
+    from axsparse.runtime.grid import Grid
+    from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
     size = REAL_SIZE
     g_inter, _ = size

@@ -21,14 +21,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from axsparse.local import LocalWorld
-from axsparse.samo.adamw import ADAMW
-from axsparse.samo.index import make_index
-from axsparse.samo.memory import IndexKind, TensorSize, layer_bytes, master_kind
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state import LayerState
-from axsparse.samo.tensor import TensorState
-from axsparse.transport import LocalTransport
+from axsparse.samo.state_bytes import IndexKind, TensorSize, layer_bytes, master_kind
+from axsparse.samo.tensor_state import TensorState
 
 SIDE = 4096
 NUMEL = SIDE * SIDE
@@ -77,7 +77,7 @@ class Storage:
         return state.live_bytes().total
 
     def formula(self, kept: int, replica: int = 0) -> int:
-        """Bytes of one rank by samo/memory.py."""
+        """Bytes of one rank by samo/state_bytes.py."""
         return layer_bytes(
             [TensorSize(NUMEL, kept)],
             half=True,

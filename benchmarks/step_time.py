@@ -31,19 +31,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from index_encodings import machine, quartiles, shuffled
 
-from axsparse.builder import build
 from axsparse.config.schema import Config
-from axsparse.data.dataset import TokenDataset
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.zoo.gpt import gpt
 from axsparse.observe.phases import Phases
-from axsparse.samo import index_mask, index_uint16
-from axsparse.samo.compiled import Loop, compiled
-from axsparse.samo.index_uint16 import move_low
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import uint16 as index_uint16
+from axsparse.samo.index.numba_loops import Loop, compiled
+from axsparse.samo.index.uint16 import move_low
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 HIDDEN, HEADS, TOKENS, MICROBATCHES, VOCABULARY, SPARSITY = 1024, 16, 1024, 8, 512, 0.9
 DENSE = "dense"
@@ -111,7 +111,7 @@ def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (64 * TOKENS + 1,), generator=generator).numpy()
     data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
-    with mock.patch("axsparse.builder.Phases", partial(Phases, time.process_time)):
+    with mock.patch("axsparse.training.build.Phases", partial(Phases, time.process_time)):
         return build(
             Job(LocalTransport(LocalWorld(1), 0)),
             gpt(config.model, TOKENS),

@@ -43,8 +43,8 @@ from summit_study import (
 )
 
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.step import STEP_PHASES
-from axsparse.planner.tensor_parallel import deepspeed_3d
+from axsparse.planner.deepspeed_baseline import deepspeed_3d
+from axsparse.planner.step_simulation import STEP_PHASES
 
 
 def fits(cluster: Cluster) -> tuple[Cluster, dict[str, Any]]:

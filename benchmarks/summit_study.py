@@ -15,13 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from axsparse.config.load import load_config
-from axsparse.grid import Grid
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.choose import needs
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.cost import StepCosts, step_costs
 from axsparse.planner.gpt_formula import GptFormula
-from axsparse.planner.step import simulate_step
+from axsparse.planner.layout_search import needs
+from axsparse.planner.step_cost import StepCosts, step_costs
+from axsparse.planner.step_simulation import simulate_step
+from axsparse.runtime.grid import Grid
 
 GPUS = {
     "gpt3_xl": (64, 128, 256, 512),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.mpirun import LONGEST_SECONDS
@@ -13,243 +15,40 @@ from support.package import PACKAGE, sources
 
 import axsparse
 
-FLOORS = {
-    # 0: what everything may stand on
-    "errors": 0,
-    "grid": 0,
-    "comm": 0,
-    "streams": 0,
-    "disk": 0,
-    "seeds": 0,
-    "stopping": 0,
-    "waiting": 0,
-    "local": 0,
-    "pipeline.actions": 0,
-    "pipeline.policy": 0,
-    "pipeline.schedules": 0,
-    "pipeline.partition": 0,
-    # 1: settings, and the parts of the state
-    "device": 1,
-    "cuda_device": 1,
-    "pipeline.header": 1,
-    "pipeline.wire": 1,
-    "pipeline.lane": 1,
-    "config.schema": 1,
-    "config.refusal": 1,
-    "config.load": 1,
-    "config.validate": 1,
-    "models.layer": 1,
-    "models.buffers": 1,
-    "models.initial": 1,
-    "scheduler.request": 1,
-    "scheduler.template": 1,
-    "scheduler.slurm": 1,
-    "scheduler.lsf": 1,
-    "samo.compiled": 1,
-    "samo.cuda.launch": 1,
-    "samo.cuda.helpers": 1,
-    "samo.cuda.compress": 1,
-    "samo.cuda.step": 1,
-    "samo.cuda.compile": 1,
-    "samo.index": 1,
-    "samo.backend": 1,
-    "samo.index_mask": 1,
-    "samo.index_uint16": 1,
-    "samo.memory": 1,
-    "samo.pieces": 1,
-    "samo.precision": 1,
-    "samo.shards": 1,
-    "samo.tensor": 1,
-    "samo.state": 1,
-    "samo.optimizer": 1,
-    "samo.adamw": 1,
-    "samo.sgd": 1,
-    "samo.lamb": 1,
-    "planner.simulator": 1,
-    "planner.cluster": 1,
-    "planner.workload": 1,
-    "planner.gpt_formula": 1,
-    "planner.memory": 1,
-    "planner.cost": 1,
-    "planner.step": 1,
-    "planner.choose": 1,
-    "planner.tensor_parallel": 1,
-    "planner.surveyed": 2,
-    "planner.configured": 2,
-    "planner.timeline": 1,
-    "planner.report": 1,
-    "planner.drawing": 1,
-    "planner.fitting": 1,
-    "samo.learning_rate": 1,
-    "data_parallel.ordered": 1,
-    "observe.phases": 1,
-    "observe.device_phases": 1,
-    "observe.pulse": 1,
-    "observe.memory": 1,
-    "observe.trace": 1,
-    # 2: models, who is kept, and what happens to the state
-    "models.gpt": 2,
-    "models.losses": 2,
-    "models.vgg": 2,
-    "models.wide_resnet": 2,
-    "models.cnn": 2,
-    "models.sequential": 2,
-    "models.weights": 2,
-    "models.safetensors": 1,
-    "models.hf_gpt2": 2,
-    "models.named": 2,
-    "models.cost": 2,
-    "models.survey": 2,
-    "pruning.criteria": 2,
-    "pruning.distribution": 2,
-    "pruning.early_bird": 2,
-    "pruning.masks": 2,
-    "pruning.pattern": 2,
-    "pruning.schedules": 2,
-    "pruning.selection": 2,
-    "pruning.targets": 2,
-    "pruning.ticket": 2,
-    "pruning.ticket_manifest": 2,
-    "samo.construct": 2,
-    "samo.offload": 2,
-    "samo.dynamic": 3,
-    "samo.footprint": 2,
-    "samo.growth": 2,
-    "samo.gradient": 2,
-    "samo.loss_scale": 2,
-    "samo.norm": 2,
-    "samo.prune": 2,
-    "samo.update": 2,
-    # 3: data, records, and what runs on one rank
-    "data.order": 3,
-    "data.dataset": 3,
-    "data.augment": 3,
-    "data.batches": 3,
-    "data.digits": 3,
-    "data.images": 3,
-    "data.prefetch": 3,
-    "data.prepare": 3,
-    "data.prepare_documents": 3,
-    "data.prepare_files": 3,
-    "data.prepare_merge": 3,
-    "data.prepare_part": 3,
-    "data.prepare_sources": 3,
-    "data.prepare_tokenizers": 3,
-    "data.prepare_workers": 3,
-    "data.stdlib": 3,
-    "data.token_file": 3,
-    "data.tokens": 3,
-    "data.workers": 3,
-    "observe.banner": 3,
-    "observe.console": 3,
-    "observe.gather": 3,
-    "observe.metrics": 3,
-    "observe.out_of_memory": 3,
-    "observe.heartbeat": 3,
-    "observe.laggard": 3,
-    "observe.recorder": 3,
-    "observe.slow": 3,
-    "machine": 3,
-    "checkup": 3,
-    "data_parallel.agreement": 3,
-    "data_parallel.sharded": 3,
-    "data_parallel.sync": 3,
-    "data_parallel.buffers": 3,
-    "pipeline.stage": 3,
-    "pipeline.layer_calls": 3,
-    "layouts": 3,
-    "resolve": 3,
-    # 4: transports, and what needs other ranks
-    "data_parallel.collective_local": 4,
-    "data_parallel.collective_mpi": 4,
-    "data_parallel.collective_nccl": 4,
-    "data_parallel.collective_staged": 4,
-    "pipeline.link_local": 4,
-    "pipeline.link_mpi": 4,
-    "pipeline.link_device": 4,
-    "pipeline.link_nccl": 4,
-    "pipeline.link_staged": 4,
-    "pipeline.wire_mpi": 4,
-    "nccl": 4,
-    "placing": 4,
-    "transport_gpu": 4,
-    "pipeline.engine": 4,
-    "transport": 4,
-    "evaluation": 4,
-    "saving": 4,
-    "job": 4,
-    "observe.tracing": 4,
-    "observe.watchdog": 4,
-    "sources": 4,
-    "startup": 4,
-    "planning": 4,
-    "pruning.ticket_writing": 4,
-    "checkpoint.manifest": 4,
-    "checkpoint.folder": 4,
-    "checkpoint.verify": 4,
-    "checkpoint.stream": 4,
-    "checkpoint.background": 4,
-    "checkpoint.contents": 4,
-    "checkpoint.save": 4,
-    "checkpoint.restore": 4,
-    "checkpoint.compare": 4,
-    "checkpoint.choose": 4,
-    "run_dir": 4,
-    "exporting": 4,
-    "run_lock": 4,
-    "masking.change": 4,
-    "masking.choose": 4,
-    "masking.live": 4,
-    "masking.moving": 4,
-    "masking.once": 4,
-    "masking.rewind": 4,
-    "masking.saving": 4,
-    "masking.search": 4,
-    "masking.stepwise": 4,
-    "parts": 4,
-    "spikes": 4,
-    "stepping": 4,
-    "trainer": 4,
-    # 5 and 6: joining the parts, and the commands
-    "reporting": 5,
-    "training": 5,
-    "joining": 5,
-    "builder": 5,
-    "measure": 5,
-    "train": 6,
-    "plan": 6,
-    "calibrate": 6,
-    "trace_command": 6,
-    "data_command": 6,
-    "submit": 6,
-    "doctor": 6,
-    "checkpoint_command": 6,
-    "export": 6,
-    "command": 5,
-    "ticket_command": 6,
-    "__main__": 6,
-}
-FOLDERS = {
-    "checkpoint",
-    "config",
-    "data",
-    "data_parallel",
-    "models",
-    "observe",
-    "pipeline",
-    "masking",
-    "planner",
-    "pruning",
-    "samo",
-    "samo/cuda",
-    "scheduler",
-}
+CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+MOST_LINES = 400
+"""Of a file."""
+MOST_FUNCTION_LINES = 60
+MOST_PARAMETERS = 6
+REASON = "Reason:"
+"""Begins the comment above a longer function, or one of more parameters."""
 MPI_MODULES = {
-    "transport",
-    "pipeline.link_mpi",
-    "pipeline.wire_mpi",
-    "data_parallel.collective_mpi",
+    "runtime.connection",
+    "runtime.mpi.mpi_collective",
+    "runtime.mpi.mpi_library",
+    "runtime.mpi.mpi_transport",
+    "runtime.mpi.mpi_wire",
 }
+
+
+def import_order() -> dict[str, int]:
+    """The height of every room, from the one line of CONTRIBUTING.md that names them in order."""
+    lines = CONTRIBUTING.read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in lines if line.strip().startswith("doors > ")]
+    rooms = [height.split(",") for height in reversed(line.split(">"))]
+    return {name.strip(): height for height, names in enumerate(rooms) for name in names}
+
+
+def room(module: str) -> str:
+    """The folder directly in the package that a module lies in; "doors" for the package's own."""
+    first, dot, _ = module.partition(".")
+    return first if dot else "doors"
+
+
+def folders() -> set[str]:
+    """All folders of the package that hold modules, as paths within it."""
+    paths = ("/".join(name.split(".")[:-1]) for name in sources())
+    return {path for path in paths if path} | {room(name) for name in sources()} - {"doors"}
 
 
 def statements(tree: ast.AST, *, for_types_too: bool) -> Iterator[ast.AST]:
@@ -278,10 +77,37 @@ def imported(tree: ast.AST, *, for_types_too: bool = False) -> set[str]:
     return names
 
 
-def own_imports(module: str) -> set[str]:
-    """The modules of the package that a module needs when it runs."""
-    names = {name.removeprefix("axsparse.") for name in imported(sources()[module])}
-    return names & sources().keys()
+def own_imports(module: str, *, for_types_too: bool = False) -> set[str]:
+    """The modules of the package that a module imports, at its start or late."""
+    found = imported(sources()[module], for_types_too=for_types_too)
+    return {name.removeprefix("axsparse.") for name in found} & sources().keys()
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function and method of the package, by the module that it is in."""
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield module, node
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a caller fills in."""
+    own = function.args
+    names = [one.arg for one in (*own.posonlyargs, *own.args, *own.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def reason_above(module: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a comment directly above a function says why it is as large as it is."""
+    text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    at = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 2
+    while lines[at].lstrip().startswith("#"):
+        if lines[at].lstrip().startswith(f"# {REASON}"):
+            return True
+        at -= 1
+    return False
 
 
 def loaded_by(code: str) -> list[str]:
@@ -298,8 +124,67 @@ def loaded_by(code: str) -> list[str]:
     return answer
 
 
-def test_every_module_has_a_floor() -> None:
-    assert set(FLOORS) == set(sources())
+def test_the_house_has_three_doors_and_twelve_rooms() -> None:
+    doors = {name for name in sources() if "." not in name}
+    rooms = {room(name) for name in sources()} - {"doors"}
+
+    assert doors == {"__main__", "train"}  # beside __init__
+    assert rooms | {"doors"} == set(import_order())
+    assert len(rooms) <= 12
+    assert {"pipeline", "data_parallel", "samo"} <= rooms
+
+
+def test_imports_run_down_the_one_order_only() -> None:
+    """Late imports and those for types count too; rooms of one height do not know each other."""
+    heights = import_order()
+    climbing = [
+        f"{module} imports {other}"
+        for module in sources()
+        for other in sorted(own_imports(module, for_types_too=True))
+        if room(other) != room(module) and heights[room(other)] >= heights[room(module)]
+    ]
+
+    assert not climbing, "\n".join(climbing)
+
+
+def test_only_the_version_is_read_from_the_package_itself() -> None:
+    """Whatever else is public stands in a room, so that no room imports a door."""
+    readers = {
+        module
+        for module, tree in sources().items()
+        if module not in ("__main__", "train") and "axsparse" in imported(tree)
+    }
+
+    assert readers == set()
+
+
+def test_no_two_files_of_the_package_share_a_name() -> None:
+    paths = defaultdict(list)
+    for name in sources():
+        paths[name.rpartition(".")[2]].append(name)
+
+    assert {name: where for name, where in paths.items() if len(where) > 1} == {}
+
+
+def test_no_file_is_longer_than_one_can_hold_in_the_head() -> None:
+    lengths = {
+        path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_long_functions_and_many_parameters_have_a_reason() -> None:
+    large = [
+        f"{module}.{function.name}"
+        for module, function in functions()
+        if (function.end_lineno or 0) - function.lineno + 1 > MOST_FUNCTION_LINES
+        or parameters(function) > MOST_PARAMETERS
+        if not reason_above(module, function)
+    ]
+
+    assert not large, "\n".join(large)
 
 
 def test_no_step_waits_for_a_whole_device() -> None:
@@ -311,34 +196,25 @@ def test_no_step_waits_for_a_whole_device() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "synchronize"
     }
 
-    assert waiting == {"cuda_device", "placing", "reporting"}
+    assert waiting == {
+        "runtime.gpu.cuda_device",
+        "training.placement",
+        "training.run_recorder",
+    }
 
 
 def test_no_name_of_the_python_api_is_a_modules() -> None:
     """Importing a module puts it into the package, in the place of what has its name."""
-    tops = {name.partition(".")[0] for name in sources()} | FOLDERS
-
-    assert not tops & set(axsparse.__all__)
+    assert not {name.partition(".")[0] for name in sources()} & set(axsparse.__all__)
 
 
 def test_folders_say_what_they_hold_and_hold_no_code_of_their_own() -> None:
-    for folder in FOLDERS:
+    for folder in folders():
         tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), folder
         assert len(tree.body) == 1, folder
     heads = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
-    assert heads == FOLDERS | {"."}
-
-
-def test_imports_go_to_lower_or_equal_floors_only() -> None:
-    climbing = [
-        f"{module} (floor {FLOORS[module]}) imports {other} (floor {FLOORS[other]})"
-        for module in sources()
-        for other in sorted(own_imports(module))
-        if FLOORS[other] > FLOORS[module]
-    ]
-
-    assert not climbing, "\n".join(climbing)
+    assert heads == folders() | {"."}
 
 
 def test_no_module_needs_itself_on_the_way() -> None:
@@ -379,7 +255,8 @@ def test_nothing_outside_samo_looks_into_an_index() -> None:
         "import axsparse",
         "import axsparse.pipeline.policy",
         "import axsparse.planner.simulator",
-        "import axsparse.grid, axsparse.errors, axsparse.comm, axsparse.config.validate",
+        "import axsparse.runtime.grid, axsparse.runtime.errors, axsparse.config.validate\n"
+        "import axsparse.runtime.communication",
         "import runpy, sys\n"
         "sys.argv = ['train', '--help']\n"
         "try: runpy.run_module('axsparse.train', run_name='__main__')\n"

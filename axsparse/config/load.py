@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.reader import ReaderError
 
-from axsparse.config.refusal import (
+from axsparse.config.messages import (
     CLOSE,
     FIELDS,
     SECTIONS,
@@ -30,7 +30,7 @@ from axsparse.config.refusal import (
     unknown_key,
 )
 from axsparse.config.schema import Config, Section
-from axsparse.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -38,7 +38,7 @@ _BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration and where each of its keys was set."""
 
     config: Config
@@ -52,7 +52,7 @@ class Loaded:
         return f"{key} ({self.origins.get(key, 'default')})"
 
 
-def load_config(source: str | None, overrides: Sequence[str] = ()) -> Loaded:
+def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a file or bundled config, then `key=value` overrides, of which later ones win.
 
     `source` is a path if it names a file or holds a "/"; otherwise the name of a bundled
@@ -82,17 +82,17 @@ def configure(values: Mapping[str, Any]) -> Config:
     return _validated(settings, "custom").config
 
 
-def made_in_python(config: Config, name: str) -> Loaded:
+def made_in_python(config: Config, name: str) -> LoadedConfig:
     """A configuration of the Python API, with the keys that were given a value there."""
     origins: dict[str, str] = {}
     for section in config.model_fields_set:
         given = getattr(config, section)
         leaves = given.model_fields_set if isinstance(given, Section) else {""}
         origins |= {f"{section}.{leaf}".rstrip("."): "configure" for leaf in leaves}
-    return Loaded(config, name, origins)
+    return LoadedConfig(config, name, origins)
 
 
-def _validated(settings: Mapping[str, Setting], name: str) -> Loaded:
+def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, leaf = key.rpartition(".")
@@ -101,7 +101,7 @@ def _validated(settings: Mapping[str, Setting], name: str) -> Loaded:
         config = Config.model_validate(nested)
     except ValidationError as error:
         raise refusal(error, settings) from None
-    return Loaded(config, name, {key: setting.origin for key, setting in settings.items()})
+    return LoadedConfig(config, name, {key: setting.origin for key, setting in settings.items()})
 
 
 def bundled_configs() -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import isqrt
 
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import MODEL_FIELDS, Config, ModelConfig, prunes
-from axsparse.errors import ConfigError, DataError
-from axsparse.grid import Grid
+from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.grid import Grid
 
 DISTANCES = 5
 """Between masks, which have to be small for an Early-Bird ticket to be drawn."""
@@ -17,7 +16,7 @@ ONCE = ("magnitude", "random", "custom", "snip")
 """Pruning methods that draw one mask and keep it."""
 
 
-def check_config(loaded: Loaded) -> None:
+def check_config(loaded: LoadedConfig) -> None:
     """The rules that need nothing but the configuration; ConfigError for the first broken one."""
     config = loaded.config
     model, schedule = config.model, config.schedule
@@ -26,7 +25,7 @@ def check_config(loaded: Loaded) -> None:
         raise ConfigError(
             f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
             f"model.hidden_size {model.hidden_size}; "
-            f"choose {_one_of(_divisors(model.hidden_size), near=model.num_heads)}"
+            f"choose {one_of(divisors(model.hidden_size), near=model.num_heads)}"
         )
     length = config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
@@ -79,7 +78,7 @@ def check_config(loaded: Loaded) -> None:
         _check_split_length(loaded, config.layout.g_inter)
 
 
-def check_gpu_settings(loaded: Loaded, *, has_gpu: bool) -> None:
+def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
     """ConfigError for the first setting that is for GPUs where ranks train without one."""
     train = loaded.config.train
     for name, is_set in (("nvtx", train.nvtx), ("memory_history", train.memory_history)):
@@ -91,7 +90,7 @@ def check_gpu_settings(loaded: Loaded, *, has_gpu: bool) -> None:
     check_offload(loaded, has_gpu=has_gpu)
 
 
-def check_offload(loaded: Loaded, *, has_gpu: bool) -> None:
+def check_offload(loaded: LoadedConfig, *, has_gpu: bool) -> None:
     """ConfigError if state is to be offloaded from where there is no GPU."""
     if loaded.config.samo.offload and not has_gpu:
         raise ConfigError(
@@ -100,7 +99,7 @@ def check_offload(loaded: Loaded, *, has_gpu: bool) -> None:
         )
 
 
-def _check_pruning(loaded: Loaded) -> None:
+def _check_pruning(loaded: LoadedConfig) -> None:
     config = loaded.config
     pruning, steps = config.pruning, config.train.steps
     if pruning.at_step >= steps:
@@ -153,7 +152,7 @@ def _check_pruning(loaded: Loaded) -> None:
         )
 
 
-def check_rounds(loaded: Loaded, config: Config) -> None:
+def check_rounds(loaded: LoadedConfig, config: Config) -> None:
     """Whether steps and intervals leave pruning over time something to do; `config` is resolved.
 
     Raises ConfigError if not.
@@ -181,74 +180,22 @@ def check_rounds(loaded: Loaded, config: Config) -> None:
         )
 
 
-def resolve_grid(loaded: Loaded, ranks: int, num_layers: int) -> Grid:
-    """The grid of `ranks` ranks for a list of `num_layers` layers, embedding and head included.
-
-    Raises ConfigError if the layout does not use every rank, or cannot give each stage
-    a layer and each layer a stage.
-    """
-    g_inter, g_data = loaded.config.layout.g_inter, loaded.config.layout.g_data
-    stages = [divisor for divisor in _divisors(ranks) if divisor <= num_layers]
-    if g_inter != "auto":
-        if g_inter > num_layers:
-            raise ConfigError(
-                f"{loaded.where('layout.g_inter')}: {g_inter} stages for "
-                f"{_count(num_layers, 'layer')}; choose at most {num_layers}"
-            )
-        if g_data == "auto":
-            _check_divides_ranks(loaded, "layout.g_inter", g_inter, ranks, stages)
-            g_data = ranks // g_inter
-    elif g_data != "auto":
-        replicas = [ranks // count for count in stages]
-        _check_divides_ranks(loaded, "layout.g_data", g_data, ranks, replicas)
-        g_inter = ranks // g_data
-        if g_inter > num_layers:
-            raise ConfigError(
-                f"{loaded.where('layout.g_data')}: {g_data} leaves {g_inter} stages for "
-                f"{_count(num_layers, 'layer')}; choose {_one_of(replicas, near=g_data)}"
-            )
-    else:
-        g_inter = 2 if 2 in stages else 1
-        g_data = ranks // g_inter
-
-    if ranks != g_inter * g_data:
-        raise ConfigError(
-            f"layout: {_count(ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}; "
-            f"start {_count(g_inter * g_data, 'rank')} or set layout.g_inter to "
-            f"{_one_of(stages, near=g_inter)} and layout.g_data to auto"
-        )
-    check_split(loaded, g_inter, num_layers)
-    return Grid(g_inter, g_data)
-
-
-def check_split(loaded: Loaded, g_inter: int, num_layers: int) -> None:
+def check_split(loaded: LoadedConfig, g_inter: int, num_layers: int) -> None:
     """ConfigError unless a split by hand is for so many stages and places every layer."""
     _check_split_length(loaded, g_inter)
     split = loaded.config.layout.split
     if split != "auto" and sum(split) != num_layers:
         raise ConfigError(
-            f"{loaded.where('layout.split')}: {list(split)} places {_count(sum(split), 'layer')} "
+            f"{loaded.where('layout.split')}: {list(split)} places {counted(sum(split), 'layer')} "
             f"of {num_layers}, embedding and head included; "
             f"choose entries that add up to {num_layers}"
         )
 
 
-def pruned_layout(loaded: Loaded) -> Loaded:
-    """The configuration with the layout that `layout.g_inter_pruned` asks for; replicas and split
-    are not those of the first one."""
-    layout = loaded.config.layout
-    assert layout.g_inter_pruned is not None
-    others = {"g_inter": layout.g_inter_pruned, "g_data": "auto", "split": "auto"}
-    config = loaded.config.model_copy(update={"layout": layout.model_copy(update=others)})
-    origin = loaded.origins.get("layout.g_inter_pruned", "default")
-    named = f"by layout.g_inter_pruned, {origin}"
-    return replace(loaded, config=config, origins={**loaded.origins, "layout.g_inter": named})
-
-
-def check_batch(loaded: Loaded, grid: Grid) -> None:
+def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
     """Every replica sees the same number of whole microbatches, else ConfigError."""
     total, size = loaded.config.batch.global_batch_size, loaded.config.batch.microbatch_size
-    replicas = _count(grid.g_data, "replica")
+    replicas = counted(grid.g_data, "replica")
     share, rest = divmod(total, grid.g_data)
     if rest:
         below, above = total - rest, total - rest + grid.g_data
@@ -256,18 +203,18 @@ def check_batch(loaded: Loaded, grid: Grid) -> None:
         raise ConfigError(
             f"{loaded.where('batch.global_batch_size')}: {total} does not divide evenly over "
             f"{replicas} ({total} = {replicas} × {share} + {rest}); choose {sizes}, "
-            f"or as layout.g_data {_one_of(_divisors(total), near=grid.g_data)}"
+            f"or as layout.g_data {one_of(divisors(total), near=grid.g_data)}"
         )
     if share % size:
         raise ConfigError(
             f"{loaded.where('batch.microbatch_size')}: {size} does not divide the "
-            f"{_count(share, 'sequence')} of a replica ({total} = {replicas} × {share}); "
-            f"choose {_one_of(_divisors(share), near=size)}"
+            f"{counted(share, 'sequence')} of a replica ({total} = {replicas} × {share}); "
+            f"choose {one_of(divisors(share), near=size)}"
         )
 
 
 def check_data(
-    loaded: Loaded, *, source: str, words: int | None, vocab_size: int, num_samples: int
+    loaded: LoadedConfig, *, source: str, words: int | None, vocab_size: int, num_samples: int
 ) -> None:
     """The data's vocabulary fits the model (ConfigError), and fills a step (DataError).
 
@@ -282,13 +229,13 @@ def check_data(
         )
     if num_samples < batch:
         raise DataError(
-            f"{source}: {_count(num_samples, 'sample')} cannot fill a step of "
+            f"{source}: {counted(num_samples, 'sample')} cannot fill a step of "
             f"{loaded.where('batch.global_batch_size')} {batch}; take more data, "
             "a smaller batch or a smaller data.sequence_length"
         )
 
 
-def _check_model_fields(loaded: Loaded) -> None:
+def _check_model_fields(loaded: LoadedConfig) -> None:
     """Only what the named model has is set."""
     model = loaded.config.model
     has = MODEL_FIELDS[model.name]
@@ -303,7 +250,7 @@ def _check_model_fields(loaded: Loaded) -> None:
             )
 
 
-def _check_source_fits_model(loaded: Loaded) -> None:
+def _check_source_fits_model(loaded: LoadedConfig) -> None:
     """Texts for language models, images for the others; grey ones have one channel."""
     model, source = loaded.config.model, loaded.config.data.source
     wanted = ("stdlib", "tokens") if model.name == "gpt" else ("digits", "images")
@@ -322,40 +269,40 @@ def _check_source_fits_model(loaded: Loaded) -> None:
         )
 
 
-def _check_split_length(loaded: Loaded, g_inter: int) -> None:
+def _check_split_length(loaded: LoadedConfig, g_inter: int) -> None:
     split = loaded.config.layout.split
     if split != "auto" and len(split) != g_inter:
         raise ConfigError(
             f"{loaded.where('layout.split')}: {list(split)} is for "
-            f"{_count(len(split), 'stage')}, g_inter is {g_inter}; "
+            f"{counted(len(split), 'stage')}, g_inter is {g_inter}; "
             f"choose {g_inter} entries, or auto"
         )
 
 
-def _check_divides_ranks(
-    loaded: Loaded, key: str, count: int, ranks: int, choices: Iterable[int]
+def check_divides_ranks(
+    loaded: LoadedConfig, key: str, count: int, ranks: int, choices: Iterable[int]
 ) -> None:
     if ranks % count:
         more = ranks + -ranks % count
         raise ConfigError(
-            f"{loaded.where(key)}: {count} does not divide the {_count(ranks, 'rank')}; "
-            f"start {_count(more, 'rank')} or choose {_one_of(choices, near=count)}"
+            f"{loaded.where(key)}: {count} does not divide the {counted(ranks, 'rank')}; "
+            f"start {counted(more, 'rank')} or choose {one_of(choices, near=count)}"
         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """All of a number of up to ten digits; of a larger one, which nobody meant, some."""
     most = min(isqrt(number), 100_000)
     small = [divisor for divisor in range(1, most + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _one_of(choices: Iterable[int], *, near: int) -> str:
+def one_of(choices: Iterable[int], *, near: int) -> str:
     """The eight choices nearest to a value, in words."""
     nearest = sorted(sorted(choices, key=lambda choice: abs(choice - near))[:8])
     listed = ", ".join(map(str, nearest))
     return f"one of {listed}" if len(nearest) > 1 else listed
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

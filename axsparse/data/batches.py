@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.comm import shard_bounds
 from axsparse.data.dataset import Dataset, PartedDataset
 from axsparse.data.order import epochs_of_step, samples_of_step
-from axsparse.errors import DataError
+from axsparse.runtime.communication import shard_bounds
+from axsparse.runtime.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.errors import DataError
+from axsparse.runtime.errors import DataError
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -174,3 +174,12 @@ def _digest(tensors: tuple[Tensor, ...]) -> str:
         # As bytes, since numpy knows no bfloat16.
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is read, opened on the ranks that read only: an `ArrayDataset` or `TokenDataset`, or a
+    class of one's own with the members of `Dataset`."""
+
+    training: Dataset | PartedDataset
+    validation: Dataset | PartedDataset | None = None

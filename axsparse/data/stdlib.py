@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.data.dataset import TokenDataset
-from axsparse.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError
 
 Split = Literal["train", "validation"]
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from axsparse.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError
 
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"

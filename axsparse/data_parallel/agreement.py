@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from axsparse.comm import Backoff, Collective, Op, wait
-from axsparse.grid import Place
-from axsparse.samo.norm import global_norm
+from axsparse.runtime.communication import Backoff, Collective, Op, wait
+from axsparse.runtime.grid import Place
+from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
 
@@ -133,32 +132,3 @@ class Agreement:
 
 def _where(flags: Tensor) -> tuple[int, ...]:
     return tuple(flags.nonzero().flatten().tolist())
-
-
-def sum_by_owner(
-    collective: Collective, backoff: Backoff, values: Sequence[float]
-) -> list[list[float]]:
-    """Every member's values, in rank order, on all members; exact."""
-    size, count = collective.size, len(values)
-    slots = torch.zeros(size, count, dtype=torch.float64)
-    slots[collective.rank] = torch.tensor(list(values), dtype=torch.float64)
-    wait(collective.start(Op.ALL_REDUCE, slots.view(-1)), backoff)
-    gathered: list[list[float]] = slots.tolist()
-    return gathered
-
-
-def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
-    """Every member's text, in rank order, on all members."""
-    own = text.encode(errors="surrogateescape")
-    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
-    start, stop = bounds[collective.rank], bounds[collective.rank + 1]
-    if own:
-        buffer[start:stop] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    if buffer.numel():
-        wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
-    whole = bytes(buffer.numpy())
-    return [whole[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]

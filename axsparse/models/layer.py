@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from axsparse.errors import ConfigError
+from axsparse.runtime.errors import ConfigError
 
 Kind = Literal["block", "embedding", "head"]
 LossFunction = Callable[..., Tensor]
@@ -68,7 +68,7 @@ class Layer:
     found without it."""
 
 
-class _Undrawn(TorchFunctionMode):
+class _NoDraws(TorchFunctionMode):
     """Draws no normal distribution for a tensor without memory: torch would load its compiler
     for that, which takes every rank two seconds."""
 
@@ -85,7 +85,7 @@ class _Undrawn(TorchFunctionMode):
 
 def on_meta(layer: Layer) -> nn.Module:
     """The module of a layer without memory and start values; raises what `build` does."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), _NoDraws():
         return layer.build()
 
 

@@ -11,9 +11,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from axsparse.errors import ConfigError
-from axsparse.models.buffers import slots
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model
+from axsparse.models.module_buffers import slots
+from axsparse.runtime.errors import ConfigError
 
 NO_METRICS: Mapping[str, MetricFunction] = {}
 BY_PLACE: Mapping[str, Kind] = {}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from axsparse.errors import ConfigError
-from axsparse.models.buffers import slots
-from axsparse.models.cost import SAMPLES, Activations, Tracer
 from axsparse.models.layer import Kind, Layer, Model, on_meta
-from axsparse.seeds import preserved_rng
+from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
+from axsparse.models.module_buffers import slots
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
 """Flops in the time of moving one byte; assumed, between a CPU with matrix units (60) and a

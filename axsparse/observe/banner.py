@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import axsparse
 from axsparse.config.schema import Config, prunes
 from axsparse.config.validate import ONCE
-from axsparse.grid import Grid
 from axsparse.models.survey import LayerInfo, Survey
-from axsparse.observe.console import format_bytes, format_count
+from axsparse.runtime.console import format_bytes, format_count
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.version import __version__
 
 
 def banner(
@@ -34,7 +34,7 @@ def banner(
     parameters = f"{format_count(survey.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
     yield (
-        f"axsparse {axsparse.__version__} · {name} {parameters} · {_pruning(config)} · "
+        f"axsparse {__version__} · {name} {parameters} · {_pruning(config)} · "
         f"{config.precision} · {ranks} = {grid} · {transport}"
     )
     yield "   ".join(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from axsparse.errors import OutputError
+from axsparse.runtime.errors import OutputError
 
 
 @dataclass(frozen=True)

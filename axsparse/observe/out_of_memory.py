@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from axsparse.errors import TrainingError
-from axsparse.observe.console import format_bytes
-from axsparse.samo.memory import StateBytes
+from axsparse.runtime.console import format_bytes
+from axsparse.runtime.errors import TrainingError
+from axsparse.samo.state_bytes import StateBytes
 
 HISTORY = 100_000
 """Allocations that a history goes back; a snapshot takes some kilobytes for each."""

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from axsparse.comm import Backoff, Collective
-from axsparse.observe.console import Console, Unit, eval_line, format_bytes, step_line
-from axsparse.observe.device_phases import LateSeconds
-from axsparse.observe.gather import Gathered, StepGather
+from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.metrics import (
     BackRecord,
     EvalRecord,
@@ -20,7 +17,11 @@ from axsparse.observe.metrics import (
     StepRecord,
     perplexity,
 )
-from axsparse.observe.slow import SlowRanks
+from axsparse.observe.step_gather import StepGather, StepTotals
+from axsparse.observe.step_lines import eval_line, step_line
+from axsparse.observe.watchdog.slow_ranks import SlowRanks
+from axsparse.runtime.communication import Backoff, Collective
+from axsparse.runtime.console import Console, Unit, format_bytes
 
 COMPARED_STEPS = 5
 """After so many steps what was predicted is held against what was measured."""
@@ -43,7 +44,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class StepForecast:
     """Of a step, by the planner."""
 
     memory_bytes: float
@@ -64,7 +65,7 @@ class RunFigures:
     """Of all ranks together."""
     unit: Unit
     """What a target is: a token, or a sample that is none."""
-    predicted: Predicted | None = None
+    predicted: StepForecast | None = None
     """What the plan says of memory and time."""
 
 
@@ -166,7 +167,7 @@ class Recorder:
             (step, seconds, most), self._late = self._late, None
             self._write(self._gather.push(step, seconds, most))
 
-    def _write(self, gathered: Gathered | None) -> None:
+    def _write(self, gathered: StepTotals | None) -> None:
         if gathered is None:
             return
         figures = self._known.pop(gathered.step)
@@ -215,7 +216,7 @@ class Recorder:
             if len(self._seconds) == COMPARED_STEPS:
                 self._compare(run.predicted, record)
 
-    def _compare(self, predicted: Predicted, record: StepRecord) -> None:
+    def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
         """Say how far the plan was off; a first step that allocates is none to go by."""
         own = PlanRecord(
             step=record.step,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from axsparse.comm import Direction
+from axsparse.runtime.communication import Direction
 
 _LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B"}
 _DIRECTIONS = {letter: direction for direction, letter in _LETTERS.items()}

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from axsparse.comm import Backoff, Direction, Event, Link, Message
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.grid import Place
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import ForwardOnly, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
-from axsparse.streams import Device
+from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
+from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.grid import Place
 
 MOST_UNSENT, MOST_WAITING = 8, 4
 """In an evaluation no gradient comes back to slow a stage down; how many of its messages are on

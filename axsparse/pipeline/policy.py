@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, action
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 Preference = Literal["alternate", "backward", "forward"]

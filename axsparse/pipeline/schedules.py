@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, action
 from axsparse.pipeline.policy import InOrder, MessageDriven, Policy, Preference
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 ScheduleName = Literal["message-driven", "1f1b", "gpipe"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axsparse.errors import ConfigError
 from axsparse.models.layer import LossFunction, MetricFunction
-from axsparse.pipeline.layer_calls import LayerCalls, Tensors
-from axsparse.samo.construct import BuiltLayer
+from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.layer_construction import BuiltLayer
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stage:
         recomputed in the backward; 0: none. `compiled`: torch.compile fuses what a layer does.
         """
         self._layers = [
-            LayerCalls(
+            LayerRunner(
                 layer.spec.name,
                 layer.module,
                 is_random=layer.spec.random,

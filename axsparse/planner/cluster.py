@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 import yaml
 
-from axsparse.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError, MissingInputError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 
 from axsparse.planner.cluster import Precision
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
-from axsparse.samo.memory import StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.state_bytes import StateBytes, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4
 """∇θ16 and ∇θ32 (section III-D)."""

@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import Policy
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -36,7 +36,7 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class Edge:
+class MessageCost:
     """What a message costs between two neighbouring stages, in seconds."""
 
     latency: float = 0.0
@@ -82,7 +82,7 @@ class PipelineRun:
 def simulate(
     new_policy: Callable[[int], Policy],
     durations: Durations,
-    edges: Sequence[Edge] | None = None,
+    edges: Sequence[MessageCost] | None = None,
 ) -> PipelineRun:
     """Play one step of a pipeline.
 
@@ -94,7 +94,7 @@ def simulate(
     g_inter = len(durations.forward)
     seconds = (durations.forward, durations.backward)
     if edges is None:
-        edges = [Edge()] * (g_inter - 1)
+        edges = [MessageCost()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
     policies = [new_policy(stage) for stage in range(g_inter)]
     runs = [StageRun([], [], [], 0.0, 0.0, 0.0, 0, []) for _ in range(g_inter)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from axsparse.observe.trace import Span
+from axsparse.observe.trace_file import Span
 from axsparse.pipeline.policy import BACKWARD
-from axsparse.planner.choose import Row
+from axsparse.planner.layout_search import Row
 from axsparse.planner.simulator import StageRun
 
 

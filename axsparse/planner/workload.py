@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from axsparse.planner.cluster import Precision
-from axsparse.samo.memory import StateBytes
+from axsparse.samo.state_bytes import StateBytes
 
 
 @dataclass(frozen=True)

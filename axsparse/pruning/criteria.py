@@ -9,15 +9,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from axsparse.errors import ConfigError
-from axsparse.pruning.pattern import n_of_m
-from axsparse.pruning.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
-from axsparse.seeds import keyed_generator
+from axsparse.config.load import LoadedConfig
+from axsparse.pruning.pattern import n_of_m, parse_pattern
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
 
-Shape: TypeAlias = tuple[int, ...]
-Weight: TypeAlias = Callable[[], Tensor]
-"""Gives the fp32 weights of one tensor, in its shape; called only where they matter, and the
-result is not written to."""
 Score: TypeAlias = Callable[[str, Tensor], Tensor]
 """`score(name, weight)`: a score an entry, in the weight's shape; higher ones are kept. It is
 called with one tensor's global name and its fp32 weights (zero where already pruned), on every
@@ -94,3 +92,24 @@ def _is_plain(scores: Tensor) -> bool:
     return (
         scores.layout == torch.strided and scores.device.type == "cpu" and not scores.is_complex()
     )
+
+
+def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion:
+    """The score by which the method of the configuration prunes."""
+    config = loaded.config
+    pruning = config.pruning
+    if pruning.method == "custom" and score is None and pruning.ticket is None:
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
+            "in Python (score=…), or choose magnitude"
+        )
+    if score is not None and pruning.method in ("magnitude", "random", "snip"):
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
+            "custom, or a method over time, for the one given to build"
+        )
+    pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
+    if score is not None:
+        return Criterion(score, config.seed, pattern)
+    at_random = pruning.method in ("random", "set", "rigl")
+    return Criterion("random" if at_random else "magnitude", config.seed, pattern)

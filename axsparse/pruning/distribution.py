@@ -10,8 +10,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
-from axsparse.errors import ConfigError
 from axsparse.pruning.criteria import kept_entries
+from axsparse.runtime.errors import ConfigError
 
 NONE: Mapping[str, float] = MappingProxyType({})
 

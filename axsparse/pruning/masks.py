@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from axsparse.pruning.criteria import Criterion, Shape, Weight
-from axsparse.pruning.selection import Cut, Keys, equal_to, find_cut, histogram, select
-
-
-class Masks(Protocol):
-    """A mask for every pruned tensor, by the global name of a weight's first use."""
-
-    @property
-    def kept(self) -> Mapping[str, int]:
-        """Kept entries of the pruned tensors; whatever is not named stays dense."""
-        ...
-
-    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        """The flat mask of one pruned tensor; of an already pruned one, some of the positions
-        `within`."""
-        ...
+from axsparse.pruning.criteria import Criterion
+from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,7 @@ class ScoredMasks:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredTensor:
     """One tensor of this rank whose scores count in a common threshold."""
 
     name: str
@@ -55,7 +41,7 @@ class Scored:
 def common_cuts(
     criterion: Criterion,
     names: Sequence[str],
-    own: Iterable[Scored],
+    own: Iterable[ScoredTensor],
     keep: int,
     total: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, int], dict[str, Cut]]:
@@ -89,7 +75,7 @@ def common_cuts(
     return kept, cuts
 
 
-def _scores(criterion: Criterion, one: Scored) -> tuple[Tensor, Keys]:
+def _scores(criterion: Criterion, one: ScoredTensor) -> tuple[Tensor, Keys]:
     scores, keys = criterion.scores(one.name, one.shape, one.weight)
     within = one.within()
     return (scores if within is None else scores[within]), keys

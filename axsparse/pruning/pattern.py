@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from axsparse.errors import ConfigError
+from axsparse.runtime.errors import ConfigError
 
 CHUNK = 131_072
 """Entries that are sorted at a time, in whole rows: temporaries of some 5 MB."""

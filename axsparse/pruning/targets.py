@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from axsparse.config.schema import PruningConfig, prunes
-from axsparse.errors import ConfigError
+from axsparse.config.schema import Config, PruningConfig, prunes
 from axsparse.models.survey import Survey
-from axsparse.pruning.criteria import Shape
 from axsparse.pruning.distribution import kept_counts, match
 from axsparse.pruning.pattern import check_pattern, parse_pattern
+from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.masks import Shape
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,37 @@ def _entry(entry: str) -> tuple[str, float]:
             "write it like block0.*=0.5"
         )
     return pattern.strip(), sparsity
+
+
+FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
+"""Methods whose first masks ask for nothing but the weights."""
+
+
+def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
+    """The pruned tensors, None for dense training, and the ticket that is used from the start."""
+    pruning = config.pruning
+    wanted = targets(surveyed, pruning) if config.samo.enabled else None
+    if wanted is not None and not prunes(pruning):
+        wanted = None
+    if wanted is None or pruning.ticket is None:
+        return wanted, None
+    ticket = open_ticket(pruning.ticket)
+    ticket.check(surveyed.shapes)
+    shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
+    return replace(wanted, shapes=shapes, own={}), ticket
+
+
+def starts_pruned(config: Config, wanted: Targets | None, ticket: Ticket | None) -> bool:
+    """Whether state is built compressed; otherwise it is dense until the first pruning."""
+    pruning = config.pruning
+    if wanted is None:
+        return False
+    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+
+
+def kept_at_start(
+    config: Config, wanted: Targets | None, ticket: Ticket | None
+) -> Mapping[str, int]:
+    if wanted is None or not starts_pruned(config, wanted, ticket):
+        return {}
+    return wanted.kept() if ticket is None else ticket.kept

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.helpers import DeviceIndex, make_device_index
+from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
 from axsparse.samo.cuda.launch import Launcher
-from axsparse.samo.index import FullIndex, Index, make_index
-from axsparse.samo.memory import IndexKind
+from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.state_bytes import IndexKind
 
 
 @dataclass(frozen=True)

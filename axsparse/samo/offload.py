@@ -19,18 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.comm import Backoff, Event
-from axsparse.samo.memory import VISITS, visit_bytes
-from axsparse.samo.state import LayerState
-from axsparse.samo.tensor import Rest
-from axsparse.streams import Device
+from axsparse.runtime.communication import Backoff, Event
+from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.state_bytes import VISITS, visit_bytes
+from axsparse.samo.tensor_state import RestingState
 
 
 @dataclass(frozen=True)
 class _Visit:
     """A layer's values on the GPU, and the event after which they are there."""
 
-    here: Rest
+    here: RestingState
     arrived: Event
 
 
@@ -92,9 +92,9 @@ class Offload:
             at += visit_bytes([rest.nbytes])
         masters = 0 if resting.master is None else 1
         moments = dict(zip(resting.moments, put[masters:], strict=True))
-        return _Visit(Rest(put[0] if masters else None, moments), self._up.record())
+        return _Visit(RestingState(put[0] if masters else None, moments), self._up.record())
 
 
-def _tensors(rest: Rest) -> list[Tensor]:
+def _tensors(rest: RestingState) -> list[Tensor]:
     own = [] if rest.master is None else [rest.master]
     return [*own, *rest.moments.values()]

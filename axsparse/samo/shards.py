@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from axsparse.comm import Backoff, Collective, Op, wait
+from axsparse.runtime.communication import Backoff, Collective, Op, wait
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from torch import Tensor
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset, Tokens
 from axsparse.data.order import samples_of_step
-from axsparse.errors import DataError
+from axsparse.runtime.errors import DataError
 
 
 def token_dataset(tokens: Tokens, sequence_length: int) -> TokenDataset:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset, stdlib_tokens
-from axsparse.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError
 
 # All of these are training files by the CRC of their paths.
 FILES = {"a.py": b"x = 1\n", "b.py": b"", "c/a.py": "é = 2\n".encode(), "c.py": b"pass"}

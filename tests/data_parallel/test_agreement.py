@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.comm import Transport
-from axsparse.data_parallel.agreement import Agreement, Verdict, gather_texts, sum_by_owner
-from axsparse.grid import Grid, Place
-from axsparse.local import LocalWorld
-from axsparse.samo.norm import global_norm
+from axsparse.data_parallel.agreement import Agreement, Verdict
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.exchange import gather_texts, sum_by_owner
+from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
-from axsparse.transport import LocalTransport
 
 T = TypeVar("T")
 GRIDS = [Grid(1, 1), Grid(3, 1), Grid(1, 3), Grid(3, 2)]

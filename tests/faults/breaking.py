@@ -32,17 +32,17 @@ from typing import Any, NoReturn
 from support.runs import mlp, tiny_config, vector_data
 from torch import Tensor
 
-from axsparse.builder import build
-from axsparse.checkpoint import save
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job, run
-from axsparse.models import safetensors
-from axsparse.models.safetensors import Described
-from axsparse.startup import Datasets
-from axsparse.stopping import StopRequest
-from axsparse.trainer import Trainer
+from axsparse.runtime.files import safetensors
+from axsparse.runtime.files.safetensors import TensorHeader
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
+from axsparse.runtime.stop_signal import StopRequest
+from axsparse.training.build import build
+from axsparse.training.checkpoint import saver as save
+from axsparse.training.trainer import Trainer
 
 SMALLEST_BYTES = 2_000
 
@@ -63,7 +63,7 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
 
     def breaking(
         path: Path,
-        described: Mapping[str, Described],
+        described: Mapping[str, TensorHeader],
         tensors: Iterator[Tensor],
         *,
         written: Callable[[Any], object],
@@ -194,7 +194,7 @@ def main(job: Job) -> None:
         job,
         mlp(),
         lambda: Datasets(vector_data()),
-        Loaded(config, "broken", {"run_dir": "--run-dir"}),
+        LoadedConfig(config, "broken", {"run_dir": "--run-dir"}),
         grid=Grid(g_inter, g_data),
         resume=resume[0] if resume else None,
     )

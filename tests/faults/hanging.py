@@ -24,15 +24,15 @@ import torch
 from support.runs import mlp, summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
-from axsparse.builder import build
-from axsparse.checkpoint import save
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
 from axsparse.data.batches import Batches
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job, run
 from axsparse.models.layer import Layer, Model
-from axsparse.startup import Datasets
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
+from axsparse.training.build import build
+from axsparse.training.checkpoint import saver as save
 
 STEPS = 12
 TIMEOUT = 2.0
@@ -129,7 +129,7 @@ def main(job: Job) -> None:
         job,
         fragile(mlp(), fault),
         lambda: Datasets(vector_data()),
-        Loaded(config, "hanging", {}),
+        LoadedConfig(config, "hanging", {}),
         grid=Grid(g_inter, g_data),
     )
     trainer.train(on_step)

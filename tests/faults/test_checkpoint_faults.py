@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from support.mpirun import TESTS, Finished, mpirun_path, run_mpirun
 
-from axsparse.checkpoint.folder import CHECKPOINTS, saved_steps, unfinished
-from axsparse.checkpoint.verify import is_whole
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps, unfinished
+from axsparse.training.checkpoint.verification import is_whole
 
 REPLICAS_TOLERANCE = 2e-6
-"""Other orders of fp32 sums over replicas, as in tests/test_equivalence.py."""
+"""Other orders of fp32 sums over replicas, as in tests/behavior/test_equivalence.py."""
 
 
 @pytest.fixture(scope="module")

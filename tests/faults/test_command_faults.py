@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from support.mpirun import Finished, run_mpirun
 
-from axsparse.checkpoint.folder import CHECKPOINTS
-from axsparse.data.prepare_files import digest_of
+from axsparse.data.prepare.whole_files import digest_of
 from axsparse.data.token_file import sample_digest, stored
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 
 COMMAND = ("-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", "run", "--resume")
 STEPS = 5

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.mpirun import TESTS, Finished, run_mpirun
 
-from axsparse.observe.heartbeat import HEARTBEATS
-from axsparse.observe.watchdog import REPORT_FILE
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS
+from axsparse.observe.watchdog.watchdog import REPORT_FILE
 
 
 def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 import axsparse
-from axsparse import errors
-from axsparse.errors import AxsparseError
+from axsparse.runtime import errors
+from axsparse.runtime.errors import AxsparseError
 
 LIMITS = {signal.ITIMER_PROF: (signal.SIGPROF, 20), signal.ITIMER_REAL: (signal.SIGALRM, 300)}
 """Seconds of this process, where milliseconds are usual, and of the clock, which on a machine

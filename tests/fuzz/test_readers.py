@@ -36,19 +36,19 @@ from support.runs import mlp, tiny_config, vector_data
 from support.tickets import small_ticket
 
 import axsparse
-from axsparse.checkpoint.compare import refuse_other_settings
-from axsparse.checkpoint.verify import open_checkpoint, verify
-from axsparse.checkpoint_command import show
+from axsparse.cli.checkpoint import show
 from axsparse.config.load import load_config, to_yaml
-from axsparse.config.refusal import FIELDS
+from axsparse.config.messages import FIELDS
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
-from axsparse.errors import OutputError
-from axsparse.exporting import export
-from axsparse.models.safetensors import SafetensorsFile, SafetensorsIndex
 from axsparse.planner.cluster import bundled_clusters, load_cluster
-from axsparse.pruning.ticket import open_ticket
-from axsparse.pruning.ticket_manifest import hash_of
+from axsparse.pruning.ticket.ticket_manifest import hash_of
+from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.runtime.errors import OutputError
+from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
+from axsparse.training.checkpoint.compatibility import refuse_other_settings
+from axsparse.training.checkpoint.verification import open_checkpoint, verify
+from axsparse.training.export.checkpoint_export import export
 
 INPUTS = int(os.environ.get("AXSPARSE_FUZZ", "600"))
 PACKAGE = Path(axsparse.__file__).parent

@@ -12,12 +12,12 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from support.on_gpu import GPU, MovedCollective, MovedLink
 
-from axsparse.comm import Collective, Link, Transport
-from axsparse.cuda_device import CudaDevice
-from axsparse.grid import Place
-from axsparse.nccl import NcclConnections, Rendezvous, nccl_backend
-from axsparse.transport import MpiTransport
-from axsparse.transport_gpu import GpuTransport
+from axsparse.runtime.communication import Collective, Link, Transport
+from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
+from axsparse.runtime.grid import Place
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 
 class ByNccl(GpuTransport):

@@ -12,8 +12,8 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from support.on_gpu import GPU, OnGpu
 
-from axsparse.comm import Transport
-from axsparse.transport import MpiTransport
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)

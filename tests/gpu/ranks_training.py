@@ -17,14 +17,14 @@ import torch
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
 
-from axsparse.builder import build
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job, run
-from axsparse.samo.state import LayerState
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
+from axsparse.samo.layer_state import LayerState
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 
 class Case(TypedDict):
@@ -76,7 +76,7 @@ def train(job: Job, case: Case) -> Outcome:
         job,
         tiny_gpt(config),
         lambda: datasets,
-        Loaded(config, "tiny", {}),
+        LoadedConfig(config, "tiny", {}),
         grid=Grid(*case["layout"]),
         quiet=quiet,
         resume=case["resume"],

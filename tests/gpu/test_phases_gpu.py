@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from axsparse.cuda_device import CudaDevice
-from axsparse.observe.device_phases import DevicePhases
+from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import PHASES
+from axsparse.runtime.gpu.cuda_device import CudaDevice
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")

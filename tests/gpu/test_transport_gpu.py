@@ -32,7 +32,7 @@ def test_ranks_that_share_a_gpu_keep_the_contracts_by_way_of_the_hosts(ranks: in
 
 
 def test_streams_keep_order_and_events_tell_of_it() -> None:
-    from axsparse.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.cuda_device import CudaDevice
 
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
@@ -56,7 +56,7 @@ def test_streams_keep_order_and_events_tell_of_it() -> None:
 
 
 def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
-    from axsparse.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.cuda_device import CudaDevice
 
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
@@ -77,10 +77,10 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
-    from axsparse.cuda_device import CudaDevice
-    from axsparse.local import LocalWorld
-    from axsparse.nccl import NcclConnections, Rendezvous, nccl_backend
-    from axsparse.transport import LocalTransport
+    from axsparse.runtime.gpu.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
+    from axsparse.runtime.local.local_transport import LocalTransport
+    from axsparse.runtime.local.local_world import LocalWorld
 
     alone = LocalTransport(LocalWorld(1), 0)
     device = CudaDevice(torch.device("cuda", 0))
@@ -108,9 +108,9 @@ def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> 
 
 @needs_nccl
 def test_nccl_sends_bytes_to_itself_in_a_group() -> None:
-    from axsparse.local import LocalWorld
-    from axsparse.nccl import Rendezvous, nccl_backend
-    from axsparse.transport import LocalTransport
+    from axsparse.runtime.gpu.nccl import Rendezvous, nccl_backend
+    from axsparse.runtime.local.local_transport import LocalTransport
+    from axsparse.runtime.local.local_world import LocalWorld
 
     rendezvous = Rendezvous(LocalTransport(LocalWorld(1), 0), nccl_backend)
     backend = rendezvous.group("itself", (0,))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from axsparse.errors import ConfigError
 from axsparse.models.layer import as_tuple
+from axsparse.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

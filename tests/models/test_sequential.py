@@ -10,10 +10,10 @@ from support.images import assert_same_in_1_to_4_stages, image_config, image_dat
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
-from axsparse.errors import ConfigError
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.survey import survey
+from axsparse.runtime.errors import ConfigError
 
 WIDTH = 16
 

@@ -13,9 +13,9 @@ from support.mpirun import LONGEST_SECONDS
 from support.runs import random_init
 from torch import Tensor, nn
 
-from axsparse.errors import ConfigError
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
+from axsparse.runtime.errors import ConfigError
 
 
 def linear(inputs: int = 3, outputs: int = 4, *, frozen: bool = False) -> Callable[[], nn.Module]:

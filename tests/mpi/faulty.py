@@ -19,12 +19,12 @@ import torch
 from support.runs import mlp, summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
-from axsparse.builder import build
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job, run
 from axsparse.models.layer import Layer, Model
-from axsparse.startup import Datasets
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
+from axsparse.training.build import build
 
 SLEEP_SECONDS = 3.0
 

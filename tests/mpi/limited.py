@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-import axsparse.builder
-from axsparse.builder import build
-from axsparse.config.load import Loaded, load_config
-from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
-from axsparse.job import Job, run
-from axsparse.models.named import named_model
-from axsparse.observe.memory import M_MMAP_THRESHOLD, give_back_at_once
-from axsparse.resolve import Resolved, resolve
-from axsparse.startup import Datasets
+import axsparse.training.build
+from axsparse.config.load import LoadedConfig, load_config
+from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.job import Job, run
+from axsparse.runtime.process_memory import M_MMAP_THRESHOLD, give_back_at_once
+from axsparse.training.build import build
+from axsparse.training.resolution import RunSpec, resolve
 
 TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2")
 MOST_KEPT = 32 << 20
@@ -40,7 +39,7 @@ def held_bytes() -> int:
     raise AssertionError("the system does not say")
 
 
-def limited(part: float, *arguments: Any, **named: Any) -> Resolved:
+def limited(part: float, *arguments: Any, **named: Any) -> RunSpec:
     """What `resolve` decides; from here on memory is short."""
     decided = resolve(*arguments, **named)
     assert decided.prediction is not None
@@ -52,7 +51,7 @@ def limited(part: float, *arguments: Any, **named: Any) -> Resolved:
     return decided
 
 
-def data_of(loaded: Loaded) -> Dataset:
+def data_of(loaded: LoadedConfig) -> Dataset:
     """A few samples that fit the model."""
     config = loaded.config
     if config.model.name != "gpt":
@@ -81,7 +80,7 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     small = [*TINY, *precision] if "model.name=vgg19" in overrides else overrides
     steps(job, [*small, "model.num_layers=1"], 1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
-    vars(axsparse.builder)["resolve"] = partial(limited, part)
+    vars(axsparse.training.build)["resolve"] = partial(limited, part)
     steps(job, overrides, 2)
 
 

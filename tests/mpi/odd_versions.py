@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from mpi4py import MPI
 
-from axsparse import startup, train
+from axsparse import train
+from axsparse.runtime.provenance import versions
 
+seen = versions()
 if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
-    true_versions = startup.versions
-    startup.versions = lambda: {**true_versions(), "torch": "1.13.1"}
-train.main()
+    seen["torch"] = "1.13.1"
+with mock.patch("axsparse.training.rank_facts.versions", return_value=seen):
+    train.main()

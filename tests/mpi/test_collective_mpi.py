@@ -10,9 +10,9 @@ from mpi4py import MPI
 from support.collective_contract import CONTRACT
 from support.on_mpi import on_mpi
 
-from axsparse.comm import Collective, Op, Transport, wait
-from axsparse.data_parallel.collective_mpi import MpiCollective
-from axsparse.transport import MpiTransport
+from axsparse.runtime.communication import Collective, Op, Transport, wait
+from axsparse.runtime.mpi.mpi_collective import MpiCollective
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 SIZE = MPI.COMM_WORLD.size
 

@@ -19,7 +19,7 @@ from support.runs import (
     vector_data,
 )
 
-from axsparse.grid import Grid
+from axsparse.runtime.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]

@@ -12,12 +12,12 @@ from mpi4py import MPI
 from support.link_contract import CONTRACT, LARGE
 from support.on_mpi import on_mpi
 
-from axsparse.comm import Direction, Link, Message, Op, Transport, wait
-from axsparse.grid import Grid, Place
-from axsparse.pipeline.header import decode_header, encode_header, in_host_memory
-from axsparse.pipeline.link_mpi import MpiLink, byte_chunks
-from axsparse.pipeline.wire_mpi import CONTENT_TAG, HEADER_TAG
-from axsparse.transport import MpiTransport
+from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.message_header import decode_header, encode_header, in_host_memory
+from axsparse.runtime.mpi.mpi_link import MpiLink, byte_chunks
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
+from axsparse.runtime.mpi.mpi_wire import CONTENT_TAG, HEADER_TAG
 
 SIZE = MPI.COMM_WORLD.size
 needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbour")

@@ -19,12 +19,12 @@ from support.threaded_device import ThreadDevice, ThreadStream
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from axsparse.comm import Transport
-from axsparse.grid import Grid
-from axsparse.placing import Placed
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.samo.backend import Backend
-from axsparse.transport import MpiTransport
-from axsparse.transport_gpu import GpuTransport
+from axsparse.training.placement import Placement
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
@@ -73,18 +73,18 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
     config = tiny_config(optimizer=optimizer, samo=samo, batch=batch, train={"steps": 2})
     data = token_data()
 
-    def placed(transport: Transport) -> Placed:
+    def placement(transport: Transport) -> Placement:
         device = PretendThreads()
         assert isinstance(transport, MpiTransport)
         between = GpuTransport(transport, device, connections=None)
-        return Placed(between, Backend(pretend(), on_host(launch)), device)
+        return Placement(between, Backend(pretend(), on_host(launch)), device)
 
     with sdpa_kernel(SDPBackend.MATH):
         oracle = Oracle(tiny_gpt(config), config, data, grid.g_data, optimizer=sgd)
         reference = by_first_rank(lambda: oracle.run(2))
         with on_mpi() as transport:
             trainer, trace = train_here(
-                transport, grid, tiny_gpt(config), config, data, placed=placed
+                transport, grid, tiny_gpt(config), config, data, placement=placement
             )
             assert isinstance(trainer.parts.transport, GpuTransport)
 

@@ -21,15 +21,16 @@ from support.on_mpi import on_mpi
 from support.runs import tiny_config
 from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
-from axsparse import nccl, placing
-from axsparse.comm import Op, Transport, wait
-from axsparse.config.load import Loaded
-from axsparse.device import Gpu
-from axsparse.errors import ConfigError
-from axsparse.nccl import Rendezvous
+from axsparse.config.load import LoadedConfig
+from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.gpu import nccl
+from axsparse.runtime.gpu.gpu_transport import GpuTransport, Staging
+from axsparse.runtime.gpu.nccl import Rendezvous
+from axsparse.runtime.gpu.seats import Gpu
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.samo.backend import Backend
-from axsparse.transport import MpiTransport
-from axsparse.transport_gpu import GpuTransport, Staging
+from axsparse.training import placement as placing
 
 SIZE = MPI.COMM_WORLD.size
 COLLECTIVE = (
@@ -125,18 +126,21 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
-    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "the only one")
+    backend, room = (
+        Backend(torch.device("cuda", 0), None),
+        placing.MemoryRoom(10**11, "the only one"),
+    )
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
 
-    placed = placing.place(
-        MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(transport="mpi"), "test", {})
+    placement = placing.place(
+        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport="mpi"), "test", {})
     )
 
-    assert (placed.backend, placed.room) == (backend, room)
+    assert (placement.backend, placement.room) == (backend, room)
     # One rank by itself needs no connections.
-    assert placed.transport.name.startswith("pinned, mpi (" if SIZE > 1 else "mpi (")
-    assert len(placed.table) == 1 + (SIZE > 1)
-    placed.transport.close()
+    assert placement.transport.name.startswith("pinned, mpi (" if SIZE > 1 else "mpi (")
+    assert len(placement.table) == 1 + (SIZE > 1)
+    placement.transport.close()
 
 
 @needs_a_neighbour
@@ -148,7 +152,7 @@ def test_contents_go_the_way_that_is_asked_for(
     wanted: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
-    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
     monkeypatch.setattr(placing, "cuda_aware", lambda: True)
@@ -157,7 +161,7 @@ def test_contents_go_the_way_that_is_asked_for(
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
 
     transport = placing.place(
-        MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(transport=wanted), "test", {})
+        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport=wanted), "test", {})
     ).transport
 
     assert transport.name.startswith(f"{way}, mpi (")
@@ -166,28 +170,30 @@ def test_contents_go_the_way_that_is_asked_for(
 
 @needs_a_neighbour
 def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
 
-    placed = placing.place(MpiTransport(MPI.COMM_WORLD), Loaded(tiny_config(), "test", {}))
+    placement = placing.place(MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {}))
 
-    assert placed.transport.name.startswith("pinned, mpi (")
-    assert re.match("warning: by way .* the torch of rank 1 on host .* without", placed.table[-1])
-    placed.transport.close()
+    assert placement.transport.name.startswith("pinned, mpi (")
+    assert re.match(
+        "warning: by way .* the torch of rank 1 on host .* without", placement.table[-1]
+    )
+    placement.transport.close()
 
 
 @needs_a_neighbour
 def test_an_mpi_that_does_not_read_gpu_memory_is_not_given_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend, room = Backend(torch.device("cuda", 0), None), placing.Room(10**11, "some")
+    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
     monkeypatch.setattr(placing, "cuda_aware", lambda: None)
-    wanted = Loaded(tiny_config(transport="cuda-aware-mpi"), "test", {})
+    wanted = LoadedConfig(tiny_config(transport="cuda-aware-mpi"), "test", {})
 
     with on_mpi() as transport, pytest.raises(ConfigError, match="does not say that it reads GPU"):
         placing.place(transport, wanted)

@@ -6,12 +6,12 @@ from mpi4py import MPI
 from support.on_mpi import on_mpi
 from support.runs import mlp, tiny_config, vector_data
 
-from axsparse.builder import build
-from axsparse.grid import Grid
-from axsparse.job import Job
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import MpiTransport
+from axsparse.data.dataset import Datasets
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 SIZE = MPI.COMM_WORLD.size
 

@@ -11,11 +11,11 @@ from torch import nn
 
 import axsparse
 from axsparse.config.schema import Config
-from axsparse.grid import Grid
-from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, survey
+from axsparse.models.zoo.gpt import gpt
 from axsparse.observe.banner import banner
+from axsparse.runtime.grid import Grid
 
 
 def config(**sections: dict[str, Any]) -> Config:

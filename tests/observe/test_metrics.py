@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.errors import OutputError
 from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
 from axsparse.observe.phases import PHASES
+from axsparse.runtime.errors import OutputError
 
 FIELDS = [
     "step",

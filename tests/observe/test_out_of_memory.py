@@ -10,17 +10,17 @@ import pytest
 import torch
 from support.runs import tiny_config, tiny_gpt, token_data
 
-import axsparse.builder
-from axsparse.builder import build
-from axsparse.errors import TrainingError
-from axsparse.job import Job
-from axsparse.local import LocalWorld
+import axsparse.training.build
+from axsparse.data.dataset import Datasets
 from axsparse.observe import out_of_memory
 from axsparse.observe.out_of_memory import explained
-from axsparse.samo.memory import StateBytes
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.runtime.errors import TrainingError
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.state_bytes import StateBytes
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 STATE = StateBytes(weight=26_000_000_000, gradient=2_600_000_000, optimizer=10_400_000_000)
 TORCH = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
@@ -86,7 +86,7 @@ def full(*_: object, **__: object) -> NoReturn:
 def test_state_that_does_not_fit_says_so_while_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(axsparse.builder, "construct", full)
+    monkeypatch.setattr(axsparse.training.build, "construct", full)
 
     line = trained(tmp_path)
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from support.standin_device import Hardware, StandInDevice
 
-from axsparse.grid import Grid
-from axsparse.local import LocalWorld
-from axsparse.observe.console import Console
-from axsparse.observe.device_phases import DevicePhases
-from axsparse.observe.memory import peak_memory_bytes
+from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
-from axsparse.observe.recorder import Predicted, Recorder, RunFigures, StepFigures
-from axsparse.observe.slow import SlowRanks
-from axsparse.transport import LocalTransport
+from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, StepForecast
+from axsparse.observe.watchdog.slow_ranks import SlowRanks
+from axsparse.runtime.console import Console
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.process_memory import peak_memory_bytes
 
 RUN = RunFigures(
     steps=12,
@@ -91,7 +91,7 @@ class Screen:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
-def compared(folder: Path, predicted: Predicted) -> Screen:
+def compared(folder: Path, predicted: StepForecast) -> Screen:
     """Six steps of 9, 2, 2, 2, 3 and 2 seconds."""
     screen = Screen(folder, run=replace(RUN, predicted=predicted))
     for step, length in enumerate([9.0, 2.0, 2.0, 2.0, 3.0, 2.0], 1):
@@ -102,7 +102,7 @@ def compared(folder: Path, predicted: Predicted) -> Screen:
 
 
 def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: Path) -> None:
-    screen = compared(tmp_path, Predicted(40.0, 1.8))
+    screen = compared(tmp_path, StepForecast(40.0, 1.8))
 
     [record] = [each for each in screen.records if "predicted_step_seconds" in each]
     assert record == {
@@ -118,7 +118,7 @@ def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: P
 
 
 def test_time_is_not_compared_where_none_was_predicted(tmp_path: Path) -> None:
-    screen = compared(tmp_path, Predicted(40.0, None))
+    screen = compared(tmp_path, StepForecast(40.0, None))
 
     [record] = [each for each in screen.records if "predicted_step_seconds" in each]
     assert record["predicted_step_seconds"] is None

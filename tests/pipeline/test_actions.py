@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, action, from_text, to_text
+from axsparse.runtime.communication import Direction
 
 
 def test_an_action_reads_as_its_kind_and_microbatch() -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import ForwardOnly, MessageDriven, Policy, Preference
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")

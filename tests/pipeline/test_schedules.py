@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, from_text, to_text
 from axsparse.pipeline.policy import InOrder, MessageDriven
 from axsparse.pipeline.schedules import Schedule, dry_run, gpipe, one_forward_one_backward
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 many = settings(deadline=None, derandomize=True, max_examples=150)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.errors import ConfigError, MissingInputError
 from axsparse.planner.cluster import (
     CONSTANTS,
     KINDS,
@@ -15,6 +14,7 @@ from axsparse.planner.cluster import (
     parse_cluster,
     to_yaml,
 )
+from axsparse.runtime.errors import ConfigError, MissingInputError
 
 GOOD = to_yaml(load_cluster("summit"))
 

@@ -6,7 +6,7 @@ import pytest
 from support.planner_cases import SUMMIT, formula, schedule
 
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.choose import needs
+from axsparse.planner.layout_search import needs
 
 MICROBATCHES = 512
 

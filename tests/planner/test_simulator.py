@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.comm import Direction
 from axsparse.pipeline.actions import Action, from_text, to_text
 from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
 from axsparse.pipeline.schedules import Schedule, ScheduleName
-from axsparse.planner.simulator import Durations, Edge, PipelineRun, simulate
+from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate
+from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
@@ -29,7 +29,9 @@ SCHEDULES = [
 many = settings(deadline=None, derandomize=True, max_examples=150)
 
 
-def run(schedule: Schedule, durations: Durations, edges: list[Edge] | None = None) -> PipelineRun:
+def run(
+    schedule: Schedule, durations: Durations, edges: list[MessageCost] | None = None
+) -> PipelineRun:
     g_inter, microbatches = len(durations.forward), len(durations.forward[0])
     return simulate(
         lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
@@ -38,7 +40,9 @@ def run(schedule: Schedule, durations: Durations, edges: list[Edge] | None = Non
     )
 
 
-def lists(*stages: str, durations: Durations, edges: list[Edge] | None = None) -> PipelineRun:
+def lists(
+    *stages: str, durations: Durations, edges: list[MessageCost] | None = None
+) -> PipelineRun:
     return simulate(
         lambda stage: InOrder(from_text(stages[stage]), stage=stage, g_inter=len(stages)),
         durations,
@@ -100,7 +104,7 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
         "F0 B0",
         "F0 B0",
         durations=Durations.uniform(2, 1, 1, 2),
-        edges=[Edge(latency=4, handling=2)],
+        edges=[MessageCost(latency=4, handling=2)],
     )
 
     first, last = result.stages
@@ -113,7 +117,9 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
 def test_each_edge_has_its_own_costs() -> None:
     durations = Durations.uniform(3, 1, 1, 1)
 
-    result = lists("F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[Edge(10), Edge(100)])
+    result = lists(
+        "F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[MessageCost(10), MessageCost(100)]
+    )
 
     assert [stage.begins for stage in result.stages] == [[0, 225], [11, 214], [112, 113]]
 
@@ -160,7 +166,7 @@ def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
 class Case:
     schedule: Schedule
     durations: Durations
-    edges: list[Edge]
+    edges: list[MessageCost]
 
     @property
     def g_inter(self) -> int:
@@ -182,7 +188,9 @@ def cases(draw: st.DrawFn) -> Case:
         min_size=g_inter,
         max_size=g_inter,
     )
-    edges = st.lists(st.builds(Edge, eighths, eighths), min_size=g_inter - 1, max_size=g_inter - 1)
+    edges = st.lists(
+        st.builds(MessageCost, eighths, eighths), min_size=g_inter - 1, max_size=g_inter - 1
+    )
     schedule = draw(st.sampled_from(SCHEDULES))
     return Case(schedule, Durations(draw(rows), draw(rows)), draw(edges))
 

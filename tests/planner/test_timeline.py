@@ -7,9 +7,9 @@ import itertools
 import pytest
 from support.planner_cases import cluster, formula
 
-from axsparse.observe.trace import Span
-from axsparse.planner.choose import Row, plan
-from axsparse.planner.step import STEP_PHASES
+from axsparse.observe.trace_file import Span
+from axsparse.planner.layout_search import Row, plan
+from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.errors import ConfigError
 from axsparse.pruning.criteria import Criterion, kept_entries
 from axsparse.pruning.pattern import n_of_m
+from axsparse.runtime.errors import ConfigError
 
 examples = settings(max_examples=150, deadline=None, derandomize=True)
 MAGNITUDE = Criterion("magnitude")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config.schema import ModelConfig
-from axsparse.errors import ConfigError
-from axsparse.models.gpt import gpt
+from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, match
+from axsparse.runtime.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.errors import ConfigError
 from axsparse.pruning import pattern
 from axsparse.pruning.pattern import check_pattern, n_of_m, parse_pattern
+from axsparse.runtime.errors import ConfigError
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 

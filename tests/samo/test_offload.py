@@ -1,4 +1,7 @@
-"""When values that rest on the host are asked for; `tests/test_on_device.py` has what they are."""
+"""When values that rest on the host are asked for.
+
+`tests/behavior/test_on_device.py` has what they are.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 import torch
 from support.pretend_gpu import LateStream, PretendDevice
 
+from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.samo.backend import HOST
 from axsparse.samo.offload import Offload
-from axsparse.samo.tensor import Rest
-from axsparse.waiting import SleepingBackoff
+from axsparse.samo.tensor_state import RestingState
 
 
 class Layer:
@@ -20,13 +23,13 @@ class Layer:
     settle: object
 
     def __init__(self) -> None:
-        self.rest = Rest(torch.ones(3), {"exp_avg": torch.ones(3)})
+        self.rest = RestingState(torch.ones(3), {"exp_avg": torch.ones(3)})
 
-    def resting(self) -> Rest:
+    def resting(self) -> RestingState:
         return self.rest
 
     @contextmanager
-    def visiting(self, here: Rest) -> Iterator[None]:
+    def visiting(self, here: RestingState) -> Iterator[None]:
         yield
 
 

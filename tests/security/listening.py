@@ -11,8 +11,8 @@ from pathlib import Path
 
 from support.runs import mlp, tiny_config, train_here, vector_data
 
-from axsparse.grid import Grid
-from axsparse.job import Job, run
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
 
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}

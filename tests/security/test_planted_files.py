@@ -14,11 +14,11 @@ from support.mpirun import TESTS, run_mpirun
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.checkpoint.manifest import manifest_bytes
-from axsparse.checkpoint.verify import open_checkpoint, read_entry
-from axsparse.errors import DataError
-from axsparse.models.weights import open_weights
-from axsparse.pruning.ticket import open_ticket
+from axsparse.models.start_weights import open_weights
+from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.runtime.errors import DataError
+from axsparse.training.checkpoint.manifest import manifest_bytes
+from axsparse.training.checkpoint.verification import open_checkpoint, read_entry
 
 CONFIG = tiny_config(train={"steps": 2}, checkpoint={"every": 1})
 

@@ -30,12 +30,18 @@ from pathlib import Path
 from soak.status import Status, Told
 from support.mpirun import ENVIRONMENT, mpirun_path
 
-from axsparse.checkpoint.folder import CHECKPOINTS, path_of, saved_steps, unfinished
-from axsparse.checkpoint.verify import is_whole
+from axsparse.training.checkpoint.checkpoint_folder import (
+    CHECKPOINTS,
+    path_of,
+    saved_steps,
+    unfinished,
+)
+from axsparse.training.checkpoint.verification import is_whole
 
 STEPS = 60
 REPLICAS_TOLERANCE = 2e-6
-"""Of losses, relative: other orders of fp32 sums over replicas, as in tests/test_equivalence.py."""
+"""Of losses, relative: other orders of fp32 sums over replicas, as in
+tests/behavior/test_equivalence.py."""
 LAYOUTS = {1: ("1x1", "2x1", "2x1", "3x1", "4x1"), 2: ("1x2", "1x2", "2x2")}
 """By number of replicas; fewer ranks start sooner."""
 MIXED = (1, 2)

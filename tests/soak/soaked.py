@@ -13,13 +13,13 @@ from soak.status import Status
 from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
-from axsparse.builder import build
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job, run
-from axsparse.startup import Datasets
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, run
+from axsparse.training.build import build
 
 METHODS = {
     # Its masks change with the weights, so that other sums over replicas may lead elsewhere.
@@ -67,7 +67,7 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
         job,
         mlp(),
         lambda: Datasets(vector_data()),
-        Loaded(config, "soaked", {"run_dir": "--run-dir"}),
+        LoadedConfig(config, "soaked", {"run_dir": "--run-dir"}),
         grid=Grid(g_inter, g_data),
         resume="auto",
     )

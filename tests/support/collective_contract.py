@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.comm import Collective, Op, Transport, Work, shard_bounds, wait
-from axsparse.data_parallel.agreement import sum_by_owner
-from axsparse.data_parallel.ordered import exchanged_bytes, sum_in_rank_order
+from axsparse.runtime.communication import Collective, Op, Transport, Work, shard_bounds, wait
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.rank_order import exchanged_bytes, sum_in_rank_order
 
 DTYPES = (
     torch.bfloat16,

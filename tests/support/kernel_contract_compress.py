@@ -25,19 +25,13 @@ from support.kernel_machine import (
     same_bits,
 )
 
-from axsparse.samo.cuda.compress import NORM_TOLERANCE, compress, judge
-from axsparse.samo.cuda.helpers import INDICES, DeviceKind, make_device_index
+from axsparse.samo.cuda.compress_kernel import NORM_TOLERANCE, compress, judge
+from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import CHUNK, TILE
-from axsparse.samo.index import make_index
-from axsparse.samo.memory import (
-    MASK_BLOCK,
-    UINT16_BLOCK,
-    IndexKind,
-    index_bytes,
-    master_kind,
-)
-from axsparse.samo.norm import norm_partials
+from axsparse.samo.index.base import make_index
+from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes, master_kind
 
 # -- indices --------------------------------------------------------------------------------
 

@@ -33,16 +33,12 @@ from support.kernel_machine import (
 from torch import Tensor
 
 from axsparse.samo import precision
-from axsparse.samo.cuda.compress import compress, judge
-from axsparse.samo.cuda.helpers import INDICES, DeviceKind
+from axsparse.samo.cuda.compress_kernel import compress, judge
+from axsparse.samo.cuda.device_index import INDICES, DeviceKind
 from axsparse.samo.cuda.launch import GROUP, TILE, Argument
-from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
-from axsparse.samo.memory import (
-    UINT16_BLOCK,
-    IndexKind,
-    MasterKind,
-)
-from axsparse.samo.update import update
+from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.optim.update import update
+from axsparse.samo.state_bytes import UINT16_BLOCK, IndexKind, MasterKind
 
 
 @promise(RULES, tuple(INDICES), STATES)
@@ -132,7 +128,7 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
     for held in (range(0), range(1000, 2500), range(2500, index.kept)):
         weights = machine.put(before)
         part = slice(held.start, held.stop)
-        slot = Slot(
+        slot = TensorSlot(
             index,
             weights,
             whole.gradient,

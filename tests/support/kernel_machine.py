@@ -14,22 +14,18 @@ import torch
 from support import kernel_reference as reference
 from torch import Tensor, nn
 
-from axsparse.samo.adamw import ADAMW
-from axsparse.samo.cuda.helpers import DeviceIndex, DeviceKind, make_device_index
+from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import TILE, Launcher
-from axsparse.samo.cuda.step import Slot, adamw_step, sgd_step
-from axsparse.samo.index import make_index
-from axsparse.samo.memory import (
-    MASK_BLOCK,
-    UINT16_BLOCK,
-    IndexKind,
-    MasterKind,
-)
-from axsparse.samo.optimizer import Hyper, Optimizer
-from axsparse.samo.sgd import sgd
+from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state import LayerState
-from axsparse.samo.tensor import TensorState
+from axsparse.samo.state_bytes import MASK_BLOCK, UINT16_BLOCK, IndexKind, MasterKind
+from axsparse.samo.tensor_state import TensorState
 
 GUARD = 256
 """Bytes before and after what kernels may write; a multiple of what vectors want aligned."""
@@ -190,10 +186,10 @@ STATES: tuple[tuple[torch.dtype, torch.dtype, MasterKind], ...] = (
 )
 
 
-def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int = 0) -> Slot:
+def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int = 0) -> TensorSlot:
     """A copy of a layer's one tensor and its state."""
     [tensor] = layer.tensors
-    return Slot(
+    return TensorSlot(
         index,
         machine.put(tensor.weight_D, shift),
         machine.put(layer.gradient),
@@ -218,7 +214,7 @@ def by_numpy(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None
     layer.write_master(tensor, 0, torch.from_numpy(moved))
 
 
-def same_state(slot: Slot, layer: LayerState) -> None:
+def same_state(slot: TensorSlot, layer: LayerState) -> None:
     [tensor] = layer.tensors
     same_bits(slot.weight, tensor.weight_D)
     if layer.master_K is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from axsparse.samo.cuda.helpers import BITS, INDICES
+from axsparse.samo.cuda.device_index import BITS, INDICES
 
 ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")
 GRADIENTS = ("Bf16, Bf16", "Bf16, Fp32", "Fp16, Fp16", "Fp16, Fp32", "Fp32, Fp32")

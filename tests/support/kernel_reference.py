@@ -1,6 +1,7 @@
 """What kernels compute, in numpy: every operation of fp32 with its one rounding.
 
-`samo/adamw.py` and `samo/sgd.py` say the same in torch, whose roundings depend on the processor.
+`samo/optim/adamw.py` and `samo/optim/sgd.py` say the same in torch, whose roundings depend on the
+processor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.samo.cuda.launch import CHUNK, THREADS
-from axsparse.samo.optimizer import Hyper
+from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.shards import BLOCK
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -39,7 +40,7 @@ def multiply_add(a: Floats | np.float32, b: Floats, c: Floats) -> Floats:
 
 
 def adamw(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper) -> Floats:
-    """`samo/adamw.py`."""
+    """`samo/optim/adamw.py`."""
     mean, square = moments
     beta1, beta2 = hyper.betas
     weight = np.float32(1 - beta1)
@@ -58,7 +59,7 @@ def adamw(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper)
 
 
 def sgd(momentum: float, *, nesterov: bool) -> Rule:
-    """`samo/sgd.py`."""
+    """`samo/optim/sgd.py`."""
 
     def rule(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper) -> Floats:
         direction = gradient

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from axsparse.comm import Direction, Link, Message, Op, Transport, wait
-from axsparse.grid import Grid, Place
+from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.grid import Grid, Place
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 ALIGNMENT = 64

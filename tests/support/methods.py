@@ -10,7 +10,7 @@ from support.oracle import Oracle, Trace
 from torch import Tensor
 
 from axsparse.pruning.distribution import kept_counts
-from axsparse.seeds import keyed_generator
+from axsparse.runtime.seeds import keyed_generator
 
 
 class MethodOracle(Oracle):

@@ -15,9 +15,9 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
-from axsparse.samo.dynamic import CAPACITY, Regrowth
-from axsparse.seeds import keyed_generator
-from axsparse.trainer import Trainer
+from axsparse.pruning.methods.regrowth import CAPACITY, Regrowth
+from axsparse.runtime.seeds import keyed_generator
+from axsparse.training.trainer import Trainer
 
 EXACT = 1_000
 """Candidates a kept entry: all that there are."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axsparse.comm import Collective, Link, Message, Op, Work
-from axsparse.cuda_device import CudaDevice
-from axsparse.grid import Place
-from axsparse.transport_gpu import GpuTransport, Host, Staging
+from axsparse.runtime.communication import Collective, Link, Message, Op, Work
+from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport, Staging
+from axsparse.runtime.grid import Place
 
 GPU = torch.device("cuda", 0)
 
@@ -85,7 +85,7 @@ class _Moved:
 class OnGpu(GpuTransport):
     """Ranks that all share the first GPU."""
 
-    def __init__(self, host: Host, staging: Staging) -> None:
+    def __init__(self, host: HostTransport, staging: Staging) -> None:
         super().__init__(host, CudaDevice(GPU), connections=None, staging=staging)
 
     def link(self, place: Place) -> Link:

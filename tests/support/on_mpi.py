@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from axsparse.transport import MpiTransport
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 Made = TypeVar("Made")
 

@@ -18,8 +18,8 @@ from axsparse.config.schema import Config, OptimizerConfig
 from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
-from axsparse.samo.learning_rate import learning_rate
-from axsparse.seeds import keyed_generator
+from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.optim.learning_rate import learning_rate
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 from axsparse.config.load import load_config
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.cost import StageSeconds, StepCosts
 from axsparse.planner.gpt_formula import GptFormula
+from axsparse.planner.step_cost import StageSeconds, StepCosts
 
 SUMMIT = load_cluster("summit")
 

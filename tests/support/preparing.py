@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from axsparse.data.prepare import Request, prepare
-from axsparse.data.prepare_documents import Reading
+from axsparse.data.prepare.documents import Reading
+from axsparse.data.prepare.preparation import Request, prepare
 from axsparse.data.token_file import Sidecar
-from axsparse.observe.console import Console
+from axsparse.runtime.console import Console
 
 LINE = "The cat sat on the mat, and the dog did not.\n"
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axsparse.comm import Event
+from axsparse.runtime.communication import Event
+from axsparse.runtime.gpu.device_protocol import Mark
 from axsparse.samo.cuda.launch import Argument, Launcher
-from axsparse.streams import Mark
 
 NAME = "pretend"
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")

@@ -7,13 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from axsparse.scheduler.request import Request
+from axsparse.cli.submit.job_request import JobRequest
 
 KNOWN_TO_SHELLCHECK = "SC1091,SC2015,SC2016"
 """A file of the user's is not followed, quoted words may hold a $, `a && b || c` is meant so."""
 
 
-def make_request(**values: Any) -> Request:
+def make_request(**values: Any) -> JobRequest:
     """Eight ranks on two nodes for two hours; keyword arguments override."""
     settings: dict[str, Any] = {
         "name": "gpt",
@@ -39,7 +39,7 @@ def make_request(**values: Any) -> Request:
         "copy_to": None,
         "train": ("-m", "axsparse.train", "--config=gpt.yaml", "--resume=auto"),
     }
-    return Request(**{**settings, **values})
+    return JobRequest(**{**settings, **values})
 
 
 def assert_a_shell_reads(script: str) -> None:

@@ -12,23 +12,22 @@ import torch
 from support.runs import tiny_gpt, token_data
 from torch import Tensor
 
-from axsparse.builder import build
-from axsparse.checkpoint.manifest import Progress
-from axsparse.comm import Transport
-from axsparse.config.load import Loaded
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Dataset
+from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.errors import AxsparseError, StoppedError
-from axsparse.grid import Grid
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.buffers import slots
 from axsparse.models.layer import Model
-from axsparse.placing import Placed
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.models.module_buffers import slots
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import AxsparseError, StoppedError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.placement import Placement
+from axsparse.training.trainer import Trainer
 
 Layout = tuple[int, int]
 
@@ -59,19 +58,19 @@ def ran(
     resume: str | None = None,
     stop_after: int | None = None,
     look: Callable[[Trainer], None] = lambda trainer: None,
-    placed: Callable[[Transport], Placed] | None = None,
+    placement: Callable[[Transport], Placement] | None = None,
 ) -> Ran:
     """Train, until a signal after a step if one is given; `look` sees each trainer at the start,
-    `placed` says where else than on the CPU."""
+    `placement` says where else than on the CPU."""
     world: LocalWorld[None] = LocalWorld(layout[0] * layout[1])
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
-    source = Loaded(config, "tiny", {"run_dir": "--run-dir"})
+    source = LoadedConfig(config, "tiny", {"run_dir": "--run-dir"})
     datasets = Datasets(data or token_data(), validation)
 
     def body(rank: int) -> None:
         job = Job(LocalTransport(world, rank))
-        job.placed = None if placed is None else placed(job.transport)
+        job.placement = None if placement is None else placement(job.transport)
         trainer = build(
             job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume
         )

@@ -13,21 +13,20 @@ import torch.nn.functional as F
 from support.oracle import Trace
 from torch import Tensor, nn
 
-from axsparse.builder import build
-from axsparse.comm import Transport
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
+from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.grid import Grid
-from axsparse.job import Job
-from axsparse.local import LocalWorld
-from axsparse.models.gpt import gpt
 from axsparse.models.layer import Layer, Model
-from axsparse.placing import Placed
+from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Score
-from axsparse.startup import Datasets
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.placement import Placement
+from axsparse.training.trainer import Trainer
 
 VOCABULARY = 64
 
@@ -113,12 +112,12 @@ def train_here(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
     score: Score | None = None,
-    placed: Callable[[Transport], Placed] | None = None,
+    placement: Callable[[Transport], Placement] | None = None,
 ) -> tuple[Trainer, Trace]:
     """Train on this rank's transport; the trace has the weights and moments of its stage, on the
-    host. `placed` says where else than on the CPU."""
+    host. `placement` says where else than on the CPU."""
     job = Job(transport)
-    job.placed = None if placed is None else placed(transport)
+    job.placement = None if placement is None else placement(transport)
     datasets = Datasets(data, validation)
     trainer = build(job, model, lambda: datasets, config, grid=grid, score=score, quiet=True)
     before(trainer)
@@ -153,7 +152,7 @@ def train_in_process(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
     score: Score | None = None,
-    placed: Callable[[Transport], Placed] | None = None,
+    placement: Callable[[Transport], Placement] | None = None,
 ) -> list[tuple[Trainer, Trace]]:
     """The same on all ranks of a world in this process; `order` draws an arrival order."""
     world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
@@ -168,7 +167,7 @@ def train_in_process(
             validation=validation,
             before=before,
             score=score,
-            placed=placed,
+            placement=placement,
         )
     )
 

@@ -11,12 +11,12 @@ from support.runs import token_data, train_here
 from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.grid import Grid
-from axsparse.local import LocalWorld
 from axsparse.models.layer import Model
-from axsparse.saving import save_hf_gpt2
-from axsparse.trainer import Trainer
-from axsparse.transport import LocalTransport
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.export.live_gpt2 import save_hf_gpt2
+from axsparse.training.trainer import Trainer
 
 
 def train_and_save(

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.comm import Event
-from axsparse.local import LocalWorld
-from axsparse.pipeline.wire import as_bytes
-from axsparse.streams import Mark
+from axsparse.runtime.communication import Event
+from axsparse.runtime.gpu.device_protocol import Mark
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.wire import as_bytes
 
 POISON = 0xA5
 MOMENTS = (0, 1, 2, 3, 15)

@@ -20,12 +20,12 @@ from support.standin_device import (
 )
 from torch import Tensor
 
-from axsparse.comm import Direction
-from axsparse.data_parallel.ordered import sum_in_rank_order
-from axsparse.local import LocalWorld
-from axsparse.pipeline.header import Header
-from axsparse.transport import LocalTransport
-from axsparse.transport_gpu import GpuTransport
+from axsparse.runtime.communication import Direction
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.message_header import Header
+from axsparse.runtime.rank_order import sum_in_rank_order
 
 T = TypeVar("T")
 Way = Literal["nccl", "pinned", "direct"]

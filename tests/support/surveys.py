@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axsparse.models.cost import Activations
+from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
 
 

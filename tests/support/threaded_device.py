@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from axsparse.comm import Event
-from axsparse.nccl import Backend, Rendezvous
-from axsparse.streams import Communicator, Mark
+from axsparse.runtime.communication import Event
+from axsparse.runtime.gpu.device_protocol import Communicator, Mark
+from axsparse.runtime.gpu.nccl import Backend, Rendezvous
 
 
 class Reached:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.grid import Grid
-from axsparse.local import LocalWorld
-from axsparse.pruning.ticket_manifest import hash_of
-from axsparse.pruning.ticket_writing import Drawn, write_ticket
-from axsparse.transport import LocalTransport
+from axsparse.pruning.ticket.ticket_manifest import hash_of
+from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 
 PARAMETERS = {
     "embed.weight": (7, 4),
@@ -28,7 +28,7 @@ PARAMETERS = {
 """Of a model whose pruned tensors have 20, 16 and 18 entries."""
 PRUNED = {name: shape for name, shape in PARAMETERS.items() if name.startswith("block")}
 del PRUNED["block0.fc.bias"]
-DRAWN = Drawn(algorithm="early-bird", step=640, seed=7, parameters=PARAMETERS, pruned=PRUNED)
+DRAWN = TicketOrigin(algorithm="early-bird", step=640, seed=7, parameters=PARAMETERS, pruned=PRUNED)
 
 
 def some_masks(shapes: Mapping[str, tuple[int, ...]] = PRUNED) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def given(mask: Tensor) -> Tensor:
     return mask
 
 
-def write_masks(path: Path, masks: Mapping[str, Tensor], drawn: Drawn = DRAWN) -> Path:
+def write_masks(path: Path, masks: Mapping[str, Tensor], drawn: TicketOrigin = DRAWN) -> Path:
     """A ticket, written by one rank."""
     transport = LocalTransport(LocalWorld(1), 0)
     own = {name: partial(given, mask) for name, mask in masks.items()}

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.samo.memory import MASK_BLOCK, MASK_WORD, UINT16_BLOCK
 from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD, UINT16_BLOCK
 
 THREADS = 128
 """Of a thread block."""

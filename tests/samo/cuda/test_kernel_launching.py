@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from axsparse.errors import ConfigError
-from axsparse.samo import memory
-from axsparse.samo.cuda.compile import CupyLauncher, TorchStream
-from axsparse.samo.cuda.compress import compress
-from axsparse.samo.cuda.helpers import DeviceIndex, make_device_index
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo import state_bytes as memory
+from axsparse.samo.cuda.compress_kernel import compress
+from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
+from axsparse.samo.cuda.kernel_compiler import CupyLauncher, TorchStream
 from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument
-from axsparse.samo.cuda.step import Slot, adamw_step
-from axsparse.samo.optimizer import Hyper
+from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step
+from axsparse.samo.optim.hyper import Hyper
 
 CPU = torch.device("cpu")
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
@@ -155,7 +155,7 @@ def test_more_kept_entries_than_offsets_can_count_are_refused(
         make_device_index(seven, torch.zeros(10, dtype=torch.bool), "mask")
 
 
-def full_slot(**changes: Any) -> Slot:
+def full_slot(**changes: Any) -> TensorSlot:
     index = DeviceIndex(nothing, "full", 8, 8, CPU)
     half = torch.zeros(8, dtype=torch.bfloat16)
     parts: dict[str, Any] = {
@@ -166,7 +166,7 @@ def full_slot(**changes: Any) -> Slot:
         "moments": (torch.zeros(8), torch.zeros(8)),
         "held": range(8),
     }
-    return Slot(**(parts | changes))
+    return TensorSlot(**(parts | changes))
 
 
 @pytest.mark.parametrize(

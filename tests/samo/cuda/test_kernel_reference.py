@@ -11,8 +11,9 @@ import torch
 from support.kernel_machine import RULES, Case, by_numpy, fresh_layer, random_mask
 from support.kernel_reference import multiply_add
 
-from axsparse.samo.optimizer import Block, Hyper
-from axsparse.samo.update import update
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Block
+from axsparse.samo.optim.update import update
 
 
 def with_a_rounded_root(block: Block, statistics: object, hyper: Hyper) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support import kernel_names as names
 from support import nvrtc
 
-from axsparse.samo.cuda.helpers import INDICES
+from axsparse.samo.cuda.device_index import INDICES
 from axsparse.samo.cuda.launch import CONSTANTS, FILES, read_source, source
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed")

@@ -30,7 +30,7 @@ struct MasterIsWeight {
     ON_DEVICE static Bits store(float master) { return master; }
 };
 
-// The formulas are those of samo/adamw.py and samo/sgd.py, in the order of operations and with
+// The formulas are those of samo/optim/adamw.py and samo/optim/sgd.py, in the order of operations and with
 // the roundings that torch has on CPUs with fused multiply-add.
 struct AdamW {
     static const int MOMENTS = 2;

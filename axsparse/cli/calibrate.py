@@ -1,0 +1,88 @@
+"""`axsparse calibrate`: measures this machine and writes a cluster file for `axsparse plan`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.cli.parser import CommandParser, add_configuration
+from axsparse.runtime.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from axsparse.runtime.job import Job
+
+DESCRIPTION = """\
+Measure this machine for plans: a model in one stage on every rank at once, messages between two
+ranks, all-reduces, compression. Takes a minute.
+
+  mpirun -n 4 python -m axsparse calibrate --config my.yaml --out my_cluster.yaml
+  axsparse plan --config my.yaml --gpus 4 --cluster my_cluster.yaml
+
+Start as many ranks as runs on a node of this machine will have, and let nothing else run.
+"""
+EPILOG = """\
+Every constant in the file says whether it was measured, fitted or assumed. One node is measured;
+constants between nodes are assumed to be the same and wait for your better knowledge.
+
+exit codes:
+  0 done   65 data do not fit   66 input missing   70 a rank failed   74 output cannot be written
+  78 settings that cannot be run
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(
+        prog="axsparse calibrate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add = arguments.add_argument
+    add_configuration(add)
+    add("--out", metavar="FILE", type=Path, required=True, help="the cluster file to write")
+    add("--steps", metavar="N", default="10", help="steps of the model (default %(default)s)")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Measure, and end the process with the exit code of the run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    arguments = parser().parse_args(argv)
+    # Late, so that --help costs neither torch nor MPI.
+    from axsparse.config.load import load_config
+    from axsparse.runtime.exchange import together
+    from axsparse.runtime.job import run
+
+    def work(job: Job) -> None:
+        from axsparse.cli.machine_timing import calibrate
+        from axsparse.planner.cluster import to_yaml
+
+        transport, out = job.transport, arguments.out
+        steps = together(transport, lambda: _steps(arguments.steps))
+        loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
+        cluster = calibrate(transport, loaded, out.stem, steps)
+
+        def write() -> None:
+            if transport.rank:
+                return
+            try:
+                out.write_text(to_yaml(cluster), encoding="utf-8")
+            except OSError as error:
+                raise OutputError(
+                    f"--out {out}: the cluster file cannot be written ({error.strerror}); choose "
+                    "another place"
+                ) from None
+            print(to_yaml(cluster), end="", flush=True)
+            print(f"axsparse: wrote {out}", flush=True)
+
+        together(transport, write)
+
+    run(work)
+
+
+def _steps(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ConfigError(f"--steps: {text!r} is no number of steps to measure; write 10")
+    return int(text)

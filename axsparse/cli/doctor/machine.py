@@ -1,0 +1,162 @@
+"""What one process can learn of its machine without changing it, for `axsparse doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from axsparse.runtime.mpi.mpi_library import cuda_aware
+
+SEGMENTS = re.compile(
+    r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
+)
+"""How shared memory of MPI libraries, NCCL and torch is called in /dev/shm."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a rank sees; None where there is nothing to be seen."""
+
+    rank: int
+    size: int
+    host: str
+    python: str
+    axsparse: str
+    torch: str
+    mpi: str | None
+    """Vendor and version."""
+    mpi_problem: str | None
+    """Why there is no MPI, or none that agrees with the launcher."""
+    thread_level: str | None
+    cuda_aware: bool | None
+    cuda: str | None
+    """That torch was built for."""
+    gpus: tuple[str, ...]
+    """Names of the devices that this rank may use, in torch's order."""
+    uuids: tuple[str, ...]
+    """Of the same devices; equal for all ranks, whatever each of them may see."""
+    nccl: str | None
+    cupy: str | None
+    cupy_cuda: str | None
+    cupy_nccl: str | None
+    threads_wanted: str | None
+    """OMP_NUM_THREADS."""
+    cores: tuple[int, ...]
+    """That this rank may run on."""
+    leftovers: tuple[str, ...]
+    """Files in /dev/shm that no process holds any more."""
+    room: int
+    """Bytes free where runs go."""
+    writable: bool
+    where: str
+    """The folder that `room` was read of."""
+
+
+def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
+    """The facts of this process."""
+    import torch
+
+    from axsparse.runtime.gpu.seats import visible_gpus
+    from axsparse.runtime.version import __version__
+
+    where = _nearest(run_dir)
+    cupy, cupy_cuda, cupy_nccl = _cupy()
+    gpus = visible_gpus()
+    return MachineFacts(
+        rank=rank,
+        size=size,
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        axsparse=__version__,
+        torch=torch.__version__,
+        mpi=mpi.library,
+        mpi_problem=mpi.problem,
+        thread_level=mpi.thread_level,
+        cuda_aware=cuda_aware() if mpi.library is not None else None,
+        cuda=torch.version.cuda,
+        gpus=tuple(gpu.name for gpu in gpus),
+        uuids=tuple(gpu.uuid for gpu in gpus),
+        nccl=_dotted(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
+        cupy=cupy,
+        cupy_cuda=cupy_cuda,
+        cupy_nccl=cupy_nccl,
+        threads_wanted=os.environ.get("OMP_NUM_THREADS"),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        leftovers=tuple(leftovers(Path("/dev/shm"), Path("/proc"))),  # noqa: S108 - is looked at
+        room=shutil.disk_usage(where).free,
+        writable=os.access(where, os.W_OK | os.X_OK),
+        where=str(where),
+    )
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """What the transport says of the MPI library."""
+
+    library: str | None = None
+    thread_level: str | None = None
+    problem: str | None = None
+
+
+def leftovers(shared: Path, processes: Path) -> list[str]:
+    """Names of shared-memory files of ours that no process maps or has open.
+
+    Of other users' processes nothing can be seen, hence only files of this user count.
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in shared.iterdir():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if SEGMENTS.match(path.name) and status.st_uid == os.getuid():
+                    found[str(path)] = status.st_ino
+    for process in processes.iterdir() if found else ():
+        if not process.name.isdigit():
+            continue
+        held = ""
+        with contextlib.suppress(OSError):
+            held += (process / "maps").read_text(errors="replace")
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held += f"{descriptor.readlink()}\n"
+        found = {path: inode for path, inode in found.items() if f"{path}\n" not in held}
+    return sorted(found)
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    here = path.absolute()
+    while not here.is_dir():
+        here = here.parent
+    return here
+
+
+def _cupy() -> tuple[str | None, str | None, str | None]:
+    """Version of CuPy, and of the CUDA and NCCL that it uses."""
+    if "torch" not in sys.modules:
+        raise AssertionError("torch first: both then use one libnccl")
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return None, None, None
+    cuda = nccl = None
+    with contextlib.suppress(Exception):  # CuPy's own errors have no common base
+        number = cupy.cuda.runtime.runtimeGetVersion()
+        cuda = f"{number // 1000}.{number % 1000 // 10}"
+    with contextlib.suppress(Exception):
+        number = importlib.import_module("cupy.cuda.nccl").get_version()
+        nccl = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return str(cupy.__version__), cuda, nccl
+
+
+def _dotted(version: object) -> str:
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

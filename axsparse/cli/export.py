@@ -1,0 +1,115 @@
+"""`axsparse export`: a checkpoint as weights that other libraries read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.cli.parser import CommandParser
+from axsparse.runtime.errors import EXIT_INTERRUPTED, AxsparseError, ConfigError, MissingInputError
+from axsparse.runtime.launcher import speaks
+
+if TYPE_CHECKING:
+    from axsparse.training.checkpoint.verification import Checkpoint
+
+DESCRIPTION = """\
+Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
+checkpoint is taken, or one checkpoint in it:
+
+  axsparse export runs/my_run --to hf --out my_gpt
+  axsparse export runs/my_run --step 500 --to torch --out weights.safetensors
+  axsparse export runs/my_run/checkpoints/step-500 --sparse --out pruned.safetensors
+
+Values are the fp32 master weights. The checkpoint is verified, and may be of a run that goes on.
+"""
+EPILOG = """\
+exit codes:
+  0 done   65 the checkpoint is damaged   66 it is not there   74 PATH is taken or cannot be
+  written   78 arguments that cannot be run
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(prog="axsparse export", description=DESCRIPTION, epilog=EPILOG)
+    arguments.add_argument("run", metavar="RUN", type=Path)
+    arguments.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
+    form = arguments.add_mutually_exclusive_group(required=True)
+    form.add_argument(
+        "--to",
+        choices=("hf", "torch"),
+        help="hf: a folder that GPT2LMHeadModel.from_pretrained loads; torch: a safetensors file "
+        "of dense tensors by our names",
+    )
+    form.add_argument(
+        "--sparse",
+        action="store_true",
+        help="as torch, with pruned tensors in CSR (.indptr, .indices, .values, .shape)",
+    )
+    arguments.add_argument("--out", metavar="PATH", type=Path, required=True)
+    arguments.add_argument(
+        "--trained",
+        action="store_true",
+        help="the weights as training multiplied with them, in its precision, instead of masters",
+    )
+    arguments.add_argument("--force", action="store_true", help="replace an earlier export")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Export, and end the process with its exit code; one of many ranks works."""
+    arguments = parser().parse_args(argv)
+    if not speaks():
+        sys.exit(0)
+    # Late, so that --help costs no torch.
+    from axsparse.runtime.console import format_bytes
+    from axsparse.training.export.checkpoint_export import export
+
+    try:
+        checkpoint = _checkpoint(arguments.run, arguments.step)
+        done = export(
+            checkpoint,
+            "sparse" if arguments.sparse else arguments.to,
+            arguments.out,
+            trained=arguments.trained,
+            force=arguments.force,
+        )
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    print(
+        f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
+        f"{checkpoint.path} after step {checkpoint.step}"
+    )
+    sys.exit(0)
+
+
+def _checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """The one that is meant; MissingInputError if there is none."""
+    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
+    from axsparse.training.checkpoint.newest import steps_in
+    from axsparse.training.checkpoint.verification import open_checkpoint
+
+    if step_of(run.resolve()) is not None:
+        if step is not None:
+            raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
+        return open_checkpoint(run)
+    steps = steps_in(run)
+    if not steps:
+        raise MissingInputError(
+            f"export: {run} holds no checkpoint to export; name a run or a checkpoint"
+        )
+    if step is not None and step not in steps:
+        raise MissingInputError(
+            f"--step: {run} has no checkpoint of step {step}; choose one of "
+            f"{', '.join(map(str, steps))}"
+        )
+    return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else step))
+
+
+if __name__ == "__main__":
+    main()

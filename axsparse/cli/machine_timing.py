@@ -1,0 +1,219 @@
+"""Measures a machine for the planner: a model in one stage, messages, all-reduces, a copy."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import torch
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import SpikesConfig
+from axsparse.data.sources import open_datasets
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.planner.cluster import Cluster
+from axsparse.planner.cluster_fit import Measurements, fitted
+from axsparse.planner.run_workload import workload
+from axsparse.runtime.communication import Collective, Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
+from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.precision import DTYPES
+from axsparse.training.build import build
+from axsparse.training.run_recorder import matrix_peak
+from axsparse.training.trainer import Trainer
+
+MICROBATCHES = 4
+OTHER_SIZE = 1
+"""Microbatches of this size, beside the configuration's, tell what does not depend on size."""
+COPY_BYTES = 1 << 26
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
+"""Bytes of messages and all-reduces."""
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of the steps of one stage on this rank, and what was timed."""
+
+    trainer: Trainer
+    compute: float
+    compress: float
+    forwards: list[float]
+    overhead: float
+
+
+def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int) -> Cluster:
+    """The cluster of this machine; all ranks call it together and get the same.
+
+    Raises ConfigError for ranks on several hosts, and what building a trainer raises.
+    """
+    together(transport, lambda: _refuse_several_hosts(transport))
+    size = loaded.config.batch.microbatch_size
+    other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
+    profile = _profile(loaded, steps, size)
+    config = profile.trainer.config
+    own = [
+        profile.compute,
+        _profile(loaded, steps, other).compute,
+        profile.compress,
+        matrix_peak(DTYPES[config.precision]),
+        _copy_bandwidth(),
+        profile.overhead,
+    ]
+    rows = sum_by_owner(transport.world, transport.backoff, own)
+    compute, of_other, compress, peak, copy, _ = (
+        fmean(column) for column in zip(*rows, strict=True)
+    )
+    messages = _messages(transport)
+    all_reduces = _all_reduces(transport)
+    survey = profile.trainer.parts.survey
+    live = profile.trainer.parts.live
+    kept = {} if live is None else live.targets.kept()
+    subject = workload(config, survey, loaded.name, kept, optimizer_of(config.optimizer))
+    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
+    assert loads is not None, "there is no limit"
+    seen = Measurements(
+        ranks=transport.size,
+        memory_bytes=host_memory_bytes() / transport.size,
+        overhead_bytes=max(row[5] for row in rows),
+        peak=peak,
+        copy_bandwidth=copy,
+        compute_seconds=compute,
+        compute_of_other=(other, of_other),
+        compress_seconds=compress,
+        microbatches=MICROBATCHES,
+        microbatch_size=size,
+        forwards=profile.forwards,
+        messages=messages,
+        all_reduces=all_reduces,
+    )
+    source = f"{steps} steps of {loaded.name} in one stage, on {transport.size} ranks at once"
+    return together(transport, lambda: fitted(name, loads[0], config.precision, seen, source))
+
+
+def _refuse_several_hosts(transport: Transport) -> None:
+    hosts = set(gather_texts(transport.world, transport.backoff, socket.gethostname()))
+    if len(hosts) > 1:
+        raise ConfigError(
+            f"calibrate: the ranks stand on {len(hosts)} hosts; start it on the ranks of one, and "
+            "edit the constants between nodes in the file"
+        )
+
+
+def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
+    """Train in one stage with microbatches of a size, on every rank for itself and all at once."""
+    config = loaded.config
+    alone = config.model_copy(
+        update={
+            "batch": config.batch.model_copy(
+                update={"global_batch_size": MICROBATCHES * size, "microbatch_size": size}
+            ),
+            "layout": config.layout.model_copy(
+                update={
+                    **{"g_inter": 1, "g_data": 1, "g_inter_pruned": None},
+                    **{"split": "auto", "memory_per_rank": "auto"},
+                }
+            ),
+            "spikes": SpikesConfig(),  # without a place to save, nothing goes back
+            "transport": "auto",
+        }
+    )
+    world: LocalWorld[None] = LocalWorld(1)
+    job = Job(LocalTransport(world, 0))
+    own = replace(loaded, config=alone)
+    trainer = build(
+        job, named_model(own), lambda: open_datasets(own), own, grid=Grid(1, 1), quiet=True
+    )
+    overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
+    phases = trainer.parts.phases
+    trainer.step()  # it allocates and compiles
+    compute, compress, forwards = [], [], []
+    for _ in range(steps):
+        phases.start_spans()
+        phases.begin_step()
+        trainer.step()
+        seconds = phases.end_step()
+        compute.append(seconds["compute"])
+        compress.append(seconds["compress"])
+        forwards += [
+            end - begin
+            for phase, action, begin, end in phases.take_spans()
+            if phase == "compute" and action.startswith("F")
+        ]
+    trainer.close()
+    return Profile(trainer, median(compute), median(compress), forwards, overhead)
+
+
+def _copy_bandwidth() -> float:
+    """Bytes read and written a second."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    return 2 * COPY_BYTES / _best(lambda: target.copy_(source))
+
+
+def _best(work: Callable[[], object]) -> float:
+    found = math.inf
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        found = min(found, time.perf_counter() - began)
+    return found
+
+
+def _messages(transport: Transport) -> list[tuple[float, float]]:
+    """Bytes and one-way seconds between the ranks 0 and 1, the same on all ranks."""
+    if transport.size == 1:
+        return []
+    place = Grid(transport.size, 1).place(transport.rank)
+    link = transport.link(place)
+    found = []
+    for size in SIZES:
+        times = [_round_trip(transport, link, size, n) / 2 for n in range(REPEATS)]
+        rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
+        found.append((float(size), rows[0][0]))
+    return found
+
+
+def _round_trip(transport: Transport, link: Link, size: int, number: int) -> float:
+    """Seconds of a message to rank 1 and back; other ranks take part in no message."""
+    tensor = torch.zeros(size // 4)
+    sum_by_owner(transport.world, transport.backoff, [0.0])  # all are there
+    began = time.perf_counter()
+    if transport.rank == 0:
+        link.send(Message(Direction.FORWARD, number, (tensor,), (False,)))
+    if transport.rank in (0, 1):
+        transport.backoff.reset()
+        while not link.arrivals():
+            transport.backoff.pause()
+    if transport.rank == 1:
+        link.send(Message(Direction.BACKWARD, number, (tensor,), (False,)))
+    return time.perf_counter() - began
+
+
+def _all_reduces(transport: Transport) -> list[tuple[float, float]]:
+    """Bytes and seconds of sums over all ranks."""
+    if transport.size == 1:
+        return []
+    return [(float(size), _all_reduce(transport, transport.world, size)) for size in SIZES]
+
+
+def _all_reduce(transport: Transport, world: Collective, size: int) -> float:
+    buffer = torch.zeros(size // 4)
+    times = []
+    for _ in range(REPEATS):
+        sum_by_owner(world, transport.backoff, [0.0])
+        began = time.perf_counter()
+        transport.backoff.reset()
+        wait(world.start(Op.ALL_REDUCE, buffer), transport.backoff)
+        times.append(time.perf_counter() - began)
+    return max(row[0] for row in sum_by_owner(world, transport.backoff, [median(times)]))

@@ -1,0 +1,199 @@
+"""`axsparse plan`: which layout a model should train in, why, and how fast, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.runtime.errors import AxsparseError, ConfigError, OutputError
+from axsparse.runtime.launcher import speaks
+
+if TYPE_CHECKING:
+    from axsparse.planner.cluster import Cluster
+    from axsparse.planner.plan_model import Method, Subject
+    from axsparse.planner.plan_report import MethodPlan
+
+DESCRIPTION = """\
+Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
+
+  axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
+  axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
+  axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
+"""
+EPILOG = """\
+A layout is stages × replicas. The fewest stages that fit are recommended, at their fastest
+microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
+
+A configuration with layout.g_inter, layout.g_data or layout.split leaves only those layouts.
+A cluster file says where each constant comes from; axsparse calibrate measures one.
+
+exit codes:
+  0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
+"""
+METHODS = ("dense", "samo")
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(
+        prog="axsparse plan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add = arguments.add_argument
+    add_configuration(add)
+    add("--gpus", metavar="N[,N…]", required=True, help="devices; several are a scaling study")
+    add(
+        "--cluster",
+        metavar="NAME",
+        default="laptop",
+        help="a bundled cluster (summit, a100-pod, h200-node, laptop) or a file "
+        "(default %(default)s)",
+    )
+    add(
+        "--microbatch-size",
+        metavar="N[,N…]",
+        help="sizes to try; by default every power of two that divides the batch of a replica",
+    )
+    add("--compare", metavar="METHODS", help="dense,samo: plan both, side by side")
+    add("--json", action="store_true", help="print everything as one JSON object")
+    add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
+    add("--html", metavar="FILE", type=Path, help="write timeline, memory and curves as a page")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Plan, and end the process with its exit code; one of many ranks works."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not speaks():
+        sys.exit(0)
+    arguments = parser().parse_args(argv)
+    try:
+        _plan(arguments)
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    gpus = _numbers("--gpus", arguments.gpus)
+    sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
+    methods = _methods(arguments.compare)
+    # Late, so that --help and mistakes in arguments cost no torch.
+    from axsparse.config.load import load_config
+    from axsparse.observe import trace_file as trace
+    from axsparse.planner.cluster import load_cluster
+    from axsparse.planner.plan_model import subject
+    from axsparse.planner.timeline import spans
+
+    cluster = load_cluster(arguments.cluster)
+    loaded = load_config(arguments.config, arguments.overrides)
+    asked = subject(loaded, cluster)
+    answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+    _print(answers, asked.notes, as_json=arguments.json, is_study=len(gpus) > 1)
+    if arguments.trace is not None:
+        last = answers[-1]
+        source = f"simulated: {last.plan.workload.name} ({last.method}), {last.plan.gpus} devices"
+        trace.write(arguments.trace, spans(last.plan.recommended), source)
+    if arguments.html is not None:
+        _write_page(arguments.html, answers, asked.notes)
+
+
+def _answers(
+    asked: Subject,
+    cluster: Cluster,
+    gpus: Sequence[int],
+    methods: Sequence[Method],
+    sizes: Sequence[int] | None,
+) -> Iterator[MethodPlan]:
+    """Method by method; in a study, numbers of devices of which nothing fits are left out, as
+    long as something else fits."""
+    from axsparse.planner.plan_report import MethodPlan
+
+    failure: ConfigError | None = None
+    found = False
+    for number in gpus:
+        for method in methods:
+            try:
+                plan = asked.plan(method, cluster, number, sizes)
+            except ConfigError as error:
+                if len(gpus) == len(methods) == 1:
+                    raise
+                print(f"axsparse: {method}: {error}", file=sys.stderr, flush=True)
+                failure = error
+                continue
+            found = True
+            name = method
+            if method == "start":
+                name = "samo" if plan.workload.is_pruned else "dense"
+            yield MethodPlan(name, plan)
+    if not found:
+        assert failure is not None, "something was asked"
+        raise failure
+
+
+def _print(
+    answers: Sequence[MethodPlan], notes: Sequence[str], *, as_json: bool, is_study: bool
+) -> None:
+    from axsparse.planner import plan_report as report
+
+    if as_json:
+        everything = {"plans": [report.as_json(answer) for answer in answers], "notes": notes}
+        say(json.dumps(everything))
+        return
+    if not is_study:
+        say("\n".join(report.lines(answers, notes)))
+        return
+    plan = answers[0].plan
+    head = f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
+    rest = (f"note: {note}" for note in notes)
+    say("\n".join([head, "", *report.scaling(answers), *rest]))
+
+
+def _write_page(path: Path, answers: Sequence[MethodPlan], notes: Sequence[str]) -> None:
+    from axsparse.planner.html_page import page
+
+    try:
+        path.write_text(page(answers, notes), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"--html {path}: cannot be written ({error.strerror}); choose another place"
+        ) from None
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers between commas."""
+    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
+    if min(found) < 1:
+        raise ConfigError(
+            f"{flag}: {text!r} is no number of at least 1, nor several with commas in between; "
+            "write 512 or 64,128"
+        )
+    return found
+
+
+def _methods(text: str | None) -> list[Method]:
+    if text is None:
+        return ["start"]
+    found: list[Method] = []
+    for part in text.split(","):
+        if part == "dense":
+            found.append("dense")
+        elif part == "samo":
+            found.append("samo")
+        else:
+            raise ConfigError(
+                f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
+            )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""`axsparse submit`: writes a job script for a cluster's scheduler, and submits it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from axsparse.cli.parser import CommandParser, add_configuration, add_run, overrides_of
+from axsparse.cli.submit import lsf, slurm
+from axsparse.cli.submit.job_request import (
+    JobRequest,
+    check,
+    clock,
+    count,
+    directive,
+    duration,
+    name,
+)
+from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.validate import check_batch, check_config
+from axsparse.planner.auto_layout import resolve_grid
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, OutputError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.launcher import speaks
+
+SCRIPT = "job.sh"
+"""In the run directory, beside the logs."""
+TRAIN = ("-m", "axsparse.train")
+"""What python runs."""
+DESCRIPTION = """\
+Submit a training run to a cluster's scheduler.
+
+  axsparse submit --slurm --nodes 2 --gpus-per-node 4 --time 2:00:00 --account abc --config my.yaml
+  axsparse submit --lsf --nodes 2 --gpus-per-node 6 --cpus-per-rank 7 --time 2:00:00 \\
+    --account abc --config my.yaml --set layout.g_inter=6
+  axsparse submit --slurm --ranks 8 --time 0:30:00 --config quickstart.yaml --dry-run
+
+Before its time ends the job saves, and the scheduler starts it again until it is done.
+Without --run-dir or run_dir a new folder runs/<configuration> is made; submitting with the
+--run-dir of an earlier job goes on from its last checkpoint.
+"""
+EPILOG = """\
+what it leaves in the run directory:
+  job.sh       the script, as submitted
+  job-*.log    what the job printed
+
+exit codes:
+  0 submitted   66 input or command missing   74 the run directory cannot be written
+  78 settings that cannot be run, or that the scheduler refuses
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(
+        prog="axsparse submit",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add = arguments.add_argument
+    scheduler = arguments.add_mutually_exclusive_group(required=True)
+    scheduler.add_argument("--slurm", action="store_true", help="for sbatch")
+    scheduler.add_argument("--lsf", action="store_true", help="for bsub")
+    add("--dry-run", action="store_true", help="print the script; write and submit nothing")
+
+    add = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
+    add_configuration(add)
+    add_run(add)
+
+    add = arguments.add_argument_group("what the job asks for").add_argument
+    add("--nodes", metavar="N", default="1", help="default %(default)s")
+    add("--gpus-per-node", metavar="N", default="0", help="default %(default)s")
+    add("--ranks", metavar="N", help="over all nodes; by default one for each GPU")
+    add(
+        "--cpus-per-rank",
+        metavar="N",
+        default="1",
+        help="cores of a rank (default %(default)s); train.threads says how many it uses",
+    )
+    add("--time", metavar="H:MM:SS", required=True, help="limit of one start; or D-HH:MM:SS")
+    add(
+        "--margin",
+        metavar="H:MM:SS",
+        default="0:05:00",
+        help="before the limit, when the ranks begin to save: longer than a step and a save "
+        "take (default %(default)s)",
+    )
+    add("--account", metavar="NAME", help="who pays")
+    add("--partition", "--queue", metavar="NAME", dest="queue", help="where it waits")
+    add("--job-name", metavar="NAME", help="by default that of the configuration")
+    add(
+        "--directive",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="an option of the scheduler's for which there is none here, such as "
+        "--directive=--constraint=gpu; may be repeated",
+    )
+    add(
+        "--chain",
+        metavar="K",
+        default="1",
+        help="K jobs that go on one after another, instead of one that is started again",
+    )
+
+    add = arguments.add_argument_group("how it starts").add_argument
+    add(
+        "--launcher",
+        metavar="NAME",
+        help="SLURM: mpirun (default) or srun; LSF: jsrun (default) or mpirun",
+    )
+    add("--mpi", metavar="TYPE", help="srun's --mpi, such as pmi2; by default the site's")
+    add("--setup", metavar="FILE", help="read by the job's shell first: module load …, export …")
+    add(
+        "--copy-environment",
+        metavar="FOLDER",
+        help="copy Python's environment into this folder of each node, and run it from there",
+    )
+    return arguments
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Submit a job, and end the process with its exit code; one of many ranks works."""
+    if not speaks():
+        sys.exit(0)
+    arguments = parser().parse_args(argv)
+    try:
+        _submit(arguments)
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def _submit(arguments: argparse.Namespace) -> None:
+    loaded = load_config(arguments.config, overrides_of(arguments))
+    request = make_request(arguments, loaded)
+    check_ranks(loaded, request.ranks)
+    if arguments.dry_run:
+        sys.stdout.buffer.write(script(request, lsf_job=arguments.lsf))
+        sys.stdout.flush()
+        return
+    path = request.run_dir / SCRIPT
+    made = _make(request.run_dir, must_be_new=loaded.config.run_dir == "auto")
+    try:
+        path.write_bytes(script(request, lsf_job=arguments.lsf))
+        path.chmod(0o700)
+    except OSError as reason:
+        raise OutputError(
+            f"{path}: cannot be written ({reason.strerror}); choose another --run-dir"
+        ) from reason
+    try:
+        said = hand_over(path, lsf_job=arguments.lsf)
+    except AxsparseError:
+        path.unlink()
+        if made:
+            with contextlib.suppress(OSError):
+                request.run_dir.rmdir()
+        raise
+    many = f" · up to {request.chain} jobs" if request.chain > 1 else ""
+    print(said)
+    print(
+        f"{request.ranks} ranks on {request.nodes} {'nodes' if request.nodes > 1 else 'node'} · "
+        f"{clock(request.seconds)} at a time{many} · log → {request.run_dir}/job-*.log"
+    )
+
+
+def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequest:
+    """The job that a command line asks for, checked but for the configuration's own rules.
+
+    Raises ConfigError, and MissingInputError for a --setup that is not there.
+    """
+    nodes = count("--nodes", arguments.nodes)
+    gpus = count("--gpus-per-node", arguments.gpus_per_node, least=0)
+    if arguments.ranks is None and not gpus:
+        raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
+    ranks = nodes * gpus if arguments.ranks is None else count("--ranks", arguments.ranks)
+    folder = Path.cwd()
+    run_dir = folder / _run_dir(loaded, folder)
+    # Else every start would make a folder of its own.
+    options = [f"--run-dir={run_dir}"] if loaded.config.run_dir == "auto" else []
+    options += [] if arguments.config is None else [f"--config={arguments.config}"]
+    options += [f"--set={pair}" for pair in overrides_of(arguments)]
+    python = Path(sys.executable)
+    beside = python.parent / "mpirun"
+    launchers = lsf.LAUNCHERS if arguments.lsf else slurm.LAUNCHERS
+    request = JobRequest(
+        name=name("--job-name", arguments.job_name or _name_of(loaded)),
+        nodes=nodes,
+        ranks=ranks,
+        cpus_per_rank=count("--cpus-per-rank", arguments.cpus_per_rank),
+        threads=loaded.config.train.threads,
+        gpus_per_node=gpus,
+        seconds=duration("--time", arguments.time),
+        margin=duration("--margin", arguments.margin),
+        account=_optional_name("--account", arguments.account),
+        queue=_optional_name("--partition, --queue", arguments.queue),
+        directives=tuple(directive(text) for text in arguments.directive),
+        chain=count("--chain", arguments.chain),
+        launcher=_launcher(arguments.launcher or launchers[0], launchers),
+        mpi=_optional_name("--mpi", arguments.mpi),
+        mpirun=str(beside) if beside.is_file() else "mpirun",
+        folder=folder,
+        run_dir=run_dir,
+        setup=None if arguments.setup is None else _existing(folder / arguments.setup),
+        python=python,
+        prefix=Path(sys.prefix),
+        copy_to=None if arguments.copy_environment is None else Path(arguments.copy_environment),
+        train=(*TRAIN, *options, "--resume=auto"),
+    )
+    check(request)
+    if arguments.lsf:
+        lsf.check_lsf(request)
+    return request
+
+
+def check_ranks(loaded: LoadedConfig, ranks: int) -> Grid:
+    """The grid of a run on so many ranks; ConfigError if the configuration cannot be run on them.
+
+    The rules are those that training starts with, which would be a night in the queue later.
+    """
+    from axsparse.models.zoo.model_registry import named_model
+
+    check_config(loaded)
+    grid = resolve_grid(loaded, ranks, len(named_model(loaded).layers))
+    check_batch(loaded, grid)
+    return grid
+
+
+def script(request: JobRequest, *, lsf_job: bool) -> bytes:
+    """The job's script; what the shell handed over comes out the same, UTF-8 or not."""
+    text = lsf.render(request) if lsf_job else slurm.render(request)
+    return text.encode(errors="surrogateescape")
+
+
+def hand_over(path: Path, *, lsf_job: bool) -> str:
+    """Submit a script; what the scheduler says to it. ConfigError if it refuses."""
+    command = ["bsub"] if lsf_job else ["sbatch", str(path)]
+    if shutil.which(command[0]) is None:
+        raise MissingInputError(
+            f"{command[0]}: no such command; submit from a login node of the cluster, or print "
+            "the script with --dry-run"
+        )
+    with path.open("rb") as text:
+        done = subprocess.run(  # noqa: S603 - no shell
+            command, stdin=text, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise ConfigError(
+            f"{command[0]}: refuses the job: {words}; change what it names, "
+            "see axsparse submit --help"
+        )
+    return done.stdout.strip()
+
+
+def _run_dir(loaded: LoadedConfig, folder: Path) -> Path:
+    """The configuration's, or the first of runs/<name>, runs/<name>-2, … that is not there."""
+    if loaded.config.run_dir != "auto":
+        return Path(loaded.config.run_dir)
+    for number in itertools.count(1):
+        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
+        if not (folder / path).exists():
+            return path
+    raise AssertionError("numbers do not end")
+
+
+def _make(run_dir: Path, *, must_be_new: bool) -> bool:
+    """Make the run directory; whether it was not there before."""
+    if run_dir.is_dir() and not must_be_new:
+        return False
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700)
+    except OSError as reason:
+        raise OutputError(
+            f"run_dir: {run_dir} cannot be made ({reason.strerror}); choose another --run-dir"
+        ) from reason
+    return True
+
+
+def _name_of(loaded: LoadedConfig) -> str:
+    """That of the configuration, in the letters that a name may have."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", loaded.name).lstrip("_.-") or "axsparse"
+
+
+def _launcher(wanted: str, known: Sequence[str]) -> str:
+    if wanted not in known:
+        raise ConfigError(
+            f"--launcher: {wanted!r} does not start ranks under this scheduler; choose "
+            f"{' or '.join(known)}"
+        )
+    return wanted
+
+
+def _optional_name(flag: str, text: str | None) -> str | None:
+    return None if text is None else name(flag, text)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise MissingInputError(f"--setup: {str(path)!r} is no file; name an existing one")
+    return path

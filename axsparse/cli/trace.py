@@ -1,0 +1,92 @@
+"""`axsparse trace compare`: lays two traces side by side and tells where they differ most."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from axsparse.cli.parser import CommandParser, say
+from axsparse.observe.trace_file import Span, differences, read, step_seconds
+from axsparse.planner.plan_report import table
+from axsparse.runtime.errors import EXIT_CONFIG, AxsparseError, ConfigError
+from axsparse.runtime.launcher import speaks
+
+USAGE = """\
+usage: axsparse trace compare A B [--most N]
+
+  compare  the largest differences by phase and stage (axsparse trace compare --help)
+"""
+DESCRIPTION = """\
+Compare two traces of steps: simulated, real, or one of each.
+
+  axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --trace simulated.json
+  mpirun -n 8 axsparse train --config my.yaml --set train.trace=3
+  axsparse trace compare simulated.json runs/my/trace/steps-2-4.json
+
+Seconds are those of a step, the mean over replicas and steps. Perfetto (ui.perfetto.dev) opens
+both files.
+"""
+
+
+def parser() -> CommandParser:
+    """The command line of `compare`."""
+    arguments = CommandParser(
+        prog="axsparse trace compare",
+        description=DESCRIPTION,
+    )
+    arguments.add_argument("first", metavar="A", type=Path, help="a trace")
+    arguments.add_argument("second", metavar="B", type=Path, help="another")
+    arguments.add_argument(
+        "--most", metavar="N", default="10", help="differences to show (default %(default)s)"
+    )
+    return arguments
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Compare, and end the process with its exit code; one of many ranks works."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not speaks():
+        sys.exit(0)
+    if argv[:1] != ["compare"]:
+        if argv[:1] in ([], ["-h"], ["--help"]):
+            sys.stdout.write(USAGE)
+            sys.exit(0)
+        print(
+            f"axsparse: error: trace: no command {argv[0]!r}; see axsparse trace --help",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CONFIG)
+    arguments = parser().parse_args(argv[1:])
+    try:
+        if not (arguments.most.isascii() and arguments.most.isdigit()):
+            raise ConfigError(f"--most: {arguments.most!r} is no number of differences; write 10")
+        first, second = read(arguments.first), read(arguments.second)
+    except AxsparseError as error:
+        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    say("\n".join(lines(first, second, int(arguments.most))))
+    sys.exit(0)
+
+
+def lines(first: Sequence[Span], second: Sequence[Span], most: int) -> Iterator[str]:
+    """The steps as a whole, then the phases of stages that differ most."""
+    ours, theirs = step_seconds(first), step_seconds(second)
+    relative = f" ({100 * (theirs / ours - 1):+.1f} %)" if ours else ""
+    yield f"step: A {ours:.4g} s, B {theirs:.4g} s{relative}"
+    rows = [
+        {
+            "stage": str(each.stage),
+            "phase": each.phase,
+            "A s": f"{each.first:.4g}",
+            "B s": f"{each.second:.4g}",
+            "B − A": f"{each.seconds:+.4g}",
+            "% of step": f"{100 * each.seconds / ours:+.1f}" if ours else "",
+        }
+        for each in differences(first, second)[:most]
+    ]
+    if rows:
+        yield ""
+        yield from table(rows)

@@ -1,0 +1,152 @@
+"""What the schema says, in words: refusals of unknown keys and of values that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import ValidationError
+
+from axsparse.config.schema import Config, Section
+from axsparse.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    value: Any
+    origin: str
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+
+
+def _fields() -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, schema in Config.model_json_schema()["properties"].items():
+        if name in SECTIONS:
+            leaves = SECTIONS[name].model_json_schema()["properties"]
+            fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
+        else:
+            fields[name] = schema
+    return fields
+
+
+FIELDS = _fields()
+"""Dotted key -> JSON schema of its values, in the schema's order."""
+
+CLOSE = 0.6
+"""Likeness from which on a name may be what was meant; difflib's own measure."""
+
+_BROKEN_BOUNDS = {
+    "greater_than_equal": "is below {ge:g}",
+    "greater_than": "is not above {gt:g}",
+    "less_than_equal": "is above {le:g}",
+    "less_than": "is not below {lt:g}",
+}
+"""Pydantic's error type -> the rule in plain words."""
+
+_BOUNDS = {
+    "minimum": "of at least {:g}",
+    "exclusiveMinimum": "above {:g}",
+    "maximum": "of at most {:g}",
+    "exclusiveMaximum": "below {:g}",
+}
+
+
+def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
+    """The first key at fault in one line, and how many others there are."""
+    problems: dict[str, list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        # Below a key pydantic names list entries and members of unions.
+        top, dotted = str(problem["loc"][0]), ".".join(map(str, problem["loc"][:2]))
+        problems.setdefault(dotted if dotted in FIELDS else top, []).append(problem)
+    key, found = next(iter(problems.items()))
+    schema = FIELDS[key]
+
+    value, rule = settings[key].value, f"is not {domain(schema, bounds=False)}"
+    for problem in found:
+        # A broken bound says more than the other member's "is not auto".
+        if problem["type"] in _BROKEN_BOUNDS:
+            value = problem["input"]
+            rule = _BROKEN_BOUNDS[problem["type"]].format(**problem["ctx"])
+            break
+    if "enum" in schema:
+        mend = "choose one of them"
+    elif schema.get("type") == "string" and "const" not in schema:
+        mend = "write it in quotes"
+    else:
+        mend = f"choose {domain(schema)}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return ConfigError(f"{key} ({settings[key].origin}): {show(value)} {rule}; {mend}{more}")
+
+
+def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False) -> str:
+    """The values of a JSON schema in words: "a whole number of at least 1 or auto"."""
+    if "anyOf" in schema:
+        return " or ".join(domain(member, bounds=bounds) for member in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    kind = schema["type"]
+    if kind == "array":
+        fixed = schema.get("prefixItems")
+        items = domain(fixed[0] if fixed else schema["items"], bounds=bounds, many=True)
+        text = f"{len(fixed)} {items}" if fixed else items
+        return text if bounds else f"a list of {text}"
+    if kind in ("boolean", "string", "null"):
+        return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
+
+    noun = "whole number" if kind == "integer" else "number"
+    named = _BOUNDS.items() if bounds else ()
+    limits = [words.format(schema[name]) for name, words in named if name in schema]
+    if limits == ["of at least 0", "of at most 1"]:
+        noun, limits = "fraction", ["in [0, 1]"]
+    elif limits == ["of at least 0", "below 1"]:
+        noun, limits = "fraction", ["in [0, 1)"]
+    text = f"{noun}s" if many else f"a {noun}"
+    return f"{text} {' and '.join(limits)}" if limits else text
+
+
+def unknown_key(key: str, origin: str) -> ConfigError:
+    """The refusal of a key that is not in the schema, with the nearest one that is."""
+    key = shorten(key)  # Nearness takes the square of its length.
+    section, _, leaf = key.rpartition(".")
+
+    def nearness(known: str) -> tuple[float, float]:
+        known_section, _, known_leaf = known.rpartition(".")
+        whole, part = likeness(key, known), likeness(leaf, known_leaf)
+        # Within one section the shared name of the section says nothing.
+        return (part if section == known_section else max(whole, part)), whole
+
+    nearest = max((*FIELDS, *([] if section else SECTIONS)), key=nearness)
+    if nearness(nearest)[0] >= CLOSE:
+        mend = f"did you mean {nearest}?"
+    else:
+        names = SECTIONS.get(section, Config)
+        mend = f"choose one of {', '.join(names.model_fields)}"
+    shown = key if key.isprintable() else repr(key)
+    return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
+
+
+def likeness(one: str, other: str) -> float:
+    """1 for equal names, 0 for names that share nothing."""
+    return SequenceMatcher(None, one, other).ratio()
+
+
+def show(value: object) -> str:
+    """A value as YAML would have it, in at most 60 characters."""
+    if value is None:
+        return "null"
+    return shorten(str(value).lower() if isinstance(value, bool) else repr(value))
+
+
+def shorten(text: str) -> str:
+    """At most 60 characters of a text."""
+    return text if len(text) <= 60 else f"{text[:57]}..."

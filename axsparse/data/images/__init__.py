@@ -1,0 +1,1 @@
+"""Image folders as data: how files are decoded, cropped and flipped."""

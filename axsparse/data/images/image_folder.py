@@ -1,0 +1,186 @@
+"""Image folders in ImageNet's layout as data: root/train/<class>/*, root/val/<class>/*."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from axsparse.data.images.augmentation import View
+from axsparse.data.images.decoders import Workers
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+
+TRAINING, VALIDATION = "train", "val"
+"""Names of the folders."""
+ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp")
+"""Files with other endings, in either case, are not looked at; nor are hidden ones."""
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+"""Of ImageNet's training images, red, green and blue, in units of the full brightness."""
+
+
+class ImageFolder:
+    """The images of one split; a class is a folder, its number the place of its name in order.
+
+    Files are numbered class by class, in the order of their names. Only names are read at
+    the start; an image is decoded when it is needed, and one that cannot be ends the run
+    with its path. (It cannot be left out then: the last stage has the labels and never
+    sees the images.) Inputs are (b, 3, size, size) fp32, normalised; targets (b,) int64.
+    """
+
+    vocab_size = None
+    targets_per_sample = 1
+
+    def __init__(
+        self, root: Path, split: str, *, size: int, workers: Workers, seed: int | None
+    ) -> None:
+        """With a `seed` crops and flips are random, keyed by (seed, epoch, sample); without,
+        the middle is taken.
+
+        Raises ConfigError without Pillow, MissingInputError if the folder is not there,
+        DataError if it or a class holds nothing.
+        """
+        if importlib.util.find_spec("PIL") is None:
+            raise ConfigError(
+                "data.source images: Pillow, which decodes images, is not installed; "
+                "pip install 'axsparse[images]'"
+            )
+        self._root = root / split
+        self._size = size
+        self._workers = workers
+        self._seed = seed
+        self.classes = _folders(self._root)
+        self.name = f"images {self._root}"
+        digest = hashlib.blake2b(digest_size=16)
+        counts, lengths, names = [], [], []
+        for folder in self.classes:
+            files = _files(self._root / folder)
+            digest.update(os.fsencode("\0".join([folder, *files, ""])))
+            counts.append(len(files))
+            encoded = [os.fsencode(file) for file in files]
+            lengths += [len(file) for file in encoded]
+            names.append(b"".join(encoded))
+        self.fingerprint = digest.hexdigest()
+        # A million Python strings would take a hundred megabytes on every rank that reads.
+        self._names = b"".join(names)
+        self._name_ends = np.cumsum(lengths, dtype=np.int64)
+        self._class_ends = np.cumsum(counts, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._name_ends)
+
+    def path(self, sample: int) -> Path:
+        """The file of a sample."""
+        begin = self._name_ends[sample - 1] if sample else 0
+        name = os.fsdecode(self._names[begin : self._name_ends[sample]])
+        return self._root / self.classes[self._class_of(sample)] / name
+
+    def start(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to decode; the pixels are normalised when they are fetched.
+
+        Fetching raises DataError for a file that cannot be decoded, TrainingError if a
+        worker died.
+        """
+        pending = [
+            self._workers.start(self._view(sample, epoch))
+            for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True)
+        ]
+        return lambda: (self._normalised([pixels() for pixels in pending]),)
+
+    def targets(self, indices: NDArray[np.int64]) -> Tensor:
+        """The number of each sample's class."""
+        return torch.from_numpy(np.searchsorted(self._class_ends, indices, side="right"))
+
+    def count_targets(self, targets: Tensor) -> int:
+        return targets.numel()
+
+    def close(self) -> None:
+        """End the worker processes, also those of others that share them."""
+        self._workers.close()
+
+    def _view(self, sample: int, epoch: int) -> View:
+        key = None if self._seed is None else (self._seed, epoch, sample)
+        return View(str(self.path(sample)), self._size, key)
+
+    def _class_of(self, sample: int) -> int:
+        return int(np.searchsorted(self._class_ends, sample, side="right"))
+
+    def _normalised(self, pixels: Sequence[bytes]) -> Tensor:
+        shape = (len(pixels), self._size, self._size, 3)
+        bright = torch.frombuffer(bytearray(b"".join(pixels)), dtype=torch.uint8).view(shape)
+        mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        # A type alone would keep the channels last in memory.
+        images = bright.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return images.div_(255).sub_(mean).div_(std)
+
+
+def image_folders(
+    root: Path, *, size: int, workers: int, seed: int, validate: bool
+) -> tuple[ImageFolder, ImageFolder | None]:
+    """Training and validation images below `root`, which share the worker processes.
+
+    Raises what `ImageFolder` raises, and DataError for a class that is only validated.
+    """
+    crew = Workers(workers)
+    training = ImageFolder(root, TRAINING, size=size, workers=crew, seed=seed)
+    if not validate:
+        return training, None
+    validation = ImageFolder(root, VALIDATION, size=size, workers=crew, seed=None)
+    if validation.classes != training.classes:
+        odd = sorted(set(validation.classes) ^ set(training.classes))[0]
+        where = TRAINING if odd in training.classes else VALIDATION
+        raise DataError(
+            f"data.path {root}: class {odd} is in {where} only, so that classes would be numbered "
+            f"differently; give {TRAINING} and {VALIDATION} the same folders"
+        )
+    return training, validation
+
+
+def _folders(root: Path) -> list[str]:
+    try:
+        with os.scandir(root) as entries:
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    except FileNotFoundError:
+        raise MissingInputError(
+            f"data.path: there is no folder {root}; images lie in {TRAINING}/<class>/ and "
+            f"{VALIDATION}/<class>/ below data.path (train.eval_steps 0 needs no {VALIDATION})"
+        ) from None
+    except OSError as error:
+        raise _unreadable(error) from error
+    if not names:
+        raise DataError(f"data.path: {root} holds no folders; each class is one")
+    return names
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if _is_image(e.name))
+    except OSError as error:
+        raise _unreadable(error) from error
+    if not names:
+        raise DataError(
+            f"data.path: class {folder} holds no images (files ending in {', '.join(ENDINGS)}); "
+            "fill it or take it away"
+        )
+    return names
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(ENDINGS) and not name.startswith(".")
+
+
+def _unreadable(error: OSError) -> DataError:
+    return DataError(
+        f"data.path: {error.filename} cannot be listed ({error.strerror}); "
+        "make it a readable folder"
+    )

@@ -1,0 +1,261 @@
+"""Which files are read, and how they are cut into parts that are prepared by themselves.
+
+Cuts depend on the files and settings alone, never on the number of workers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from axsparse.data.prepare.documents import (
+    UNREADABLE,
+    Piece,
+    Reading,
+    Splitter,
+    record_pieces,
+    text_pieces,
+)
+from axsparse.runtime.errors import DataError, MissingInputError
+
+JSONL_ENDINGS = (".jsonl", ".ndjson")
+WINDOW = 1 << 20
+"""Bytes in which a good place to cut is looked for."""
+_WORD_END = re.compile(r"\S(?=[ \t\r\n])")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when the preparation began."""
+
+    path: str
+    name: str
+    """As it is shown: the path that was given, and the way below it."""
+    size: int
+    """Bytes."""
+    changed_ns: int
+    """Time of its last change."""
+    validation: bool
+    """Whether it was named as validation data."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes [begin, end) of a file."""
+
+    source: Source
+    begin: int
+    end: int
+
+
+Part = tuple[Stretch, ...]
+"""What one worker turns into tokens at a time: whole small files, or a stretch of a large one."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What there is to read."""
+
+    files: tuple[Source, ...]
+    unreadable: tuple[str, ...]
+    """Names of files and folders that cannot be opened."""
+
+
+def find_sources(training: Sequence[Path], validation: Sequence[Path], out: Path) -> Sources:
+    """The files named, and those below the folders named, in the order of their paths.
+
+    Hidden files, links to folders and the folder `out` are passed over; a file counts once,
+    and as validation data if it is named so. Raises MissingInputError for a path that is
+    neither a file nor a folder.
+    """
+    unreadable: list[str] = []
+    held_out = list(_files(validation, out, unreadable))
+    kept = {os.path.realpath(path) for path in held_out}
+    named = [(path, True) for path in held_out]
+    named += [
+        (path, False)
+        for path in _files(training, out, unreadable)
+        if os.path.realpath(path) not in kept
+    ]
+    found: dict[str, Source] = {}
+    for path, is_validation in named:
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError
+        except OSError:
+            unreadable.append(str(path))
+            continue
+        name = os.fsencode(path).decode("utf-8", "replace")
+        source = Source(
+            os.path.realpath(path), name, status.st_size, status.st_mtime_ns, is_validation
+        )
+        found.setdefault(source.path, source)
+    return Sources(tuple(found.values()), tuple(unreadable))
+
+
+def _files(paths: Sequence[Path], out: Path, unreadable: list[str]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from _below(path, out.resolve(), unreadable)
+        elif path.is_file():
+            yield path
+        else:
+            raise MissingInputError(
+                f"input: {path} is neither a file nor a folder; name text files, JSONL files or "
+                "folders of them"
+            )
+
+
+def _below(root: Path, out: Path, unreadable: list[str]) -> Iterator[Path]:
+    names = []
+    lost = unreadable.append
+    for folder, subfolders, files in os.walk(root, onerror=lambda error: lost(error.filename)):
+        at = Path(folder)
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and (at / name).resolve() != out
+        ]
+        names += [(at / name).relative_to(root) for name in files if not name.startswith(".")]
+    yield from (root / name for name in sorted(names, key=lambda name: name.as_posix()))
+
+
+def cut(sources: Sources, reading: Reading, part_bytes: int) -> tuple[list[Part], Sources]:
+    """Parts of about `part_bytes` each, and the sources without those that cannot be read."""
+    splitter = Splitter(reading.split_documents)
+    parts: list[Part] = []
+    lost = list(sources.unreadable)
+    small: list[Stretch] = []
+    held = 0
+    files = []
+    for source in sources.files:
+        if source.size > part_bytes:
+            try:
+                with Path(source.path).open("rb") as file:
+                    ends = list(_ends(file, source, splitter, reading, part_bytes))
+            except OSError:
+                lost.append(source.name)
+                continue
+            begins = [0, *ends[:-1]]
+            if small:
+                parts.append(tuple(small))
+                small, held = [], 0
+            parts += [
+                (Stretch(source, begin, end),) for begin, end in zip(begins, ends, strict=True)
+            ]
+        else:
+            if held + source.size > part_bytes:
+                parts.append(tuple(small))
+                small, held = [], 0
+            small.append(Stretch(source, 0, source.size))
+            held += source.size
+        files.append(source)
+    if small:
+        parts.append(tuple(small))
+    return parts, Sources(tuple(files), tuple(lost))
+
+
+def _ends(
+    file: BinaryIO, source: Source, splitter: Splitter, reading: Reading, part_bytes: int
+) -> Iterator[int]:
+    """Where the stretches of a large file end."""
+    at = part_bytes
+    while at < source.size:
+        file.seek(at)
+        if is_jsonl(source):
+            at += _to_line(file)
+        elif splitter.whole:
+            at += _to_word_end(file.read(WINDOW))
+        else:
+            at += _to_document(file, splitter, reading.max_line)
+        if at < source.size:
+            yield at
+        at += part_bytes
+    yield source.size
+
+
+def is_jsonl(source: Source) -> bool:
+    """Whether a file holds a JSON record a line."""
+    return source.path.endswith(JSONL_ENDINGS)
+
+
+def _to_line(file: BinaryIO) -> int:
+    """Bytes to the next line."""
+    passed = 0
+    while line := file.readline(WINDOW):
+        passed += len(line)
+        if line.endswith(b"\n"):
+            break
+    return passed
+
+
+def _to_word_end(window: bytes) -> int:
+    """Bytes to the end of a word: no token reaches across it (see `pieces` of tokenizers)."""
+    begin = _to_character(window)
+    text = window[begin:].decode("utf-8", "surrogateescape")
+    found = _WORD_END.search(text)
+    if found is None:
+        return begin
+    return begin + len(text[: found.end()].encode("utf-8", "surrogateescape"))
+
+
+def _to_document(file: BinaryIO, splitter: Splitter, max_line: int) -> int:
+    """Bytes to the next document, else to the next line, else to the next character."""
+    begin = file.readline(max_line + 1)
+    first = at = len(begin)
+    if not begin.endswith(b"\n"):
+        # The end of the file, or a line that is too long for its document to be used.
+        return first if first <= max_line else _to_character(begin)
+    for line in io.BytesIO(file.read(WINDOW)):
+        if line.endswith(b"\n") and splitter.divides(line):
+            return at
+        at += len(line)
+    return first
+
+
+def _to_character(window: bytes) -> int:
+    """Bytes to the next character of UTF-8."""
+    return next((at for at in range(min(3, len(window))) if window[at] & 0xC0 != 0x80), 3)
+
+
+def pieces_of(stretch: Stretch, reading: Reading) -> Iterator[Piece]:
+    """The documents of a stretch; DataError if its file is no longer what it was."""
+    source = stretch.source
+    begin, end = stretch.begin, stretch.end
+    try:
+        with Path(source.path).open("rb") as file:
+            _check_unchanged(file, source)
+            if is_jsonl(source):
+                yield from record_pieces(file, begin, end, reading)
+                return
+            file.seek(max(0, begin - 1))
+            mid_line = begin > 0 and file.read(1) != b"\n"
+            block = file.read(end - begin)
+            _check_unchanged(file, source)
+    except OSError:
+        opens, closes = begin == 0, end == source.size
+        if is_jsonl(source):  # where a document is a line
+            opens = closes = True
+        yield Piece(begin, "", opens=opens, closes=closes, problem=UNREADABLE)
+        return
+    splitter = Splitter(reading.split_documents)
+    yield from text_pieces(block, begin, source.size, splitter, reading.max_line, mid_line=mid_line)
+
+
+def _check_unchanged(file: BinaryIO, source: Source) -> None:
+    now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (source.size, source.changed_ns):
+        raise DataError(
+            f"input: {source.name} changed while it was being prepared; leave it alone and start "
+            "again"
+        )
+
+
+def bytes_of(parts: Iterable[Part]) -> int:
+    """Bytes of text in some parts."""
+    return sum(stretch.end - stretch.begin for part in parts for stretch in part)

@@ -1,0 +1,55 @@
+"""Opens the data that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from axsparse.config.load import LoadedConfig
+from axsparse.data.dataset import Datasets
+from axsparse.data.digits import CLASSES, digits_datasets
+from axsparse.data.images.image_folder import image_folders
+from axsparse.data.stdlib import stdlib_dataset
+from axsparse.data.token_dataset import token_datasets
+from axsparse.runtime.errors import ConfigError
+
+
+def open_datasets(loaded: LoadedConfig) -> Datasets:
+    """Training and validation data of `data.source`, for the model of the configuration.
+
+    Raises ConfigError, DataError or MissingInputError if they cannot be had, or have more
+    classes than the model.
+    """
+    config = loaded.config
+    data = config.data
+    if data.source == "digits":
+        _check_classes(loaded, CLASSES, "digits")
+        return Datasets(*digits_datasets())
+    if data.source == "images":
+        assert data.path is not None, "check_config asks for it"
+        training, validation = image_folders(
+            Path(data.path),
+            size=data.image_size,
+            workers=data.workers,
+            seed=config.seed,
+            validate=config.train.eval_steps > 0,
+        )
+        _check_classes(loaded, len(training.classes), training.name)
+        return Datasets(training, validation)
+    wanted = data.sequence_length
+    length = config.model.sequence_length if wanted == "auto" else wanted
+    if data.source == "tokens":
+        assert data.path is not None, "check_config asks for it"
+        return Datasets(
+            *token_datasets(Path(data.path), length, validate=config.train.eval_steps > 0)
+        )
+    assert data.source == "stdlib", f"nobody opens {data.source}"
+    return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))
+
+
+def _check_classes(loaded: LoadedConfig, classes: int, name: str) -> None:
+    has = loaded.config.model.num_classes
+    if has < classes:
+        raise ConfigError(
+            f"{loaded.where('model.num_classes')}: {has} is below the {classes} classes of {name}; "
+            f"choose {classes}"
+        )

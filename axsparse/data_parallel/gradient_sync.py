@@ -1,0 +1,165 @@
+"""Summing a step's compressed gradients: the two uses of a tied weight, then the replicas.
+
+One bucket a layer: its flat gradient buffer is what travels, without a copy where the
+accumulator has the wire's type. A bucket starts as soon as the last microbatch has
+completed it and all buckets before it have started; the order is fixed (last layer
+first, layers with ties at the end), so that all replicas start them alike. Where the
+optimizer state is sharded, a replica receives the sums of its own share only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from axsparse.observe.phases import Phases
+from axsparse.runtime.communication import Backoff, Collective, Op, Work
+from axsparse.runtime.rank_order import sum_in_rank_order
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.ties import StageTie
+
+
+@dataclass
+class _Bucket:
+    layer: LayerState
+    wire: Tensor | None = None
+    """What travels, where the accumulator is wider than the wire."""
+    work: Work | None = None
+
+
+class GradientSync:
+    """Sums the gradients of one stage, started layer by layer during the backward."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        ties: Sequence[StageTie],
+        *,
+        replicas: Collective,
+        wire_dtype: torch.dtype,
+        backoff: Backoff,
+        phases: Phases,
+    ) -> None:
+        """`layers` in model order; `ties` in an order that all stages share."""
+        tied = {id(use.layer) for tie in ties for use in tie.uses}
+        backward = list(reversed(layers))
+        self._buckets = [_Bucket(layer) for layer in backward if id(layer) not in tied]
+        self._buckets += [_Bucket(layer) for layer in backward if id(layer) in tied]
+        self._ties = list(ties)
+        self._replicas = replicas
+        self._wire_dtype = wire_dtype
+        self._backoff = backoff
+        self._phases = phases
+        self._complete: set[int] = set()
+        self._tie_works: list[Work | None] = []
+        self._started = 0
+        self._extremes: list[Tensor] = []
+
+    @property
+    def gradient_bytes_sent(self) -> int:
+        """Bytes handed over for other replicas since the start."""
+        return self._replicas.bytes_sent
+
+    @property
+    def tie_bytes_sent(self) -> int:
+        """Bytes handed over for the other stage of a tie since the start."""
+        pairs = {id(tie.pair): tie.pair for tie in self._ties if tie.pair is not None}
+        return sum(pair.bytes_sent for pair in pairs.values())
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._complete.clear()
+        self._tie_works.clear()
+        self._extremes.clear()
+        self._started = 0
+
+    def ready(self, layer: LayerState) -> None:
+        """A layer's gradients are complete: start whatever may start now.
+
+        No tie, which may hold up a GPU, or its host, until the other stage joins it; and that one
+        may need what this backward has yet to send.
+        """
+        self._complete.add(id(layer))
+        self.advance()
+
+    def advance(self) -> None:
+        """Start what may start and push what is under way; never waits."""
+        with self._phases("collective"):
+            self._advance_ties()
+            self._advance_buckets()
+
+    def finish(self) -> None:
+        """Wait until every gradient that is held here has its sum over uses and replicas."""
+        with self._phases("collective"):
+            self._backoff.reset()
+            self._start_ties()
+            while not self._is_done():
+                self._advance_ties()
+                self._advance_buckets()
+                if not self._is_done():
+                    self._backoff.pause()
+
+    @property
+    def own_extremes(self) -> Sequence[Tensor]:
+        """Numbers that are all finite if this replica's gradients were before others were added to
+        them; of a single one, which has its sums to show, none."""
+        return self._extremes
+
+    def _is_done(self) -> bool:
+        return self._started == len(self._buckets) and all(
+            bucket.work is None for bucket in self._buckets
+        )
+
+    def _start_ties(self) -> None:
+        for tie in self._ties:
+            assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
+            if tie.pair is None:
+                first, second = tie.uses
+                first.summed().copy_(sum_in_rank_order([first.gradient, second.gradient]))
+                self._tie_works.append(None)
+            else:
+                (use,) = tie.uses
+                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.summed()))
+
+    def _advance_ties(self) -> None:
+        for number, work in enumerate(self._tie_works):
+            if work is not None and work.poll():
+                self._tie_works[number] = None
+
+    def _advance_buckets(self) -> None:
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
+            if id(bucket.layer) not in self._complete or not self._ties_summed(bucket.layer):
+                break
+            self._start(bucket)
+            self._started += 1
+        for bucket in self._buckets[: self._started]:
+            if bucket.work is not None and bucket.work.poll():
+                if bucket.wire is not None:
+                    own = bucket.layer.held
+                    gradient = bucket.layer.reduced_gradient
+                    gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
+                bucket.work = bucket.wire = None
+
+    def _ties_summed(self, layer: LayerState) -> bool:
+        return all(
+            number < len(self._tie_works) and self._tie_works[number] is None
+            for number, tie in enumerate(self._ties)
+            if any(use.layer is layer for use in tie.uses)
+        )
+
+    def _start(self, bucket: _Bucket) -> None:
+        gradient = bucket.layer.reduced_gradient
+        if self._replicas.size == 1 or gradient.numel() == 0:
+            return
+        if gradient.dtype != self._wire_dtype:
+            gradient = bucket.wire = gradient.to(self._wire_dtype)
+        # One pass that only reads; a few per cent of that for the norm.
+        self._extremes += gradient.aminmax()
+        if bucket.layer.is_sharded:
+            bucket.work = self._replicas.start(Op.REDUCE_SCATTER, gradient, bucket.layer.bounds)
+        else:
+            bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)

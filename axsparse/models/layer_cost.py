@@ -1,0 +1,152 @@
+"""What a layer costs on one sample, found by running it on the meta device, where nothing is
+computed and nothing is stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from axsparse.models.layer import as_tuple
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import preserved_rng
+
+SAMPLES = 2
+"""Samples of the run: batch normalisation refuses one."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one sample's forward leaves behind, in the type of training."""
+
+    inputs: int
+    """What the layer gets from the one before."""
+    saved: int
+    """What its backward needs beside inputs and weights."""
+    outputs: int
+    """What goes on to the next layer."""
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Within, attention on the meta device keeps what it does elsewhere.
+
+    By itself torch takes the formula there, which keeps its scores: sequence length squared for
+    each head. Kernels of CPUs and GPUs keep a number a row.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """By the kernel, where CPUs have one for it; they have none with dropout."""
+    heads = {tensor.shape[:2] + tensor.shape[3:] for tensor in (query, key, value)}
+    is_fused = query.dim() == 4 and len(heads) == 1 and not dropout_p
+    if not is_fused or (attn_mask is not None and attn_mask.requires_grad):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **others
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # so does torch
+    outputs: Tensor
+    outputs, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=others.get("scale")
+    )
+    return outputs
+
+
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""Of kernels that torch's counter does not know."""
+
+
+class Tracer:
+    """Runs the layers of a model one after another; each gets what the one before gave."""
+
+    def __init__(self, example: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        """`example`: SAMPLES samples. Floating-point tensors are cast to `dtype`."""
+        self._dtype = dtype
+        self._flow = tuple(self._on_meta(tensor) for tensor in example)
+
+    def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
+        """Flops of one sample's forward through the next layer, and its activations.
+
+        Counts matrix products, convolutions and attention.
+        Raises ConfigError for a layer that does not run there.
+        """
+        if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module = copy.deepcopy(module)  # it may be somebody's own
+        module = module.to(device="meta", dtype=self._dtype).train()
+        weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
+        inputs = {_storage(tensor) for tensor in self._flow}
+        kept: dict[int, Tensor] = {}  # alive, so that no storage has another's place
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.setdefault(_storage(tensor), tensor)
+            return tensor
+
+        before = self._flow
+        try:
+            with (
+                preserved_rng(),
+                FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
+                saved_tensors_hooks(keep, lambda tensor: tensor),
+                _FusedAttention(),
+            ):
+                outputs = module(*before)
+        except Exception as reason:
+            raise ConfigError(
+                f"layer {name}: {type(reason).__name__} on the meta device, where its cost is "
+                f"found: {' '.join(str(reason).split())}; mend it, or leave Model.example out"
+            ) from reason
+        given = as_tuple(name, outputs)
+        self._flow = tuple(self._on_meta(tensor) for tensor in given)
+        saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
+        own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
+        activations = Activations(_bytes(before), _bytes(saved.values()), _bytes(own.values()))
+        return counter.get_total_flops() / SAMPLES, activations
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.empty_like(tensor, device="meta")
+        return torch.empty_like(tensor, device="meta", dtype=self._dtype).requires_grad_()
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of one sample."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // SAMPLES

@@ -1,0 +1,132 @@
+"""VGG (Simonyan & Zisserman 2015) without batch normalisation; its names are torchvision's.
+
+Shapes: B images of a microbatch, C channels, S pixels a side; inputs are (B, 3, S, S) floats,
+outputs are logits (B, classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axsparse.config.schema import ModelConfig
+from axsparse.models.layer import Layer, Model, count_top1
+from axsparse.models.losses import summed_cross_entropy
+from axsparse.models.zoo.initialization import he_normal
+
+VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
+"""Channels of each 3×3 convolution; after each group the sides are halved (table 1, column E)."""
+HIDDEN = 4096
+POOLED = 7
+"""Pixels a side that the classifier sees."""
+HIDDEN_STD = 0.01
+"""Standard deviation of the classifier's initial matrices."""
+
+
+class Convolution(nn.Module):
+    """3×3 convolution and ReLU, and at the end of a group the larger of 2×2: (B, C, S, S) to
+    (B, outputs, S, S) or (B, outputs, S/2, S/2)."""
+
+    def __init__(self, inputs: int, outputs: int, *, halves: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, 3, 3))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.halves = halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(F.conv2d(x, self.weight, self.bias, padding=1))
+        return F.max_pool2d(x, 2) if self.halves else x
+
+
+class Hidden(nn.Module):
+    """Linear layer, ReLU and dropout: images or (B, inputs) to (B, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            x = F.adaptive_avg_pool2d(x, POOLED).flatten(1)
+        dropped: Tensor = self.dropout(F.relu(F.linear(x, self.weight, self.bias)))
+        return dropped
+
+
+def init_parameter(_: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Convolutions as in `he_normal`, matrices N(0, 0.01²), biases zero."""
+    if len(shape) == 4:
+        return he_normal(shape, generator)
+    if len(shape) == 2:
+        return torch.empty(shape).normal_(0.0, HIDDEN_STD, generator=generator)
+    return torch.zeros(shape)
+
+
+def vgg(
+    groups: Sequence[Sequence[int]],
+    *,
+    hidden: int,
+    num_classes: int,
+    image_size: int,
+    dropout: float,
+) -> Model:
+    """Convolutions of these channels, group by group, two hidden layers and the classes.
+
+    `image_size` is S, for what the layers cost.
+    """
+    layers: list[Layer] = []
+    inputs, number = 3, 0
+    for group in groups:
+        for place, outputs in enumerate(group):
+            layers.append(
+                Layer(
+                    f"features.{number}",
+                    partial(Convolution, inputs, outputs, halves=place == len(group) - 1),
+                    kind="block" if layers else "embedding",
+                    init=init_parameter,
+                )
+            )
+            inputs = outputs
+            number += 2  # torchvision counts the ReLU
+        number += 1  # and the pooling
+    inputs *= POOLED**2
+    for name in ("classifier.0", "classifier.3"):
+        layers.append(
+            Layer(
+                name,
+                partial(Hidden, inputs, hidden, dropout),
+                init=init_parameter,
+            )
+        )
+        inputs = hidden
+    layers.append(
+        Layer(
+            "classifier.6",
+            partial(nn.Linear, hidden, num_classes),
+            kind="head",
+            init=init_parameter,
+        )
+    )
+    return Model(
+        layers,
+        summed_cross_entropy,
+        name="vgg",
+        metrics={"top1": count_top1},
+        example=lambda samples: (torch.zeros(samples, 3, image_size, image_size, device="meta"),),
+    )
+
+
+def vgg19(config: ModelConfig, image_size: int) -> Model:
+    """VGG-19 of a configuration: 19 layers, 143,667,240 parameters for 1000 classes."""
+    return vgg(
+        VGG19,
+        hidden=HIDDEN,
+        num_classes=config.num_classes,
+        image_size=image_size,
+        dropout=config.dropout,
+    )

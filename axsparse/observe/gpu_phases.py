@@ -1,0 +1,286 @@
+"""The phases of a GPU: what its compute stream was busy with, and what it stood idle for.
+
+The host runs ahead of its GPU, so its own clock says little. It sets marks on the compute
+stream instead, wherever it begins or ends a phase of work, and asks for their times when the
+GPU has long passed them:
+
+    host   compute F0 | p2p | bubble p2p bubble … | compute F1 | …
+    marks            m0                          m1           m2
+    GPU    F0 F0 F0 F0|            idle           |F1 F1 F1 F1|
+
+From mark to mark is one stretch: every moment belongs to exactly one, so that phases add up
+to the step. A stretch of work is all of its phase. Between m0 and m1 the host switches
+among waiting phases thousands of times without a mark, and the stretch is divided in
+proportion to its seconds in each. It is only as long as the GPU had nothing to do: if F0 ends
+on the GPU while the host already waits, the wait counts from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from axsparse.observe.phases import IS_WORK, NUMBERS, PHASES, Block, Phases
+from axsparse.runtime.gpu.device_protocol import Device, Mark
+
+
+class Ranges(Protocol):
+    """Named ranges for a profiler, which nest in each thread; `torch.cuda.nvtx`."""
+
+    def range_push(self, name: str, /) -> object:
+        """Begin one inside the last."""
+        ...
+
+    def range_pop(self) -> object:
+        """End the last."""
+        ...
+
+
+def make_phases(device: Device | None, *, nvtx: bool) -> Phases:
+    """The timers of a rank; `nvtx` needs a GPU."""
+    if device is None:
+        assert not nvtx, "the settings were checked"
+        return Phases()
+    return DevicePhases(device, ranges=torch.cuda.nvtx if nvtx else None)
+
+
+class DevicePhases(Phases):
+    """Exclusive timers of a GPU's compute stream, used as those of a host are.
+
+    Nothing here waits for the GPU but reading what `end_step` and `take_spans` return, and the
+    first `start_spans`. Spans are those of whole steps, on the host's time axis.
+    """
+
+    __slots__ = (
+        "_action",
+        "_anchor",
+        "_anchored",
+        "_device",
+        "_free",
+        "_ranges",
+        "_step",
+        "_traced",
+    )
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        ranges: Ranges | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`ranges` get every phase and every action."""
+        self._action = ""
+        self._ranges = ranges
+        super().__init__(clock)
+        if ranges is not None:
+            self._blocks = {
+                name: _RangedBlock(self, number, ranges) for name, number in NUMBERS.items()
+            }
+        self._device = device
+        self._free: list[Mark] = []
+        """Marks to be set again."""
+        self._step: _Step | None = None
+        self._traced: list[_Step] | None = None
+        self._anchor: Mark | None = None
+        self._anchored = 0.0
+        """What the host's clock showed when the GPU passed the anchor."""
+
+    @property
+    def action(self) -> str:
+        """What stretches of work are named by, such as "F3"; empty: by their phase."""
+        return self._action
+
+    @action.setter
+    def action(self, action: str) -> None:
+        if self._ranges is not None:
+            if self._action:
+                self._ranges.range_pop()
+            if action:
+                self._ranges.range_push(action)
+        self._action = action
+
+    def begin_step(self) -> None:
+        """Start a step with all timers at zero; a step that was not ended is forgotten."""
+        if self._step is not None:
+            self._free += self._step.marks()
+        self._seconds = [0.0] * len(PHASES)
+        self._since = self._clock()
+        anchor = None if self._traced is None else self._anchor
+        self._step = _Step(self._set_mark(), anchor, self._free)
+
+    def end_step(self) -> LateSeconds:
+        """Seconds of every phase since `begin_step`, and their sum, "step", once they are read."""
+        assert self._step is not None, "end_step without begin_step"
+        self._charge()
+        self._end_stretch(self._step)
+        step, self._step = self._step, None
+        if self._traced is not None and step.anchor is not None:
+            self._traced.append(step)
+        return LateSeconds(step)
+
+    def start_spans(self) -> None:
+        """Keep from now on every stretch of the steps that begin; the first call waits for the
+        GPU, whose clock it ties to the host's."""
+        self._traced = []
+        if self._anchor is None:
+            self._anchor = self._set_mark()
+            self._anchor.wait()
+            self._anchored = self._clock()
+
+    def take_spans(self) -> Iterable[tuple[str, str, float, float]]:
+        """Phase, name, begin and end of every stretch since `start_spans`, which ends; to be
+        read once."""
+        traced, self._traced = self._traced, None
+        assert traced is not None, "take_spans without start_spans"
+        return self._spans_of(traced)
+
+    def _spans_of(self, steps: list[_Step]) -> Iterator[tuple[str, str, float, float]]:
+        for step in steps:
+            now = self._anchored + step.after_anchor()
+            for phase, name, seconds in step.parts():
+                begin, now = now, now + seconds
+                if seconds > 0:
+                    yield phase, name, begin, now
+
+    def _switch(self, number: int) -> None:
+        """Charge the host's time to the phase that was running, and run another; where either is
+        work, a stretch ends."""
+        is_work = IS_WORK[number] or IS_WORK[self._current]
+        if self._step is not None:
+            self._charge()
+            if is_work:
+                self._end_stretch(self._step)
+        self.worked += is_work
+        self._current = number
+
+    def _charge(self) -> None:
+        now = self._clock()
+        self._seconds[self._current] += now - self._since
+        self._since = now
+
+    def _end_stretch(self, step: _Step) -> None:
+        current = self._current
+        if IS_WORK[current]:  # since the last mark it is all there was
+            waited = None
+            self._seconds[current] = 0.0
+        else:
+            waited, self._seconds = self._seconds, [0.0] * len(PHASES)
+        step.stretches.append(_Stretch(self._set_mark(), current, self._action, waited))
+
+    def _set_mark(self) -> Mark:
+        mark = self._free.pop() if self._free else self._device.mark()
+        mark.set()
+        return mark
+
+
+class LateSeconds(Mapping[str, float]):
+    """Seconds of a step by phase; reading them waits until the GPU has ended the step."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self._seconds: dict[str, float] | None = None
+
+    def __getitem__(self, name: str) -> float:
+        if self._seconds is None:
+            self._seconds = self._step.seconds()
+        return self._seconds[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*PHASES, "step"))
+
+    def __len__(self) -> int:
+        return len(PHASES) + 1
+
+
+class _RangedBlock(Block):
+    """The with-block of one phase, which a profiler sees."""
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self, phases: Phases, number: int, ranges: Ranges) -> None:
+        super().__init__(phases, number)
+        self._ranges = ranges
+
+    def __enter__(self) -> None:
+        self._ranges.range_push(PHASES[self._number])
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._ranges.range_pop()
+
+
+class _Stretch(NamedTuple):
+    """What lies between a mark and the one before it."""
+
+    end: Mark
+    last: int
+    """The phase that ends here."""
+    action: str
+    waited: list[float] | None
+    """The host's seconds in each phase; None where the stretch is work."""
+
+    def divided(self, seconds: float) -> Iterator[tuple[str, str, float]]:
+        """Phase, name and its part of the GPU's seconds."""
+        phase = PHASES[self.last]
+        if self.waited is None:
+            yield phase, self.action or phase, seconds
+            return
+        total = sum(self.waited)
+        if total == 0:
+            yield phase, phase, seconds
+            return
+        for phase, own in zip(PHASES, self.waited, strict=True):
+            if own > 0:
+                yield phase, phase, seconds * (own / total)
+
+
+class _Step:
+    """A step between marks, whose times are asked for once."""
+
+    def __init__(self, begin: Mark, anchor: Mark | None, free: list[Mark]) -> None:
+        """Marks go to `free` once they are read."""
+        self.anchor = anchor
+        self.stretches: list[_Stretch] = []
+        self._begin = begin
+        self._free = free
+        self._after_anchor = 0.0
+        self._lengths: list[float] | None = None
+
+    def marks(self) -> list[Mark]:
+        """All of them, in order."""
+        return [self._begin, *(stretch.end for stretch in self.stretches)]
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, and their sum, "step"."""
+        found = dict.fromkeys(PHASES, 0.0)
+        for phase, _, seconds in self.parts():
+            found[phase] += seconds
+        found["step"] = sum(found.values())
+        return found
+
+    def parts(self) -> Iterator[tuple[str, str, float]]:
+        """Phase, name and seconds of what the GPU's time went to, in order."""
+        for stretch, length in zip(self.stretches, self._read(), strict=True):
+            yield from stretch.divided(length)
+
+    def after_anchor(self) -> float:
+        """Seconds from the anchor to the begin of the step."""
+        self._read()
+        return self._after_anchor
+
+    def _read(self) -> list[float]:
+        """Seconds of every stretch; the first call waits for the end of the step."""
+        if self._lengths is None:
+            marks = self.marks()
+            marks[-1].wait()
+            self._lengths = [later.since(earlier) for earlier, later in pairwise(marks)]
+            if self.anchor is not None:
+                self._after_anchor = self._begin.since(self.anchor)
+            self._free += marks
+        return self._lengths

@@ -1,0 +1,86 @@
+"""Traces some steps of a run: every rank's phases, in one file.
+
+Ranks write their own parts next to it and rank 0 joins them, so that a trace of thousands of
+ranks is never in one rank's memory, and none of it is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from axsparse.observe.phases import Phases
+from axsparse.observe.trace_file import Span, join, write_part
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.exchange import sum_by_owner, together
+from axsparse.runtime.grid import Place
+
+TRACES = "trace"
+"""In the run directory."""
+
+
+class TraceRecorder:
+    """Traces the steps `first` to `last`; all ranks call it together."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        place: Place,
+        phases: Phases,
+        folder: Path,
+        *,
+        first: int,
+        last: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` is the one of `phases`."""
+        self._transport = transport
+        self._place = place
+        self._phases = phases
+        self._folder = folder
+        self._first = first
+        self._last = last
+        self._clock = clock
+        self._zero = 0.0
+        self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
+
+    def begin(self, step: int) -> None:
+        """Before a step; ranks agree before the first one on when time begins, since clocks of
+        hosts differ. They leave that agreement at almost the same moment."""
+        if not self._first <= step <= self._last:
+            return
+        if step == self._first:
+            sum_by_owner(self._transport.world, self._transport.backoff, [0.0])
+            self._zero = self._clock()
+        self._phases.start_spans()
+
+    def end(self, step: int) -> None:
+        """After a step; the last one writes the file. OutputError if a rank cannot write its part,
+        on all ranks, or rank 0 the whole."""
+        if not self._first <= step <= self._last:
+            return
+        # A GPU may still be in this step: only the last one waits for it.
+        self._taken.append((step, self._phases.take_spans()))
+        if step == self._last:
+            self._write()
+
+    def _write(self) -> None:
+        place = self._place
+        own = [
+            Span(
+                step, place.replica, place.stage, phase, name, begin - self._zero, end - self._zero
+            )
+            for step, spans in self._taken
+            for phase, name, begin, end in spans
+        ]
+        self._taken = []
+        whole = self._folder / TRACES / f"steps-{self._first}-{self._last}.json"
+        parts = [whole.with_suffix(f".rank-{rank}") for rank in range(place.grid.size)]
+
+        def write_own() -> None:
+            write_part(parts[place.rank], place.replica, place.stage, own)
+
+        together(self._transport, write_own)
+        if place.rank == 0:
+            join(whole, parts, f"run: {self._folder}")

@@ -1,0 +1,93 @@
+"""Which ranks compute for longer than their peers, step for step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from axsparse.runtime.grid import Grid
+
+LEAST_SECONDS = 0.05
+"""A step, by which a slow rank exceeds others; less is lost in the noise of small steps."""
+
+
+class SlowRanks:
+    """Compares the ranks' compute times over some steps, and warns of one that is slow.
+
+    Replicas of a stage do the same work, so each is held against the median of the others.
+    Without other replicas stages are compared, each by its share of the work. Once warned of,
+    a rank is named again only after it has been as fast as others in between.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        work: Sequence[float],
+        hosts: Sequence[str],
+        *,
+        ratio: float,
+        steps: int,
+    ) -> None:
+        """`work` of each stage, in any unit; `hosts` of all ranks. `ratio`: how many times as
+        long is slow; `steps`: how many are added up for a comparison."""
+        self._places = [grid.place(rank) for rank in range(grid.size)]
+        self._has_peers = grid.g_data > 1
+        self._work = [work[place.stage] for place in self._places]
+        self._hosts = hosts
+        self._ratio = ratio
+        self._steps = steps
+        self._sums = [0.0] * grid.size
+        self._added = 0
+        self._is_first = True
+        self._warned: set[int] = set()
+
+    def add(self, step: int, compute: Sequence[float]) -> str | None:
+        """Seconds that each rank computed in a step; a warning, if there is one to give."""
+        if self._is_first:
+            self._is_first = False  # it allocates, compiles, reads what is cold
+            return None
+        self._sums = [total + own for total, own in zip(self._sums, compute, strict=True)]
+        self._added += 1
+        if self._added < self._steps:
+            return None
+        seconds = [total / self._added for total in self._sums]
+        self._sums, self._added = [0.0] * len(seconds), 0
+        return self._compare(step, seconds)
+
+    def _compare(self, step: int, seconds: Sequence[float]) -> str | None:
+        usual = [self._usual(rank, seconds) for rank in range(len(seconds))]
+        middle = median(seconds)
+        slow = {
+            rank: own / usual[rank]
+            for rank, own in enumerate(seconds)
+            # Who is slow and has little to do holds nobody up.
+            if own >= middle
+            and 0 < usual[rank] * self._ratio <= own
+            and own - usual[rank] >= LEAST_SECONDS
+        }
+        new = {rank: slow[rank] for rank in slow.keys() - self._warned}
+        self._warned = set(slow)
+        if not new:
+            return None
+        rank = max(new, key=lambda number: (new[number], -number))
+        more = len(new) - 1
+        others = f", and {more} more {'is' if more == 1 else 'are'} slow" if more else ""
+        whose = "the other replicas of its stage" if self._has_peers else "its work takes elsewhere"
+        first = step - self._steps + 1
+        return (
+            f"warning: {self._places[rank]} on host {self._hosts[rank]}: computes "
+            f"{new[rank]:.1f} times as long as {whose} ({seconds[rank]:.3g} s a step against "
+            f"{usual[rank]:.3g} s, steps {first} to {step}){others}; see what else runs there"
+        )
+
+    def _usual(self, rank: int, seconds: Sequence[float]) -> float:
+        """Seconds that the work of a rank takes others; 0 if nobody can say."""
+        place = self._places[rank]
+        others = [
+            seconds[other.rank] / self._work[other.rank]
+            for other in self._places
+            if other.rank != rank
+            and self._work[other.rank] > 0
+            and (other.stage == place.stage or not self._has_peers)
+        ]
+        return median(others) * self._work[rank] if others else 0.0

@@ -1,0 +1,333 @@
+"""Ends a run that hangs: a thread of every rank sees whether any rank still gets on.
+
+A run hangs once no rank has made progress for `timeout`: whoever still works, others may
+wait for. A rank that has made none for half of it begins to read the heartbeats of the
+others, rank 0 first; otherwise nobody reads them. The one that finds that all are quiet, or
+not heard of, asks every rank for its stacks, reports, and ends the job.
+
+Time is counted in looks: a job that was suspended as a whole goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from axsparse.config.schema import WatchdogConfig
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Board, Heartbeat, RankAnswer
+from axsparse.observe.watchdog.laggard import (
+    RankView,
+    error_line,
+    laggard,
+    process_state,
+    report,
+    state_line,
+)
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import EXIT_INTERNAL, OutputError
+from axsparse.runtime.exchange import together
+from axsparse.runtime.grid import Place
+
+T = TypeVar("T")
+THREAD = "axsparse watchdog"
+REPORT_FILE = "hang-report.txt"
+"""In the run directory; that of an earlier hang is written over."""
+LOOKS = 20
+"""A `timeout`; as many heartbeats a rank writes in it."""
+MOST_SECONDS = 30.0
+"""Between two looks."""
+SILENT_LOOKS = 10
+"""Without a new heartbeat, after which a rank is not heard of."""
+ANSWER_LOOKS = 5
+"""That a rank has to answer with its stacks, and at least `ANSWER_SECONDS`."""
+ANSWER_SECONDS = 2.0
+FIRST_STEP = 5.0
+"""Times `timeout` may pass before the first step is done: it allocates and compiles."""
+ABORT_SECONDS = 10.0
+"""For MPI to end the job; then the process ends by itself, and the launcher ends the others."""
+CLOSING_SECONDS = 5.0
+"""That a run which ends waits for a look; no longer, since the disk of one may hang."""
+
+
+@dataclass
+class _Peer:
+    """Another rank, since this one has begun to look at it."""
+
+    heartbeat: Heartbeat | None
+    since: float
+    """When this heartbeat was first seen."""
+
+
+class Watchdog:
+    """One rank's; its threads live from `start` to `close`."""
+
+    def __init__(
+        self,
+        board: Board,
+        pulse: Pulse,
+        place: Place,
+        *,
+        timeout: float,
+        run_dir: Path,
+        leave: Callable[[int], Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout` in seconds. `leave(code)` ends the whole job, from any thread."""
+        self._board = board
+        self._pulse = pulse
+        self._place = place
+        self._timeout = timeout
+        self._report = run_dir / REPORT_FILE
+        self._leave = leave
+        self._clock = clock
+        self.interval = min(timeout / LOOKS, MOST_SECONDS)
+        """Seconds between two looks."""
+        self._time = 0.0
+        self._looked_at = clock()
+        self._beats = pulse.beats
+        self._moved_at = 0.0
+        self._pauses = pulse.pauses
+        self._written = 0
+        self._watched: dict[int, _Peer] = {}
+        self._answered_at: float | None = None
+        self._reports = False
+        self._stood = (0, 0)
+        self._still = 0.0
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Watch from now on; the others hear of this rank before its first step."""
+        with suppress(OSError):  # as in `look`
+            self._board.write(self._own())
+        for work in (self.look, self.look_at_looking):
+            thread = threading.Thread(
+                target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Watch no more; safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(CLOSING_SECONDS)
+        self._board.leave()
+
+    def look(self) -> None:
+        """What the thread does every `interval`."""
+        own = self._own()
+        try:
+            self._board.write(own)
+            if self._answered_at is not None:
+                self._await_report(own)
+            elif own.quiet >= self._timeout / 2 and self._board.is_claimed:
+                self._give_answer(own)
+            elif own.quiet < self._timeout / 2 + self._place.rank * self.interval:
+                self._watched.clear()
+            elif self._all_hang(own):
+                self._begin_report(own)
+        except OSError:
+            # A disk that fails for a while; the others take it for silence, which alone is none.
+            pass
+
+    def look_at_looking(self) -> None:
+        """What a second thread does every `interval`: a disk that hangs holds up the first, and
+        may be what holds up training."""
+        stands = (self._written, self._pulse.beats)
+        self._still = self._still + self.interval if stands == self._stood else 0.0
+        self._stood = stands
+        if self._still >= 2 * self._patience:
+            self._end(
+                f"{self._place}: hangs, and so does the disk of {self._report.parent}, where it "
+                "would be reported; --resume auto goes on from the last checkpoint"
+            )
+
+    @property
+    def _patience(self) -> float:
+        return self._timeout * (1.0 if self._pulse.steps else FIRST_STEP)
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._closed.wait(self.interval):
+            work()
+
+    def _own(self) -> Heartbeat:
+        now, pulse = self._clock(), self._pulse
+        # What is longer was not spent looking: this process, or the whole job, was stopped.
+        self._time += min(now - self._looked_at, 2 * self.interval)
+        self._looked_at = now
+        beats, pauses = pulse.beats, pulse.pauses
+        if beats != self._beats:
+            self._beats, self._moved_at = beats, self._time
+        waits, self._pauses = pauses != self._pauses, pauses
+        self._written += 1
+        return Heartbeat(
+            written=self._written,
+            quiet=self._time - self._moved_at,
+            waits=waits,
+            task=pulse.task,
+            step=pulse.step,
+            phase=pulse.phase,
+            action=pulse.action,
+            awaited=pulse.awaited,
+            host=socket.gethostname(),
+            process=os.getpid(),
+        )
+
+    # -- looking at others --------------------------------------------------------------
+
+    def _all_hang(self, own: Heartbeat) -> bool:
+        """Whether every rank is quiet for too long, or not heard of."""
+        for rank in range(self._place.grid.size):
+            if rank != self._place.rank:
+                self._watch(rank)
+        patience = self._patience
+        return own.quiet >= patience and all(
+            self._is_silent(watched) or self._quiet(watched) >= patience
+            for watched in self._watched.values()
+        )
+
+    def _watch(self, rank: int) -> None:
+        heartbeat = self._board.read(rank)
+        before = self._watched.get(rank)
+        if before is None or (
+            heartbeat is not None
+            and (before.heartbeat is None or heartbeat.written != before.heartbeat.written)
+        ):
+            self._watched[rank] = _Peer(heartbeat, self._time)
+
+    def _is_silent(self, watched: _Peer) -> bool:
+        return self._time - watched.since >= SILENT_LOOKS * self.interval
+
+    def _quiet(self, watched: _Peer) -> float:
+        before = 0.0 if watched.heartbeat is None else watched.heartbeat.quiet
+        return before + self._time - watched.since
+
+    # -- once the run hangs ---------------------------------------------------------------
+
+    def _begin_report(self, own: Heartbeat) -> None:
+        try:
+            self._reports = self._board.claim()
+        except OSError:
+            # On a disk that is full nobody can be asked: what is known has to do.
+            self._tell([self._seen(rank, own) for rank in range(self._place.grid.size)])
+            return
+        if self._reports:
+            self._give_answer(own)
+
+    def _give_answer(self, own: Heartbeat) -> None:
+        self._answered_at = self._time
+        self._board.answer(RankAnswer(own, stacks()))
+
+    def _await_report(self, own: Heartbeat) -> None:
+        assert self._answered_at is not None
+        waited = self._time - self._answered_at
+        if not self._reports:
+            if waited >= self._timeout:
+                # The one that wanted to report is gone, too.
+                self._end(f"{self._place}: hangs in {own}, and no rank reports it")
+            return
+        ranks = [self._seen(rank, own) for rank in range(self._place.grid.size)]
+        is_over = waited >= max(ANSWER_LOOKS * self.interval, ANSWER_SECONDS)
+        if is_over or all(r.stacks is not None or r.is_silent or not r.heartbeat for r in ranks):
+            self._tell(ranks)
+
+    def _seen(self, rank: int, own: Heartbeat) -> RankView:
+        place = self._place.grid.place(rank)
+        answer = self._board.answer_of(rank)
+        if answer is not None:
+            quiet = own.quiet if rank == self._place.rank else answer.heartbeat.quiet
+            return RankView(place, answer.heartbeat, quiet, stacks=answer.stacks)
+        self._watch(rank)
+        watched = self._watched[rank]
+        heartbeat, is_silent = watched.heartbeat, self._is_silent(watched)
+        system = ""
+        if is_silent and heartbeat is not None and heartbeat.host == own.host:
+            system = process_state(heartbeat.process)
+        return RankView(place, heartbeat, self._quiet(watched), is_silent=is_silent, system=system)
+
+    def _tell(self, ranks: list[RankView]) -> None:
+        line = error_line(ranks, self._report)
+        text = report(ranks, line)
+        try:
+            self._report.write_text(text)
+        except OSError:
+            said = text.partition("\n")[2]
+        else:
+            first = laggard(ranks).stacks
+            said = "\n".join([*map(state_line, ranks), *([first] if first else [])])
+        sys.stderr.write(said.rstrip() + "\n")
+        self._end(line)
+
+    def _end(self, line: str) -> None:
+        print(f"axsparse: error: {line}", file=sys.stderr, flush=True)
+        # MPI may be what hangs.
+        timer = threading.Timer(ABORT_SECONDS, os._exit, (EXIT_INTERNAL,))
+        timer.daemon = True
+        timer.start()
+        self._leave(EXIT_INTERNAL)
+
+
+def open_watchdog(
+    settings: WatchdogConfig, run_dir: Path, *, place: Place, pulse: Pulse, transport: Transport
+) -> Watchdog | None:
+    """The watchdog of this rank, which watches once it is started; None if that is not wanted.
+
+    All ranks call this together; OutputError on all alike.
+    """
+    if settings.timeout == 0:
+        return None
+    folder = run_dir / HEARTBEATS
+
+    def clear() -> None:
+        if transport.rank == 0:
+            _or_refuse(folder, lambda: Board.clear(folder))
+
+    together(transport, clear)
+    board = together(transport, lambda: _or_refuse(folder, lambda: Board(folder, place.rank)))
+    return Watchdog(
+        board,
+        pulse,
+        place,
+        timeout=settings.timeout,
+        run_dir=run_dir,
+        leave=transport.abort,
+    )
+
+
+def _or_refuse(folder: Path, work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except OSError as reason:
+        raise OutputError(
+            f"{folder}: cannot be written ({reason.strerror}); choose another --run-dir, or set "
+            "watchdog.timeout to 0"
+        ) from reason
+
+
+def stacks() -> str:
+    """The Python stacks of the other threads of this process, the main one first."""
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+    frames = sys._current_frames()
+    lines = []
+    for thread in threads:
+        if thread.ident in frames and not thread.name.startswith(THREAD):
+            found = traceback.extract_stack(frames[thread.ident])
+            # How a thread begins is the same for all.
+            while len(found) > 1 and found[0].filename == threading.__file__:
+                del found[0]
+            lines += [f"thread {thread.name}:", "".join(found.format()).rstrip()]
+    return "\n".join(lines)

@@ -1,0 +1,244 @@
+"""The calls of one layer's module: seeded, recomputed if wanted, and leaving nothing behind.
+
+What a forward may do without being the same in every layout is found out here, and made
+safe or refused: it writes into its inputs, returns one tensor twice or a buffer of its
+own, changes buffers, draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from axsparse.models.layer import as_tuple
+from axsparse.models.module_buffers import BufferSlot, slots, tracked_norms
+from axsparse.runtime.errors import ConfigError, noted
+from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
+
+Tensors = tuple[Tensor, ...]
+
+
+class LayerRunner:
+    """One layer of a stage, as it runs in training and in evaluation."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        is_random: bool,
+        is_recomputed: bool,
+        is_compiled: bool = False,
+    ) -> None:
+        """`is_random`: whether it draws beyond torch's dropout modules. `is_recomputed`:
+        whether a backward computes its activations once more instead of keeping them.
+        `is_compiled`: whether torch.compile fuses what it does."""
+        self.name = name
+        self._module = module
+        self._is_random = is_random or _has_dropout(module)
+        self._is_recomputed = is_recomputed
+        self._slots = slots(module)
+        self._persistent = [slot for slot in self._slots if slot.persists]
+        self._changing: list[BufferSlot] | None = None
+        """Buffers that a training forward changes; None before a first call has shown which."""
+        self._writes: dict[bool, bool] = {}
+        """Whether a forward in training, and one in evaluation, writes into its inputs; as
+        their first calls have shown."""
+        self._is_proven = self._is_random
+        """Whether it is known to be random, or a first call has shown that it draws nothing."""
+        self._widened = _half_parameters_of_norms(module)
+        self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
+
+    def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+        """The outputs; random numbers are those of `key`."""
+        self._module.train()
+        if self._is_proven:
+            return self._once_or_twice(inputs, key)
+        before = rng_state()
+        outputs = self._once_or_twice(inputs, key)
+        if not all(map(torch.equal, before, rng_state())):
+            raise ConfigError(
+                f"layer {self.name}: its forward draws random numbers, which would depend on the "
+                "layout; declare it with Layer(..., random=True)"
+            )
+        self._is_proven = True
+        return outputs
+
+    def evaluate(self, inputs: Tensors) -> Tensors:
+        """The outputs; nothing is left behind, buffers neither."""
+        self._module.eval()
+        marks = _marks(self._persistent)
+        outputs = self._own(inputs)
+        for slot in _changed(self._persistent, marks):
+            raise ConfigError(
+                f"layer {self.name}: an evaluation changes buffer {slot.name!r}, and must leave "
+                "training as it is; change it only where self.training, or register it with "
+                "persistent=False if it is a cache"
+            )
+        return outputs
+
+    # -- recomputation ------------------------------------------------------------------
+
+    def _once_or_twice(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+        """One forward, whose backward computes it once more if that is wanted."""
+        if not self._is_recomputed:
+            return self._seeded(inputs, key)
+        before = self._copies()
+        passes = 0
+
+        def forward(*tensors: Tensor) -> Tensors:
+            nonlocal passes
+            passes += 1
+            if passes == 1:
+                return self._watched(tensors, key, before)
+            # Buffers are those that the first pass began with, and their changes are dropped.
+            with _replaced(before):
+                return self._seeded(tensors, key)
+
+        # The call seeds itself, so that the recomputation draws the same numbers.
+        outputs: Tensors = checkpoint(
+            forward, *inputs, use_reentrant=False, preserve_rng_state=False
+        )
+        return outputs
+
+    def _copies(self) -> list[tuple[BufferSlot, Tensor]]:
+        """The buffers that the coming forward changes; all before it is known which."""
+        found = self._slots if self._changing is None else self._changing
+        return [(slot, slot.tensor.clone()) for slot in found]
+
+    def _watched(
+        self,
+        inputs: Tensors,
+        key: tuple[int | str, ...],
+        before: Sequence[tuple[BufferSlot, Tensor]],
+    ) -> Tensors:
+        """A first pass, which shows what buffers it changes."""
+        known = self._changing
+        steady = [] if known is None else [slot for slot in self._slots if slot not in known]
+        marks = _marks(steady)
+        outputs = self._seeded(inputs, key)
+        if known is None:
+            self._changing = [
+                slot for slot, old in before if slot.is_statistic or _differ(slot.tensor, old)
+            ]
+        for slot in _changed(steady, marks):
+            raise ConfigError(
+                f"layer {self.name}: its forward changes buffer {slot.name!r} and did not in its "
+                "first call, so that a recomputation would see other values; change it in every "
+                "call, or set pipeline.checkpoint_activations to 0"
+            )
+        return outputs
+
+    # -- one call -----------------------------------------------------------------------
+
+    def _seeded(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+        if not self._is_random:
+            return self._own(inputs)
+        with preserved_rng():
+            torch.manual_seed(keyed_seed(*key, "forward"))
+            return self._own(inputs)
+
+    def _own(self, inputs: Tensors) -> Tensors:
+        """Outputs that nobody else writes to, from inputs that stay as they are.
+
+        A layer that writes into its inputs gets copies of them: the original is another
+        stage's, or another layer's, or what a recomputation starts from.
+        """
+        writes = self._writes.get(self._module.training)
+        if writes is not False:
+            inputs = tuple(tensor.clone() for tensor in inputs)
+        versions = [tensor._version for tensor in inputs]
+        with noted(f"layer {self.name}"):
+            outputs = as_tuple(self.name, self._run(inputs))
+        wrote = versions != [tensor._version for tensor in inputs]
+        if writes is None:
+            self._writes[self._module.training] = wrote
+        elif wrote and not writes:
+            raise ConfigError(
+                f"layer {self.name}: its forward writes into its input and did not in its first "
+                "call, so that others see the change; do so in every call, or in none"
+            )
+        return self._apart(outputs)
+
+    def _call(self, inputs: Tensors) -> object:
+        if not self._widened:
+            return self._module(*inputs)
+        wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
+        return functional_call(self._module, wide, inputs, tie_weights=False)
+
+    def _apart(self, outputs: Tensors) -> Tensors:
+        """Copies of what the next forward may change, and a tensor of its own for each place.
+
+        Gradients of one tensor in two places would be added in another order on one stage
+        than over two.
+        """
+        held = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
+        apart: list[Tensor] = []
+        for output in outputs:
+            if held and output.untyped_storage().data_ptr() in held:
+                output = output.clone()
+            elif any(output is other for other in apart):
+                output = output.view_as(output)
+            apart.append(output)
+        return tuple(apart)
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
+
+
+def _half_parameters_of_norms(
+    module: nn.Module,
+) -> list[tuple[str, nn.Parameter, torch.dtype]]:
+    """Parameters that are narrower than the running statistics beside them, with their type.
+
+    torch normalises half-precision activations with weights in half precision or in fp32,
+    and wants statistics of the same type: fp32, so that they take in small changes.
+    """
+    found = []
+    for prefix, norm in tracked_norms(module).items():
+        statistics = norm.running_mean
+        assert isinstance(statistics, Tensor)
+        for key, parameter in norm.named_parameters(prefix, recurse=False):
+            if parameter.dtype != statistics.dtype:
+                found.append((key, parameter, statistics.dtype))
+    return found
+
+
+# -- buffers ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
+    """Within, the buffers are these; what is done to them is gone afterwards."""
+    own = [(slot, slot.tensor) for slot, _ in values]
+    for slot, value in values:
+        slot.put(value)
+    try:
+        yield
+    finally:
+        for slot, tensor in own:
+            slot.put(tensor)
+
+
+def _marks(watched: Sequence[BufferSlot]) -> list[tuple[Tensor, int]]:
+    """What tells later whether buffers were changed; what torch itself writes leaves no mark."""
+    return [(slot.tensor, slot.tensor._version) for slot in watched]
+
+
+def _changed(
+    watched: Sequence[BufferSlot], marks: Sequence[tuple[Tensor, int]]
+) -> Iterator[BufferSlot]:
+    for slot, (tensor, version) in zip(watched, marks, strict=True):
+        if slot.tensor is not tensor or tensor._version != version:
+            yield slot
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.dtype != other.dtype or not torch.equal(one, other)

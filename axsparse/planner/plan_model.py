@@ -1,0 +1,228 @@
+"""Plans for a model and a configuration: what is surveyed, pruned and asked, before `planner`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from axsparse.config.load import LoadedConfig, made_in_python
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_config, check_offload, check_split
+from axsparse.models.layer import Model
+from axsparse.models.survey import Survey, survey
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster, Precision, load_cluster
+from axsparse.planner.layout_search import Plan, plan, try_layouts
+from axsparse.planner.run_workload import copied_bytes, has_costs, schedules, workload
+from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
+from axsparse.pruning.ticket.ticket_reader import Ticket
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.gpu.staged_lane import SLOT_BYTES, SLOTS
+from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.precision import DTYPES
+
+Method = Literal["start", "dense", "samo"]
+"""`start`: as the run begins, which is dense where masks are found later; `dense`: without
+pruning; `samo`: with the masks that the run ends with."""
+RINGS = 4
+"""Of pinned slots on a rank, at most: to and from both neighbours."""
+MOST_TIMES = 256
+"""How many times the devices that were asked for are looked at for what would fit."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run to be planned."""
+
+    loaded: LoadedConfig
+    survey: Survey
+    targets: Targets | None
+    ticket: Ticket | None
+    on_host: bool
+    """Whether the memory that is planned is the host's."""
+    notes: Sequence[str]
+    """What was taken otherwise than the configuration has it, or has to be known."""
+
+    def workload(self, method: Method) -> SurveyedModel:
+        """What is trained; ConfigError for `samo` if nothing is pruned."""
+        config, name = self.loaded.config, self.loaded.name
+        optimizer = optimizer_of(config.optimizer)
+        is_pruned = method == "samo" or (
+            method == "start" and starts_pruned(config, self.targets, self.ticket)
+        )
+        if not is_pruned:
+            return workload(config, self.survey, name, {}, optimizer, on_host=self.on_host)
+        if self.targets is None:
+            raise ConfigError(
+                f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
+                "SAMO to compare with; set it above 0 (and samo.enabled to true)"
+            )
+        kept = self.targets.kept() if self.ticket is None else self.ticket.kept
+        return workload(config, self.survey, name, kept, optimizer, on_host=self.on_host)
+
+    def room(self, cluster: Cluster) -> float:
+        """Bytes that a rank may take, its overhead included."""
+        limit = self.loaded.config.layout.memory_per_rank
+        if limit == "auto":
+            return cluster.memory_bytes
+        return limit * 1e9 + cluster.overhead_bytes
+
+    def plan(
+        self,
+        method: Method,
+        cluster: Cluster,
+        gpus: int,
+        microbatch_sizes: Sequence[int] | None = None,
+    ) -> Plan:
+        """The plan; ConfigError if nothing fits, with how many devices would do."""
+        asked = self.workload(method)
+        failure: ConfigError | None = None
+        for schedule in schedules(self.loaded.config, has_times=True):
+            found = self._try(asked, cluster, gpus, schedule, microbatch_sizes)
+            if isinstance(found, Plan):
+                return found
+            failure = found
+        enough = self._enough(asked, cluster, gpus)
+        hint = f"; {enough} devices would do" if enough else ""
+        raise ConfigError(f"{failure}{hint}")
+
+    def _try(
+        self,
+        asked: SurveyedModel,
+        cluster: Cluster,
+        gpus: int,
+        schedule: Schedule | None,
+        microbatch_sizes: Sequence[int] | None,
+    ) -> Plan | ConfigError:
+        try:
+            return plan(
+                asked,
+                cluster,
+                gpus,
+                global_batch_size=self.loaded.config.batch.global_batch_size,
+                schedule=schedule,
+                g_inter=self._stages(gpus),
+                microbatch_sizes=microbatch_sizes,
+                memory_bytes=self.room(cluster),
+            )
+        except ConfigError as error:
+            return error
+
+    def _stages(self, gpus: int) -> list[int] | None:
+        """The numbers of stages that the configuration leaves open; None: all."""
+        layout = self.loaded.config.layout
+        stages = None if layout.split == "auto" else len(layout.split)
+        if layout.g_inter != "auto":
+            stages = layout.g_inter
+        elif layout.g_data != "auto":
+            if gpus % layout.g_data:
+                raise ConfigError(
+                    f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
+                    f"{gpus} devices; choose a divisor, or auto"
+                )
+            stages = gpus // layout.g_data
+        if stages is None:
+            return None
+        check_split(self.loaded, stages, len(self.survey.layers))
+        return [stages]
+
+    def _enough(self, asked: SurveyedModel, cluster: Cluster, gpus: int) -> int | None:
+        """The least doubling of the devices of which some deep pipeline fits."""
+        config = self.loaded.config
+        least = Schedule(config.pipeline.schedule, 0, config.pipeline.prefer)
+        if self._stages(gpus) is not None:
+            return None  # more devices would only be more replicas
+        more = 2 * gpus
+        while more <= MOST_TIMES * gpus:
+            deepest = max(n for n in range(1, asked.most_stages + 1) if more % n == 0)
+            rows, _ = try_layouts(
+                asked,
+                cluster,
+                more,
+                global_batch_size=config.batch.global_batch_size,
+                schedule=least,
+                g_inter=[deepest],
+                microbatch_sizes=[1],
+                room=self.room(cluster),
+            )
+            if rows:
+                return more
+            more *= 2
+        return None
+
+
+def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) -> Subject:
+    """Look at the model of the configuration, or at another one, for a plan on this cluster.
+
+    Weights are not read. ConfigError for what no run could do, and for a model whose layers'
+    costs are not known.
+    """
+    check_config(loaded)
+    loaded, notes = _in_a_precision_of(cluster, loaded)
+    if model is None:
+        bare = loaded.config.model.model_copy(update={"weights": None})
+        model = named_model(_with(loaded, {"model": bare}))
+    surveyed = survey(model, DTYPES[loaded.config.precision])
+    if not has_costs(surveyed):
+        raise ConfigError(
+            f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
+            "give Model(…, example=…)"
+        )
+    targets, ticket = what_is_pruned(loaded.config, surveyed)
+    if targets is not None and not starts_pruned(loaded.config, targets, ticket):
+        notes.append(
+            f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
+            "dense,samo shows what the pruned part would need"
+        )
+    check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
+    if cluster.host_memory_bytes is not None:
+        notes.append(_beside(loaded.config, cluster.host_memory_bytes))
+    return Subject(loaded, surveyed, targets, ticket, cluster.is_of_hosts, notes)
+
+
+def _beside(config: Config, room: float) -> str:
+    """What a rank on a GPU takes of its host's memory, beside the process itself."""
+    copies, rings = copied_bytes(config), RINGS * SLOTS * SLOT_BYTES
+    return (
+        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copies)} GB for copies "
+        f"of checkpoints (checkpoint.buffer) and {gigabytes(rings)} GB for messages where they go "
+        "through it"
+    )
+
+
+def plan_for(
+    model: Model,
+    cluster: Cluster | str,
+    gpus: int,
+    config: Config | None = None,
+    *,
+    method: Method = "start",
+) -> Plan:
+    """Which layout a model should train in on so many devices; all layouts, ranked.
+
+    `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
+    pruning and everything else (defaults: `Config()`). Needs no device and no MPI.
+    Raises ConfigError where nothing fits, MissingInputError for an unknown cluster.
+    """
+    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    loaded = made_in_python(config or Config(), model.name)
+    return subject(loaded, found, model).plan(method, found, gpus)
+
+
+def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """bf16 becomes fp16 on devices without it, unless somebody asked for it by --set."""
+    if loaded.config.precision != "bf16" or loaded.origins.get("precision") == "--set":
+        return loaded, []
+    if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
+        return loaded, []
+    half: Precision = "fp16"
+    note = f"{cluster.name} has no bf16: planned as precision={half}"
+    return _with(loaded, {"precision": half}), [note]
+
+
+def _with(loaded: LoadedConfig, values: Mapping[str, object]) -> LoadedConfig:
+    return replace(loaded, config=loaded.config.model_copy(update=dict(values)))

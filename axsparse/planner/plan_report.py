@@ -1,0 +1,239 @@
+"""A plan in words and in JSON: the table of layouts, their memory, their phases, the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from axsparse.planner.layout_search import Plan, Rejection, Row
+from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.step_simulation import STEP_PHASES
+
+MOST_ROWS = 12
+"""Layouts that are printed; JSON has all."""
+MOST_STAGES = 8
+"""Stages whose memory is printed: the first ones, the fullest and the last."""
+_LEFT = frozenset({"layout", "stage", "layers", "method"})
+"""Columns of words."""
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A plan of one method, such as dense."""
+
+    method: str
+    plan: Plan
+
+
+def lines(answers: Sequence[MethodPlan], notes: Sequence[str]) -> Iterator[str]:
+    """All that the command prints about plans of one number of devices."""
+    for answer in answers:
+        yield from _of_one(answer)
+    if len(answers) > 1:
+        yield ""
+        yield from comparison(answers)
+    for note in notes:
+        yield f"note: {note}"
+
+
+def _of_one(answer: MethodPlan) -> Iterator[str]:
+    plan, best = answer.plan, answer.plan.recommended
+    yield (
+        f"{plan.workload.name} ({answer.method}) in {plan.workload.precision} on {plan.gpus} "
+        f"devices of {plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
+    )
+    yield ""
+    yield from table([_cells(plan, row) for row in plan.rows[:MOST_ROWS]])
+    if len(plan.rows) > MOST_ROWS:
+        yield f"… and {len(plan.rows) - MOST_ROWS} more (--json has all)"
+    yield ""
+    yield f"recommended: {best.grid}, microbatches of {best.microbatch_size}, {settings(best)}"
+    yield f"because {because(plan)}"
+    yield ""
+    yield "memory of each stage, GB:"
+    yield from table([_memory_cells(best, stage) for stage in _shown(best)])
+    if plan.slack_curve:
+        points = ", ".join(f"{p.slack}: {p.seconds:.4g} s" for p in plan.slack_curve)
+        yield f"step over slack: {points}"
+    if plan.rejected:
+        yield ""
+        yield "rejected:"
+        yield from rejections(plan.rejected)
+    yield ""
+
+
+def settings(row: Row) -> str:
+    """What makes training take this layout."""
+    keys = {
+        "layout.g_inter": row.grid.g_inter,
+        "batch.microbatch_size": row.microbatch_size,
+        "pipeline.slack": row.schedule.slack,
+    }
+    return " ".join(f"--set {key}={value}" for key, value in keys.items())
+
+
+def because(plan: Plan) -> str:
+    """Why the recommended layout, and what it costs not to take the fastest."""
+    best = plan.recommended
+    room = f"{gigabytes(plan.memory_bytes)} GB"
+    smaller = [r for r in plan.rejected if r.g_inter < best.grid.g_inter]
+    if smaller:
+        last = max(smaller, key=lambda each: each.g_inter)
+        reason = f"fewer stages do not do (with {last.g_inter}: {last.reason})"
+    else:
+        most = max(stage.total for stage in best.memory)
+        reason = f"the fewest stages fit: {gigabytes(most)} GB of {room}"
+    fastest = min(plan.rows, key=lambda row: row.seconds)
+    if fastest.seconds < best.seconds:
+        reason += (
+            f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are predicted "
+            f"{-100 * plan.margin(fastest):.1f} % faster"
+        )
+    return reason
+
+
+def comparison(answers: Sequence[MethodPlan]) -> Iterator[str]:
+    """The recommended layouts of several methods side by side."""
+    first = answers[0].plan.recommended
+    yield from table(
+        [
+            {
+                "method": answer.method,
+                **_cells(answer.plan, row),
+                "reduction %": f"{100 * (1 - row.seconds / first.seconds):.1f}",
+            }
+            for answer in answers
+            for row in [answer.plan.recommended]
+        ]
+    )
+
+
+def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
+    """Recommended layouts over numbers of devices; efficiency against the smallest of a method."""
+    base: dict[str, Plan] = {}
+    rows = []
+    for answer in answers:
+        plan, row = answer.plan, answer.plan.recommended
+        first = base.setdefault(answer.method, plan)
+        ideal = first.recommended.seconds * first.gpus / plan.gpus
+        rows.append(
+            {
+                "method": answer.method,
+                "devices": str(plan.gpus),
+                **_cells(plan, row),
+                "efficiency %": f"{100 * ideal / row.seconds:.0f}",
+            }
+        )
+    yield from table(rows)
+
+
+def rejections(found: Sequence[Rejection]) -> Iterator[str]:
+    """One line for each layout that cannot run; neighbours with the same reason share it."""
+    groups: list[tuple[list[Rejection], str]] = []
+    for each in found:
+        if groups and groups[-1][1] == each.reason:
+            groups[-1][0].append(each)
+        else:
+            groups.append(([each], each.reason))
+    for members, reason in groups:
+        stages = ", ".join(str(each.g_inter) for each in members)
+        size = members[0].microbatch_size
+        beside = "" if size is None else f", microbatches of {size}"
+        plural = "" if stages == "1" else "s"
+        yield f"  {stages} stage{plural}{beside}: {reason}"
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Aligned columns under the keys of the first row."""
+    heads = list(rows[0])
+    widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
+
+    def line(row: Mapping[str, str]) -> str:
+        cells = (
+            row[head].ljust(widths[head]) if head in _LEFT else row[head].rjust(widths[head])
+            for head in heads
+        )
+        return "  ".join(cells).rstrip()
+
+    yield line({head: head for head in heads})
+    yield from map(line, rows)
+
+
+def _cells(plan: Plan, row: Row) -> dict[str, str]:
+    phases = row.run.mean_phases
+    most = row.memory[row.fullest].total
+    return {
+        "layout": f"{row.grid.g_inter} × {row.grid.g_data}",
+        "microbatches": f"{row.microbatches} × {row.microbatch_size}",
+        "slack": str(row.schedule.slack),
+        "GB": f"{gigabytes(most)}",
+        "step s": f"{row.seconds:.4g}",
+        "margin %": f"{100 * plan.margin(row):+.1f}",
+        "peak %": f"{row.percent_of_peak:.1f}",
+        **{name: f"{phases[name]:.3g}" for name in STEP_PHASES},
+    }
+
+
+def _memory_cells(row: Row, stage: int) -> dict[str, str]:
+    memory = row.memory[stage]
+    return {
+        "stage": str(stage),
+        "layers": row.loads[stage].layers,
+        **{name: f"{value / 1e9:.3g}" for name, value in asdict(memory).items()},
+        "total": f"{memory.total / 1e9:.3g}",
+    }
+
+
+def _shown(row: Row) -> list[int]:
+    number = len(row.memory)
+    if number <= MOST_STAGES:
+        return list(range(number))
+    return sorted({*range(MOST_STAGES - 2), row.fullest, number - 1})
+
+
+def as_json(answer: MethodPlan) -> dict[str, Any]:
+    """All of a plan in numbers: bytes, seconds."""
+    plan = answer.plan
+    return {
+        "method": answer.method,
+        "model": plan.workload.name,
+        "precision": plan.workload.precision,
+        "cluster": plan.cluster.name,
+        "gpus": plan.gpus,
+        "memory_bytes": plan.memory_bytes,
+        "because": because(plan),
+        "rows": [_row_json(plan, row) for row in plan.rows],
+        "rejected": [asdict(each) for each in plan.rejected],
+        "slack_curve": [asdict(point) for point in plan.slack_curve],
+        "constants": {
+            name: {
+                "value": getattr(plan.cluster, name),
+                "kind": origin.kind,
+                "source": origin.source,
+            }
+            for name, origin in plan.cluster.origins.items()
+        },
+    }
+
+
+def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
+    return {
+        "g_inter": row.grid.g_inter,
+        "g_data": row.grid.g_data,
+        "microbatch_size": row.microbatch_size,
+        "microbatches": row.microbatches,
+        "schedule": asdict(row.schedule),
+        "step_seconds": row.seconds,
+        "margin": plan.margin(row),
+        "percent_of_peak": row.percent_of_peak,
+        "phases": row.run.mean_phases,
+        "stages": [
+            {
+                "layers": load.layers,
+                "memory": {**asdict(memory), "total": memory.total},
+                "phases": phases,
+            }
+            for load, memory, phases in zip(row.loads, row.memory, row.run.phases, strict=True)
+        ],
+    }

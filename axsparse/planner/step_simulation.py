@@ -1,0 +1,121 @@
+"""A whole simulated step: pipelines, all-reduce, optimizer, and its phases.
+
+Replicas differ only in which of their messages leave a node, so without jitter one of each
+such kind is played: at most as many as a node has devices. With jitter every one differs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster
+from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate
+from axsparse.planner.step_cost import StageSeconds, StepCosts, edges
+from axsparse.runtime.grid import Grid
+
+STEP_PHASES = ("compute", "compress", "optimizer", "p2p", "bubble", "collective")
+"""Those of `observe.phases` that a simulated step has; they add up to it."""
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """One step of all ranks, in seconds."""
+
+    seconds: float
+    pipelines: dict[int, PipelineRun]
+    """The replicas that were played, by number."""
+    phases: list[dict[str, float]]
+    """Of each stage, the mean over the replicas that were played."""
+
+    @property
+    def mean_phases(self) -> dict[str, float]:
+        """The mean over stages."""
+        return {name: fmean(stage[name] for stage in self.phases) for name in STEP_PHASES}
+
+
+def simulate_step(
+    costs: StepCosts,
+    cluster: Cluster,
+    grid: Grid,
+    schedule: Schedule,
+    microbatches: int,
+    *,
+    seed: int = 0,
+    most_replicas: int | None = None,
+) -> StepRun:
+    """Play one step.
+
+    A stage reduces its gradients once all replicas have finished its last backward; the
+    norm of all gradients comes before any update, so that the optimizer begins once all
+    stages have reduced. Jitter depends on seed and replica alone: two schedules with the
+    same microbatches see the same delays. `most_replicas` bounds the replicas that are
+    played with jitter, which then are a sample: the slowest of few is faster than the
+    slowest of all.
+    """
+    pipelines: dict[int, PipelineRun] = {}
+    for replica in _played(costs, cluster, grid, most_replicas):
+        pipelines[replica] = simulate(
+            lambda stage: schedule.policy(
+                stage=stage, g_inter=grid.g_inter, microbatches=microbatches
+            ),
+            durations(costs.stages, microbatches, cluster.jitter, f"{seed} {replica}"),
+            edges(costs, cluster, grid, replica),
+        )
+    runs = pipelines.values()
+    reduced = max(
+        max(run.stages[stage].end for run in runs) + costs.all_reduce[stage]
+        for stage in range(grid.g_inter)
+    )
+    seconds = reduced + max(costs.optimizer)
+    phases = []
+    for stage, each in enumerate(costs.stages):
+        busy = fmean(run.stages[stage].compute for run in runs)
+        without_jitter = microbatches * (each.forward + each.backward)
+        # Jitter lengthens compression like everything else.
+        compress = microbatches * each.compress * (busy / without_jitter if busy else 1.0)
+        own = {
+            "compute": busy - compress,
+            "compress": compress,
+            "optimizer": costs.optimizer[stage],
+            "p2p": fmean(run.stages[stage].p2p for run in runs),
+            "collective": costs.all_reduce[stage],
+        }
+        phases.append({**own, "bubble": seconds - sum(own.values())})
+    return StepRun(seconds, pipelines, phases)
+
+
+def durations(
+    stages: Sequence[StageSeconds], microbatches: int, jitter: float, key: str
+) -> Durations:
+    """Those of every forward and backward: the costs times exp(σ N − σ² / 2), N normal."""
+    if not jitter:
+        return Durations(
+            [[each.forward] * microbatches for each in stages],
+            [[each.backward] * microbatches for each in stages],
+        )
+    chance = random.Random(key)  # noqa: S311 - delays, not secrets
+    shift = jitter**2 / 2
+
+    def drawn(seconds: float) -> list[float]:
+        return [
+            seconds * math.exp(jitter * chance.gauss(0.0, 1.0) - shift) for _ in range(microbatches)
+        ]
+
+    return Durations(
+        [drawn(each.forward) for each in stages], [drawn(each.backward) for each in stages]
+    )
+
+
+def _played(costs: StepCosts, cluster: Cluster, grid: Grid, most_replicas: int | None) -> list[int]:
+    """Replicas that stand for all."""
+    if cluster.jitter:
+        return list(range(min(grid.g_data, most_replicas or grid.g_data)))
+    kinds: dict[tuple[MessageCost, ...], int] = {}
+    for replica in range(min(grid.g_data, cluster.gpus_per_node)):
+        kinds.setdefault(tuple(edges(costs, cluster, grid, replica)), replica)
+    return list(kinds.values())

@@ -1,0 +1,194 @@
+"""A model that has been looked at, as a workload: its layers, split as a run would split them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from axsparse.models.survey import LayerInfo, Survey
+from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.planner.cluster import Precision
+from axsparse.planner.stage_memory import held_activations, is_recomputed
+from axsparse.planner.workload import Fits, StageLoad, value_bytes
+from axsparse.samo.precision import DTYPES, accumulates_in_half
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import IndexKind
+
+LOSS_BYTES = 8
+"""Of each number that the last layer gives: the loss works on an fp32 copy of it, or of its
+gradient, beside one more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyedModel:
+    """Any model whose survey has costs, trained by axsparse itself."""
+
+    name: str
+    survey: Survey
+    kept: Mapping[str, int]
+    """Kept entries of the pruned tensors, by the name of a weight's first use; empty is dense."""
+    precision: Precision
+    gradient: Precision | Literal["auto"]
+    """Of gradient accumulation; `auto` goes by the number of microbatches."""
+    moments: int
+    """Of the optimizer."""
+    index: IndexKind
+    split_master: bool = False
+    shard_optimizer: bool = False
+    offload: bool = False
+    """Masters and moments rest in the memory of the hosts."""
+    checkpoint_activations: int = 0
+    """Every so-manieth layer of a stage is recomputed; 0: none."""
+    checkpoint_buffer: float = 0.0
+    """Bytes for copies on their way to the disk, in the memory that stages are planned for; 0:
+    nothing is saved before the end, or the copies are elsewhere."""
+    split: Sequence[int] | None = None
+    """Layers of each stage; None balances their work."""
+    _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def is_pruned(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def most_stages(self) -> int:
+        return len(self.survey.layers)
+
+    @property
+    def sample_flops(self) -> float:
+        """Three times the forward's, and a fourth where activations are recomputed."""
+        every = self.checkpoint_activations
+        again = sum(
+            layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
+        )
+        return 3 * self.survey.flops + again
+
+    def stages(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[StageLoad] | None:
+        found = self.ranges(g_inter, g_data, fits, microbatches=microbatches)
+        if found is None:
+            return None
+        return [self._load(layers, *self._variant(g_data, microbatches)) for layers in found]
+
+    def ranges(
+        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
+    ) -> list[range] | None:
+        """The layers of each stage; arguments and None as those of `stages`."""
+        variant = self._variant(g_data, microbatches)
+
+        def held(stage: int, layers: range) -> bool:
+            return fits is None or fits(stage, self._load(layers, *variant))
+
+        if self.split is None:
+            work = [layer.work for layer in self.survey.layers]
+            return partition(work, g_inter, None if fits is None else held)
+        found = split_by_hand(self.split)
+        assert len(found) == g_inter, "a split says how many stages"
+        fit = all(held(stage, layers) for stage, layers in enumerate(found))
+        return found if fit else None
+
+    def _variant(self, g_data: int, microbatches: int) -> tuple[int, int, Precision]:
+        """Among how many the state is sharded, how many share the writing of a checkpoint, and
+        what gradients are accumulated in."""
+        gradient: Precision = "fp32"
+        if self.gradient != "auto":
+            gradient = self.gradient
+        elif accumulates_in_half(microbatches):
+            gradient = self.precision
+        writers = g_data if self.checkpoint_buffer else 1
+        return g_data if self.shard_optimizer else 1, writers, gradient
+
+    def _load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
+        """Made once: the search for a split asks for the same layers over and over."""
+        key = (held, replicas, writers, gradient)
+        if key not in self._loads:
+            self._loads[key] = self._made(held, replicas, writers, gradient)
+        return self._loads[key]
+
+    def _made(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
+        layers = [self.survey.layers[number] for number in held]
+        again = [
+            layer
+            for number, layer in enumerate(layers)
+            if is_recomputed(number, self.checkpoint_activations)
+        ]
+        width = value_bytes(self.precision)
+        activations = held_activations(layers, self.checkpoint_activations)
+        last = layers[-1].activations
+        outputs = 0 if last is None else last.outputs
+        is_last = held.stop == len(self.survey.layers)
+        return StageLoad(
+            layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
+            flops=sum(layer.flops for layer in layers),
+            moved=_moved(layers),
+            again_flops=sum(layer.flops for layer in again),
+            again_moved=_moved(again),
+            trained=sum(map(_trained, layers)),
+            kept=sum(self._kept(layer) for layer in layers),
+            state=stage_bytes(
+                layers,
+                self.survey.ties,
+                self.kept,
+                dtype=DTYPES[self.precision],
+                gradient_dtype=DTYPES[gradient],
+                moments=self.moments,
+                index=self.index,
+                split_master=self.split_master,
+                replicas=replicas,
+                offload=self.offload,
+            ),
+            temporary=width * max(map(_trained, layers)),
+            building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
+            saved=self._saved(layers, writers),
+            held=activations.held,
+            working=activations.working,
+            logits=outputs / width * LOSS_BYTES if is_last else 0.0,
+            outputs=outputs,
+        )
+
+    def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
+        """Bytes that a checkpoint has in memory at a time, at most.
+
+        Masters and moments in fp32, and what is not trained, each tensor once; whole layers go to
+        the writer with least so far, so that none has more than its share and the largest one. A
+        copy that waits for room comes on top of the buffer.
+        """
+        if not self.checkpoint_buffer:
+            return 0.0
+        own: list[int] = []
+        largest = 0
+        for layer in layers:
+            own.append(0)
+            for parameter in layer.parameters:
+                if parameter.name in self.survey.ties:
+                    continue
+                size, copies = value_bytes(self.precision) * parameter.numel, 1
+                if parameter.trained:
+                    size = 4 * self.kept.get(parameter.name, parameter.numel)
+                    copies += self.moments
+                own[-1] += copies * size
+                largest = max(largest, size)
+        share = min(sum(own), sum(own) / writers + max(own))
+        return min(share, self.checkpoint_buffer + largest)
+
+    def _kept(self, layer: LayerInfo) -> int:
+        ties = self.survey.ties
+        return sum(
+            self.kept.get(ties.get(parameter.name, parameter.name), parameter.numel)
+            for parameter in layer.parameters
+            if parameter.trained
+        )
+
+
+def _trained(layer: LayerInfo) -> int:
+    return sum(parameter.numel for parameter in layer.parameters if parameter.trained)
+
+
+def _moved(layers: Sequence[LayerInfo]) -> float:
+    """Bytes that a sample's forward writes, as the survey's `work` counts them."""
+    found = [layer.activations for layer in layers if layer.activations is not None]
+    return float(sum(each.saved + each.outputs for each in found))

@@ -1,0 +1,114 @@
+"""The Early-Bird search on live state: dense until the mask of largest scores has settled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.mask_distance import SearchState, SettledMask
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
+from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
+from axsparse.runtime.errors import DataError, TrainingError
+
+KIND = "search"
+"""Of the saved masks."""
+
+
+class EarlyBirdSearch:
+    """Looks at the weights at intervals of successful steps, and prunes once `search` says so."""
+
+    def __init__(
+        self,
+        live: LiveMasks,
+        criterion: Criterion,
+        search: SettledMask,
+        *,
+        fails_undrawn: bool,
+        rewinder: Rewinder | None,
+    ) -> None:
+        """`fails_undrawn`: end the run where no mask has settled, rather than take the last."""
+        self._live = live
+        self._criterion = criterion
+        self.search = search
+        self._fails = fails_undrawn
+        self._rewinder = rewinder
+        self._is_done = False
+
+    @property
+    def unfinished(self) -> str | None:
+        if self._is_done:
+            return None
+        return (
+            "early-bird drew no mask: skipped steps do not count, and those that did were over "
+            "before pruning.until_step; train longer, or search shorter"
+        )
+
+    def before_step(self, now: Moment) -> Change | None:
+        if self._is_done:
+            return None
+        if self._rewinder is not None:
+            self._rewinder.note(now.step)
+        if not self.search.due(now.updates):
+            return None
+        live = self._live
+        masks = live.masks(self._criterion, lambda final: final)
+        counts = torch.zeros(3, dtype=torch.int64)
+        for owner, state, tensor in live.counted():
+            shape = live.targets.shapes[owner]
+            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
+            mismatched = self.search.compare(owner, mask)
+            counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
+        judged = self.search.judge(now.updates, *live.total(counts).tolist())
+        figures = {
+            name: value
+            for name, value in (("churn", judged.churn), ("hamming", judged.hamming))
+            if value is not None
+        }
+        said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        if judged.outcome == "search":
+            return Change(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
+        if judged.outcome == "exhausted" and self._fails:
+            lost = TrainingError(
+                f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
+                f"(last: {said}, pruning.threshold is above); search longer, raise the threshold, "
+                "or set pruning.undrawn to draw"
+            )
+            lost.on_all_ranks = True
+            raise lost
+        self._is_done = True
+        live.prune(masks)
+        if self._rewinder is not None:
+            self._rewinder.rewind()
+        how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
+        return Change(
+            f"early-bird {how}: {said}",
+            {**figures, **live.figures()},
+            rewound=self._rewinder is not None,
+            is_ticket=True,
+        )
+
+    def state(self) -> MaskingState:
+        if self._is_done:
+            return MaskingState(MethodState(is_done=True))
+        found = self.search.state()
+        standing = MethodState(distances=tuple(found.queue), last_look=found.last_step)
+        return with_weights(MaskingState(standing, {KIND: found.masks}), self._rewinder)
+
+    def restore(self, standing: MethodState, read: Read) -> None:
+        self._is_done = standing.is_done
+        masks = {}
+        if standing.last_look is not None:
+            for owner, _, tensor in self._live.counted():
+                masks[owner] = read(KIND, owner)
+                if masks[owner].shape != (-(-tensor.parameter.numel() // 8),):
+                    raise DataError(
+                        f"checkpoint: the early-bird mask of {owner} has {masks[owner].numel()} "
+                        f"bytes, which do not fit {tensor.parameter.numel()} entries; resume from "
+                        "another checkpoint"
+                    )
+        queue = list(standing.distances)
+        self.search.restore(SearchState(masks, queue, standing.last_look))
+        restore_weights(self._rewinder, standing, read)

@@ -1,0 +1,130 @@
+"""The live state that masks are drawn from and applied to, on one rank among others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.masks import ScoredMasks, ScoredTensor, common_cuts
+from axsparse.pruning.targets import Targets
+from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.grid import Place
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.live_pruning import kept_positions, prune_in_place
+from axsparse.samo.masks import Masks, Shape
+from axsparse.samo.tensor_state import TensorState
+
+
+@dataclass(frozen=True)
+class LiveMasks:
+    """The layers of one rank, what is pruned of them, and the ranks to agree with."""
+
+    layers: Sequence[BuiltLayer]
+    ties: Mapping[str, str]
+    targets: Targets
+    pattern: tuple[int, int] | None
+    options: StateOptions
+    place: Place
+    transport: Transport
+
+    def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
+        """The tensors of this rank that are pruned, by the name of the weight's first use; a
+        weight whose two uses are on two stages is on both."""
+        for layer in self.layers:
+            for tensor in layer.state.owned:
+                owner = self.ties.get(tensor.name, tensor.name)
+                if owner in self.targets.shapes:
+                    yield owner, layer.state, tensor
+
+    def counted(self) -> Iterator[tuple[str, LayerState, TensorState]]:
+        """Those of weights whose first use is here: every pruned tensor on one stage."""
+        yield from (own for own in self.pruned() if own[0] == own[2].name)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """As `stage_total`."""
+        return stage_total(self.place, self.transport, counts)
+
+    def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
+        """Masks of now, by score; `at` gives the sparsity of now for a final one."""
+        return scored_masks(
+            self.targets,
+            criterion,
+            (
+                ScoredTensor(
+                    owner,
+                    self.targets.shapes[owner],
+                    partial(state.dense_master, tensor.name),
+                    partial(kept_positions, tensor),
+                )
+                for owner, state, tensor in self.counted()
+            ),
+            at,
+            self.total,
+        )
+
+    def prune(self, masks: Masks) -> None:
+        """Shrink the state to what masks keep, one tensor at a time."""
+        prune_in_place(self.layers, self.ties, masks)
+
+    def figures(self) -> dict[str, float]:
+        """How sparse the pruned tensors of the whole model are now."""
+        here = [tensor for _, _, tensor in self.counted()]
+        counts = [sum(t.kept for t in here), sum(t.parameter.numel() for t in here)]
+        kept, numel = self.total(torch.tensor(counts)).tolist()
+        return {"sparsity": 1 - kept / numel}
+
+
+def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
+    """A vector of whole numbers summed over the stages of one replica; all ranks call this
+    together."""
+    sums = counts.double() if place.replica == 0 else torch.zeros_like(counts).double()
+    wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
+    return sums.long()
+
+
+def scored_masks(
+    targets: Targets,
+    criterion: Criterion,
+    own: Iterable[ScoredTensor],
+    at: Callable[[float], float],
+    total: Callable[[Tensor], Tensor],
+) -> ScoredMasks:
+    """Masks by score for the targets; with a common threshold if they ask for one.
+
+    `own` are the tensors that count on this rank, `total` as for `common_cuts`.
+    """
+    kept = targets.kept(at)
+    common = targets.common
+    if not common:
+        return ScoredMasks(criterion, kept)
+    numel = sum(_numel(targets.shapes[name]) for name in common)
+    keep = numel - round(at(targets.sparsity) * numel)
+    among = [one for one in own if one.name not in targets.own]
+    drawn, cuts = common_cuts(criterion, common, among, keep, total)
+    return ScoredMasks(criterion, {**kept, **drawn}, cuts)
+
+
+def masks_of_start(
+    targets: Targets,
+    criterion: Criterion,
+    values: Iterable[tuple[str, Callable[[], Tensor]]],
+    total: Callable[[Tensor], Tensor],
+) -> ScoredMasks:
+    """Masks of weights that are not there yet: `values` gives start values by name, of the
+    tensors that count on this rank."""
+    own = (
+        ScoredTensor(name, targets.shapes[name], value)
+        for name, value in values
+        if name in targets.shapes
+    )
+    return scored_masks(targets, criterion, own, lambda final: final, total)
+
+
+def _numel(shape: Shape) -> int:
+    return torch.Size(shape).numel()

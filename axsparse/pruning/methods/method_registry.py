@@ -1,0 +1,82 @@
+"""From settings to what draws and changes masks: the methods of `pruning.method`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from axsparse.config.schema import Config
+from axsparse.config.validate import DISTANCES
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.mask_distance import SettledMask
+from axsparse.pruning.methods.dynamic_sparsity import DynamicSparsity
+from axsparse.pruning.methods.early_bird import EarlyBirdSearch
+from axsparse.pruning.methods.gradual import GradualPruning
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import Masking
+from axsparse.pruning.methods.one_shot import OneShot
+from axsparse.pruning.methods.regrowth import Regrowth
+from axsparse.pruning.methods.rewind import Rewinder
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.ties import StageTie
+
+
+def choose_masking(
+    config: Config,
+    criterion: Criterion,
+    live: LiveMasks,
+    collector: GradientCollector,
+    ties: Sequence[StageTie],
+    *,
+    starts_pruned: bool,
+) -> Masking | None:
+    """The method that the settings of a run ask for; None where the masks of the start stay.
+
+    `config` has every `auto` resolved. `starts_pruned` says that the state was built with masks.
+    """
+    pruning = config.pruning
+    until = pruning.until_step
+    assert until != "auto" and pruning.rewind_step != "auto", "the configuration is resolved"
+    moves = pruning.method in ("set", "rigl")
+    if starts_pruned and not moves:
+        return None
+    if moves:
+        regrowth = Regrowth(
+            [layer.state for layer in live.layers],
+            ties,
+            live.ties,
+            live.options.replicas,
+            collector=collector if pruning.method == "rigl" else None,
+            seed=config.seed,
+        )
+        return DynamicSparsity(
+            live,
+            regrowth,
+            interval=pruning.interval,
+            until_step=until,
+            alpha=pruning.drop_fraction,
+        )
+    step = pruning.rewind_step
+    rewinder = None if step == "never" else Rewinder(live, step)
+    if pruning.method == "early-bird":
+        search = SettledMask(
+            interval=pruning.interval,
+            length=DISTANCES,
+            start_step=max(pruning.at_step, config.schedule.warmup_steps),
+            max_steps=until,
+            threshold=pruning.threshold,
+            metric=pruning.metric,
+        )
+        fails = pruning.undrawn == "fail"
+        return EarlyBirdSearch(live, criterion, search, fails_undrawn=fails, rewinder=rewinder)
+    if pruning.method in ("gradual", "iterative"):
+        return GradualPruning(
+            live,
+            criterion,
+            begin=pruning.at_step,
+            interval=pruning.interval,
+            until_step=until,
+            geometric=pruning.method == "iterative",
+            rewinder=rewinder,
+        )
+    by_weights = None if pruning.method == "snip" else criterion
+    return OneShot(live, by_weights, pruning.at_step, rewinder)

@@ -1,0 +1,71 @@
+"""One mask, drawn from the weights (or gradients) of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
+from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
+
+
+class OneShot:
+    """Prunes at one step by a criterion, or by what the gradients of that moment say."""
+
+    unfinished = None
+
+    def __init__(
+        self, live: LiveMasks, criterion: Criterion | None, at_step: int, rewinder: Rewinder | None
+    ) -> None:
+        """Without a `criterion`: `sensitivity`."""
+        self._live = live
+        self._criterion = criterion
+        self._at_step = at_step
+        self._rewinder = rewinder
+        self._is_done = False
+
+    def before_step(self, now: Moment) -> Change | None:
+        if self._is_done:
+            return None
+        if self._rewinder is not None:
+            self._rewinder.note(now.step)
+        if now.step != self._at_step:
+            return None
+        self._is_done = True
+        criterion = self._criterion
+        if criterion is None:
+            now.gradients()
+            criterion = sensitivity(self._live)
+        self._live.prune(self._live.masks(criterion, lambda final: final))
+        if self._rewinder is not None:
+            self._rewinder.rewind()
+        return Change(
+            "pruned", self._live.figures(), rewound=self._rewinder is not None, is_ticket=True
+        )
+
+    def state(self) -> MaskingState:
+        return with_weights(MaskingState(MethodState(is_done=self._is_done)), self._rewinder)
+
+    def restore(self, standing: MethodState, read: Read) -> None:
+        self._is_done = standing.is_done
+        restore_weights(self._rewinder, standing, read)
+
+
+def sensitivity(live: LiveMasks) -> Criterion:
+    """|weight × gradient| of the gradients that are there (Lee et al., SNIP, ICLR 2019)."""
+    here: Mapping[str, tuple[LayerState, TensorState]] = {
+        owner: (state, tensor) for owner, state, tensor in live.pruned()
+    }
+    for layer in live.layers:
+        layer.state.gather_gradient()
+
+    def score(name: str, weight: Tensor) -> Tensor:
+        state, tensor = here[name]
+        return (state.dense_gradient(tensor.name) * weight).abs_()
+
+    return Criterion(score, pattern=live.pattern)

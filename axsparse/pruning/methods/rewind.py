@@ -1,0 +1,76 @@
+"""Back to earlier weights: kept entries return to their values of an earlier step.
+
+Step 0 costs nothing, since initial weights follow from seed and names; the weights of any
+other step are held in fp32, kept entries only, from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import MaskingState, MethodState, Read
+from axsparse.runtime.errors import DataError
+from axsparse.samo.layer_construction import fill, start_values
+
+KIND = "rewind"
+"""Of the saved weights."""
+
+
+class Rewinder:
+    """Remembers the weights of one step and returns to them as often as it is asked."""
+
+    def __init__(self, live: LiveMasks, step: int) -> None:
+        self.step = step
+        self._live = live
+        self.held: dict[str, Tensor] = {}
+        """The weights of that step by global name, flat: nothing is pruned before it."""
+
+    def note(self, step: int) -> None:
+        """Called before every step; holds the weights where it is the one to return to."""
+        if step != self.step or step == 0:
+            return
+        for layer in self._live.layers:
+            for tensor in layer.state.owned:
+                assert tensor.kept == tensor.parameter.numel(), f"{tensor.name} is pruned already"
+                self.held[tensor.name] = layer.state.master(tensor.name).clone()
+
+    def restore(self, read: Read) -> None:
+        """Hold what another run held; a weight of two uses is saved under the first's name."""
+        live = self._live
+        for layer in live.layers:
+            for tensor in layer.state.owned:
+                values = read(KIND, live.ties.get(tensor.name, tensor.name))
+                numel = tensor.parameter.numel()
+                if values.shape != (numel,):
+                    raise DataError(
+                        f"checkpoint: the weights of {tensor.name} to rewind to are "
+                        f"{values.numel()}, not {numel}; resume from another checkpoint"
+                    )
+                self.held[tensor.name] = values
+
+    def rewind(self) -> None:
+        """Set all weights back, with moments zero; entries pruned since stay pruned."""
+        live = self._live
+        for layer in live.layers:
+            values = start_values(layer.spec, live.ties, live.options) if self.step == 0 else {}
+            for tensor in layer.state.owned:
+                value = values[tensor.name]() if self.step == 0 else self.held[tensor.name]
+                fill(layer.state, tensor, value)
+            layer.state.reset_moments()
+
+
+def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState:
+    """The state, with the weights that a rewinder holds for prunings to come."""
+    if rewinder is None or state.standing.is_done or not rewinder.held:
+        return state
+    standing = replace(state.standing, holds_weights=True)
+    return MaskingState(standing, {**state.tensors, KIND: rewinder.held})
+
+
+def restore_weights(rewinder: Rewinder | None, standing: MethodState, read: Read) -> None:
+    """The counterpart of `with_weights`."""
+    if rewinder is not None and standing.holds_weights:
+        rewinder.restore(read)

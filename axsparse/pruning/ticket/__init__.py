@@ -1,0 +1,1 @@
+"""Tickets: masks as files, which start a run under any layout."""

@@ -1,0 +1,33 @@
+"""The masks of live state as a ticket file."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from axsparse.models.survey import Survey
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.samo.tensor_state import TensorState
+
+
+def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:
+    """Write which entries are kept now; all ranks together. OutputError on all alike."""
+    drawn = TicketOrigin(
+        algorithm=algorithm,
+        step=step,
+        seed=live.options.seed,
+        parameters=surveyed.shapes,
+        pruned=live.targets.shapes,
+    )
+    own = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
+    write_ticket(path, drawn, own, transport=live.transport, place=live.place)
+
+
+def _mask(tensor: TensorState) -> Tensor:
+    mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+    mask_D[tensor.positions()] = True
+    return mask_D

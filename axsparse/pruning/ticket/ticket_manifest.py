@@ -1,0 +1,198 @@
+"""What a ticket says of itself: who drew it, from which model, and how sparse it is.
+
+The manifest is JSON in the metadata of the ticket's safetensors file, beside its hash:
+{"ticket": manifest, "ticket_hash": BLAKE2b-128 of it in hex}. All that can be computed
+from the rest is computed anew when it is read, and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from axsparse.runtime.errors import DataError
+from axsparse.runtime.version import __version__
+
+FORMAT = 1
+"""Of files; another number is refused."""
+MANIFEST_KEY, HASH_KEY = "ticket", "ticket_hash"
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has letters that cannot be shown")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, AfterValidator(_printable)]
+"""Shown in messages of one line."""
+Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Entry(_Strict):
+    """One pruned tensor."""
+
+    shape: Shape
+    kept: Count
+    sparsity: float
+    """Fraction of the entries that is removed."""
+    hash: Text
+    """Of the packed bits."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TicketManifest(_Strict):
+    """All that a ticket says beside the bits."""
+
+    version: int
+    algorithm: Text
+    """`pruning.method` of the run that drew it."""
+    step: Count
+    """Steps done when it was drawn."""
+    seed: int
+    """Of that run."""
+    axsparse: Text
+    """Version of the package that wrote it."""
+    sparsity: float
+    """Of all pruned tensors together."""
+    hash: Text
+    """Of the masks: equal for equal names, shapes and bits, and for nothing else."""
+    tensors: dict[Text, Entry]
+    """The pruned ones in model order, by global name; a tied weight once, by its first use."""
+    model_hash: Text
+    """Of `parameters`."""
+    parameters: dict[Text, Shape]
+    """Of the whole model, in its order."""
+
+    @property
+    def kept(self) -> int:
+        """Kept entries of all pruned tensors."""
+        return sum(entry.kept for entry in self.tensors.values())
+
+    @property
+    def numel(self) -> int:
+        """Entries of all pruned tensors."""
+        return sum(entry.numel for entry in self.tensors.values())
+
+    def text(self, indent: int | None = None) -> str:
+        """As JSON."""
+        return json.dumps(self.model_dump(), indent=indent)
+
+    def metadata(self) -> dict[str, str]:
+        """What stands in the file."""
+        text = self.text()
+        return {MANIFEST_KEY: text, HASH_KEY: hash_of(text.encode())}
+
+
+def make_manifest(
+    *,
+    algorithm: str,
+    step: int,
+    seed: int,
+    parameters: Mapping[str, Shape],
+    tensors: Mapping[str, tuple[Shape, int, str]],
+    version: str = __version__,
+) -> TicketManifest:
+    """The manifest of a ticket; `tensors` are shape, kept entries and hash by global name, and
+    both mappings are in model order."""
+    entries = {
+        name: Entry(shape=shape, kept=kept, sparsity=_sparsity(kept, math.prod(shape)), hash=bits)
+        for name, (shape, kept, bits) in tensors.items()
+    }
+    kept = sum(entry.kept for entry in entries.values())
+    numel = sum(entry.numel for entry in entries.values())
+    return TicketManifest(
+        version=FORMAT,
+        algorithm=algorithm,
+        step=step,
+        seed=seed,
+        axsparse=version,
+        sparsity=_sparsity(kept, numel),
+        hash=_hash_of_json([[name, entry.shape, entry.hash] for name, entry in entries.items()]),
+        tensors=entries,
+        model_hash=_hash_of_json(list(parameters.items())),
+        parameters=dict(parameters),
+    )
+
+
+def read_manifest(path: Path, metadata: Mapping[str, Any]) -> TicketManifest:
+    """The manifest of a file with these metadata; DataError unless it is one and is whole."""
+    text = metadata.get(MANIFEST_KEY)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{path}: no ticket, since it has no manifest; name a file that pruning wrote"
+        )
+    try:
+        encoded = text.encode()
+        version = operator.index(json.loads(text)["version"])
+    except (ValueError, KeyError, TypeError, RecursionError) as reason:
+        raise DataError(
+            f"{path}: its manifest cannot be read ({type(reason).__name__}); get the ticket anew"
+        ) from reason
+    if version != FORMAT:
+        raise DataError(
+            f"{path}: a ticket of format {str(version)[:20]}, and this axsparse reads {FORMAT}; "
+            "take the version that wrote it, or draw the ticket again"
+        )
+    if metadata.get(HASH_KEY) != hash_of(encoded):
+        raise DataError(f"{path}: its manifest has another hash than it says; get the ticket anew")
+    try:
+        manifest = TicketManifest.model_validate_json(encoded)
+    except ValidationError as reason:
+        first = reason.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"{path}: its manifest is malformed at {place!r} ({first['type']}); get the ticket anew"
+        ) from reason
+    _refuse_contradictions(path, manifest)
+    return manifest
+
+
+def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
+    for name, entry in manifest.tensors.items():
+        if manifest.parameters.get(name) != entry.shape:
+            raise DataError(
+                f"{path}: prunes {name!r} of shape {entry.shape}, which is no parameter of the "
+                "model that it names; get the ticket anew"
+            )
+    computed = make_manifest(
+        algorithm=manifest.algorithm,
+        step=manifest.step,
+        seed=manifest.seed,
+        parameters=manifest.parameters,
+        tensors={name: (e.shape, e.kept, e.hash) for name, e in manifest.tensors.items()},
+        version=manifest.axsparse,
+    )
+    if computed != manifest:
+        odd = [key for key, value in computed if value != getattr(manifest, key)]
+        raise DataError(
+            f"{path}: its manifest contradicts itself at {odd[0]!r}; get the ticket anew"
+        )
+
+
+def hash_of(data: bytes | memoryview) -> str:
+    """BLAKE2b-128, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hash_of_json(value: object) -> str:
+    return hash_of(json.dumps(value).encode())
+
+
+def _sparsity(kept: int, numel: int) -> float:
+    return 1 - kept / numel if numel else 0.0

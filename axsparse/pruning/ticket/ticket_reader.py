@@ -1,0 +1,169 @@
+"""Tickets: masks in a file, which start a run under any layout.
+
+A ticket is a safetensors file. For every pruned tensor, under its global name, it has a
+uint8 tensor with a bit an entry (1: kept) in the tensor's flat order, the first entry in
+the highest bit of the first byte; the last byte is filled up with zeros. What else it
+says is in `ticket_manifest.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axsparse.pruning.ticket.ticket_manifest import Entry, TicketManifest, hash_of, read_manifest
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
+from axsparse.samo.masks import Shape, Weight
+
+_PIECE = 1 << 20
+"""Bytes of packed bits that are counted at a time."""
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+"""Set bits of every byte."""
+_MEND = "make the model's settings those, or draw a ticket from this model"
+
+
+class Ticket:
+    """An open ticket, which reads one mask at a time; `Masks` for building and pruning."""
+
+    def __init__(self, path: Path, manifest: TicketManifest, file: SafetensorsFile) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.kept: Mapping[str, int] = {name: e.kept for name, e in manifest.tensors.items()}
+        """Kept entries of every pruned tensor, in model order."""
+        self._file = file
+
+    def mask(
+        self,
+        name: str,
+        shape: Shape | None = None,
+        weight: Weight | None = None,
+        within: Tensor | None = None,
+    ) -> Tensor:
+        """The flat mask of one pruned tensor, bool, True where it is kept; KeyError for others.
+
+        The file is read and checked anew: DataError if it has changed since it was opened,
+        MissingInputError if it is gone. The rest is what drawing a mask would ask for: `shape`
+        and `within` have to fit the ticket, and `weight` is never called.
+        """
+        entry = self.manifest.tensors[name]
+        assert shape is None or shape == entry.shape, f"{name}: check() comes first"
+        del weight
+        bits = np.unpackbits(self._packed(name).numpy(), count=entry.numel)
+        mask = torch.from_numpy(bits.view(np.bool_))
+        assert within is None or int(mask[within].sum()) == entry.kept, f"{name} is pruned already"
+        return mask
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse the ticket for a model with other parameters than those of the ticket's.
+
+        `shapes` are those of all parameters in model order. Raises ConfigError with the first
+        name and shape that differ.
+        """
+        there = self.manifest.parameters
+        for name, shape in shapes.items():
+            if name not in there:
+                raise ConfigError(
+                    f"{self.path}: drawn from another model, which has no parameter {name} "
+                    f"{tuple(shape)}; {_MEND}"
+                )
+            if there[name] != tuple(shape):
+                raise ConfigError(
+                    f"{self.path}: drawn from another model, in which {name} has shape "
+                    f"{there[name]} and not {tuple(shape)}; {_MEND}"
+                )
+        for name, shape in there.items():
+            if name not in shapes:
+                raise ConfigError(
+                    f"{self.path}: drawn from another model, which has a parameter {name} {shape} "
+                    f"that this one lacks; {_MEND}"
+                )
+
+    def verify(self) -> None:
+        """Read all bits, one tensor at a time; DataError unless they are what was written."""
+        for name in self.kept:
+            self._packed(name)
+
+    def _packed(self, name: str) -> Tensor:
+        """The bits of a tensor as they are in the file."""
+        entry = self.manifest.tensors[name]
+        try:
+            packed = self._file.read(name)
+        except OSError as reason:
+            raise _unreadable(self.path, reason) from reason
+        wrong = _damage(packed, entry)
+        if wrong:
+            raise DataError(
+                f"{self.path}: damaged: the mask of {name} {wrong}; get the ticket anew"
+            )
+        return packed
+
+
+def open_ticket(path: str | Path) -> Ticket:
+    """A ticket, all of which has been read and checked.
+
+    MissingInputError if it cannot be read, DataError if it is no ticket or is damaged.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "not a regular file")
+        file = SafetensorsFile(path)
+    except OSError as reason:
+        raise _unreadable(path, reason) from reason
+    manifest = read_manifest(path, file.metadata)
+    _check_tensors(file, manifest)
+    ticket = Ticket(path, manifest, file)
+    ticket.verify()
+    return ticket
+
+
+def described(entry: Entry) -> TensorHeader:
+    """The tensor of packed bits in the file."""
+    return TensorHeader(torch.uint8, (-(-entry.numel // 8),))
+
+
+def pack(mask_D: Tensor) -> Tensor:
+    """The bits of a flat bool mask as they are in a ticket."""
+    assert mask_D.dtype == torch.bool and mask_D.dim() == 1
+    return torch.from_numpy(np.packbits(mask_D.numpy()))
+
+
+def count_kept(packed: Tensor) -> int:
+    """Set bits of packed ones."""
+    return sum(int(_ONES[piece.numpy()].sum(dtype=np.int64)) for piece in packed.split(_PIECE))
+
+
+def _damage(packed: Tensor, entry: Entry) -> str:
+    """What is wrong with the bits of a tensor; empty if nothing is."""
+    if hash_of(packed.numpy().data) != entry.hash:
+        return "has another hash than the manifest says"
+    if entry.numel % 8 and int(packed[-1]) & (0xFF >> entry.numel % 8):
+        return "has bits behind its last entry"
+    kept = count_kept(packed)
+    return f"keeps {kept} entries and not {entry.kept}" if kept != entry.kept else ""
+
+
+def _check_tensors(file: SafetensorsFile, manifest: TicketManifest) -> None:
+    """The file has the tensors of the manifest; no number of it is trusted before that."""
+    for name in sorted(file.shapes.keys() ^ manifest.tensors.keys()):
+        raise DataError(
+            f"{file.path}: {name!r} is in its manifest or among its masks, but not in both; get "
+            "the ticket anew"
+        )
+    for name, entry in manifest.tensors.items():
+        if file.described(name) != described(entry):
+            raise DataError(
+                f"{file.path}: the mask of {name} is a tensor of shape {file.shapes[name]}, which "
+                f"does not fit its {entry.numel} entries; get the ticket anew"
+            )
+
+
+def _unreadable(path: Path, reason: OSError) -> MissingInputError:
+    return MissingInputError(
+        f"ticket {str(path)!r}: cannot be read ({reason.strerror}); name a file that pruning wrote"
+    )

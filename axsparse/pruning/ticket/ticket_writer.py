@@ -1,0 +1,140 @@
+"""Writes tickets: masks of all stages into one file, the same bytes under every layout."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from axsparse.pruning.ticket.ticket_manifest import TicketManifest, hash_of, make_manifest
+from axsparse.pruning.ticket.ticket_reader import count_kept, described, pack
+from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.errors import OutputError
+from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.safetensors import write_safetensors
+from axsparse.runtime.grid import Place
+from axsparse.samo.masks import Shape
+
+
+@dataclass(frozen=True)
+class TicketOrigin:
+    """What a ticket says beside its masks; equal on all ranks."""
+
+    algorithm: str
+    """`pruning.method`."""
+    step: int
+    """Steps done."""
+    seed: int
+    parameters: Mapping[str, Shape]
+    """Of the whole model, in its order."""
+    pruned: Mapping[str, Shape]
+    """Those of them that are pruned, in the same order; a tied weight once, by its first use."""
+
+
+def write_ticket(
+    path: str | Path,
+    drawn: TicketOrigin,
+    own: Mapping[str, Callable[[], Tensor]],
+    *,
+    transport: Transport,
+    place: Place,
+) -> TicketManifest:
+    """Write the masks of all stages to one file; all ranks call this together, between steps.
+
+    `own` gives the flat bool masks of the pruned tensors of this rank's stage by global name;
+    each is called twice on replica 0 and never on others. Rank 0 writes; one tensor's bits
+    travel at a time, over all ranks. The file appears whole or not at all, in the place of
+    one of that name that was there. Returns what it says of itself, on all ranks.
+
+    Raises OutputError on all ranks alike if it cannot be written.
+    """
+    path = Path(path).absolute()
+    here = own if place.replica == 0 else {}
+    owners, manifest = _summarised(drawn, here, transport)
+
+    def write() -> None:
+        bits = _bits(manifest, here, owners, transport)
+        if transport.rank != 0:
+            deque(bits, maxlen=0)
+            return
+        try:
+            _write(path, manifest, bits)
+        except OSError as reason:
+            deque(bits, maxlen=0)  # the other ranks take part to the end
+            raise OutputError(
+                f"ticket {str(path)!r}: cannot be written ({reason.strerror}); choose another "
+                "place, or free the disk"
+            ) from reason
+
+    together(transport, write)
+    return manifest
+
+
+def _summarised(
+    drawn: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
+) -> tuple[dict[str, int], TicketManifest]:
+    """The rank that has each tensor, and the manifest, which comes ahead of the bits."""
+    found = {}
+    for name, mask in here.items():
+        packed = pack(mask())
+        found[name] = (count_kept(packed), hash_of(packed.numpy().data))
+        del packed  # before the next mask is made
+    owners: dict[str, int] = {}
+    summaries = {}
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(found))
+    for rank, text in enumerate(texts):
+        for name, summary in json.loads(text).items():
+            assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
+            owners[name], summaries[name] = rank, summary
+    assert owners.keys() == drawn.pruned.keys(), owners.keys() ^ drawn.pruned.keys()
+    tensors = {name: (shape, *summaries[name]) for name, shape in drawn.pruned.items()}
+    return owners, make_manifest(
+        algorithm=drawn.algorithm,
+        step=drawn.step,
+        seed=drawn.seed,
+        parameters=drawn.parameters,
+        tensors=tensors,
+    )
+
+
+def _bits(
+    manifest: TicketManifest,
+    here: Mapping[str, Callable[[], Tensor]],
+    owners: Mapping[str, int],
+    transport: Transport,
+) -> Iterator[Tensor]:
+    """The packed masks in model order, on rank 0; nothing of use on others, which send theirs."""
+    for name, entry in manifest.tensors.items():
+        owner, (size,) = owners[name], described(entry).shape
+        packed = pack(here[name]()) if name in here else torch.empty(size, dtype=torch.uint8)
+        if owner != 0 and size:
+            bounds = [0] * (owner + 1) + [size] * (transport.size - owner)
+            wait(transport.world.start(Op.ALL_GATHER, packed, bounds), transport.backoff)
+        if transport.rank in (0, owner):
+            assert hash_of(packed.numpy().data) == entry.hash, f"{name}: its mask has changed"
+        yield packed
+        del packed
+
+
+def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None:
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_safetensors(
+            partial,
+            {name: described(entry) for name, entry in manifest.tensors.items()},
+            bits,
+            manifest.metadata(),
+        )
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

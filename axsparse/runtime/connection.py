@@ -1,0 +1,64 @@
+"""The transports: MPI between processes, and turns within one process.
+
+Links and collectives are imported when they are made, since commands that answer at once
+read this file for its `LAUNCHER_VARIABLES`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
+from axsparse.runtime.launcher import (
+    check_size,
+    started_by_launcher,
+)
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.mpi.mpi_transport import (
+    MpiTransport,
+    end_all_ranks,
+    wait_until_all_ranks_have_started,
+)
+
+
+def cannot_start(reason: Exception) -> NoReturn:
+    """End a job whose rank cannot load what it needs, such as a package that one host lacks."""
+    text = " ".join(str(reason).split())
+    where = f"host {socket.gethostname()}: {type(reason).__name__}"
+    print(f"axsparse: error: {where}: {text}", file=sys.stderr, flush=True)
+    if started_by_launcher():
+        wait_until_all_ranks_have_started()
+        from mpi4py import MPI
+
+        end_all_ranks(MPI.COMM_WORLD, EXIT_INTERNAL)
+    sys.exit(EXIT_INTERNAL)
+
+
+def connect() -> Transport:
+    """The transport of this process: MPI where there is an MPI library, else one rank by itself.
+
+    Under a launcher MPI has to work: without it, every process would train alone. ConfigError
+    if it does not, or has another size.
+    """
+    from axsparse.runtime.gpu.seats import bind_early
+
+    bind_early(os.environ)
+    try:
+        if started_by_launcher():
+            wait_until_all_ranks_have_started()
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as reason:
+        if started_by_launcher():
+            raise ConfigError(
+                f"MPI: a launcher started this process, but mpi4py cannot load an MPI library "
+                f"({reason}); load the site's MPI module, or install axsparse[mpich]"
+            ) from reason
+        check_size(1)
+        return LocalTransport(LocalWorld(1), 0)
+    check_size(MPI.COMM_WORLD.size)
+    return MpiTransport(MPI.COMM_WORLD)

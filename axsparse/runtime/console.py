@@ -1,0 +1,206 @@
+"""The screen of rank 0: lines, a progress bar where there is a terminal, and how figures look."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TextIO
+
+from axsparse.runtime.errors import ConfigError
+
+Unit = Literal["tokens", "samples"]
+"""What a rate counts."""
+
+
+COLUMNS = 80
+"""Width of a terminal that does not tell."""
+
+
+# As the kernel shows them, that is cut to 15 letters.
+LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", "orterun"})
+"""Processes that write all ranks' output to the user's screen."""
+
+
+DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
+"""Processes that start ranks on a node for a launcher, which may run elsewhere."""
+
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+"""Environment variables that launchers give to the processes they start."""
+
+
+_CLEAR = "\r\x1b[K"
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+class Console:
+    """Lines on a stream, above a progress bar if `bar`; flushed, since pipes buffer."""
+
+    def __init__(self, stream: TextIO, bar: bool, columns: int = 100) -> None:
+        self._stream = stream
+        self._bar = bar
+        self._columns = columns
+        self._colour = bar and not os.environ.get("NO_COLOR")
+        self._shown = ""
+        self._lost = False
+
+    def line(self, text: str) -> None:
+        """Print a full line; the bar stays below it."""
+        clear = _CLEAR if self._shown else ""
+        self._write(f"{clear}{text}\n{self._shown}")
+
+    def progress(self, step: int, steps: int, text: str) -> None:
+        """Redraw the bar at step of steps with a text beside it; in a log, do nothing."""
+        if not self._bar:
+            return
+        width = min(24, self._columns // 4)
+        done = width * step // steps
+        full, empty = "█" * done, "░" * (width - done)
+        if self._colour:
+            full, empty = f"{_BOLD}{full}{_PLAIN}", f"{_DIM}{empty}{_PLAIN}"
+        # A bar that fills the last column would wrap, and "\r" would leave its first row behind.
+        beside = f" {step}/{steps}  {text}"[: self._columns - 1 - width]
+        self._shown = full + empty + beside
+        self._write(_CLEAR + self._shown)
+
+    def close(self) -> None:
+        """Take the bar away; the stream stays open."""
+        if self._shown:
+            self._shown = ""
+            self._write(_CLEAR)
+
+    def _write(self, text: str) -> None:
+        """The screen is a comfort, metrics.jsonl the record: a lost reader ends no run."""
+        if self._lost:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._lost = True
+
+
+def make_console(stream: TextIO) -> Console:
+    """A console with a bar if the user sits at a terminal, or as AXSPARSE_PROGRESS says.
+
+    Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
+    """
+    wish = os.environ.get("AXSPARSE_PROGRESS", "")
+    if wish not in ("", "bar", "plain"):
+        raise ConfigError(
+            f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
+            "set bar or plain, or unset it to let the terminal decide"
+        )
+    terminal = None if wish == "plain" else launcher_terminal()
+    return Console(stream, bar=wish == "bar" or terminal is not None, columns=terminal or COLUMNS)
+
+
+def launcher_terminal(proc: Path = Path("/proc")) -> int | None:
+    """Columns of the terminal the user looks at, or None if the output goes to a log.
+
+    Under mpirun a rank's own stdout tells nothing: it is a pipe (MPICH) or a
+    pseudo-terminal that mpirun copies (Open MPI). What counts is mpirun's stdout.
+    """
+    try:
+        own = (proc / "self/fd/1").readlink()
+        if own.is_absolute() and not _is_terminal(own):
+            return None  # a file, whatever the launcher writes to
+        launchers = _launchers(proc)
+        if not launchers:
+            return _own_columns()
+        pid, name = launchers[-1]
+        screen = (proc / str(pid) / "fd/1").readlink()
+    except OSError:
+        # Nothing to be learnt: under a launcher our own stdout would lie, alone it does not.
+        under_launcher = any(name in os.environ for name in RANK_VARIABLES)
+        return None if under_launcher else _own_columns()
+    return _device_columns(screen) if name in LAUNCHERS and _is_terminal(screen) else None
+
+
+def _launchers(proc: Path) -> list[tuple[int, str]]:
+    """The nearest unbroken chain of launcher processes above this one, lowest first.
+
+    A wrapper script may stand between the chain and this process.
+    """
+    found: list[tuple[int, str]] = []
+    _, pid = _name_and_parent(proc / "self")
+    while pid > 0:
+        name, parent = _name_and_parent(proc / str(pid))
+        if name in LAUNCHERS or name in DAEMONS:
+            found.append((pid, name))
+        elif found:
+            break
+        pid = parent
+    return found
+
+
+def _name_and_parent(process: Path) -> tuple[str, int]:
+    """A process's name and its parent's id, from `id (name) state parent ...`."""
+    # The name may hold spaces and brackets, the rest may not.
+    start, _, rest = (process / "stat").read_text(errors="replace").rpartition(")")
+    return start.partition("(")[2], int(rest.split()[1])
+
+
+def _is_terminal(device: Path) -> bool:
+    return str(device).startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _own_columns() -> int | None:
+    """Columns of this process's own terminal, None if its stdout is none."""
+    return _columns(sys.stdout.fileno()) if sys.stdout.isatty() else None
+
+
+def _device_columns(device: Path) -> int:
+    """Columns of a terminal that this process has not opened."""
+    try:
+        # Without O_NOCTTY a session leader, which a launcher may have made us, would get this
+        # terminal's signals; without O_NONBLOCK a serial line would wait for its carrier.
+        descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return COLUMNS
+    try:
+        return _columns(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _columns(descriptor: int) -> int:
+    try:
+        return os.get_terminal_size(descriptor).columns or COLUMNS
+    except OSError:
+        return COLUMNS
+
+
+def format_bytes(n: float) -> str:
+    """11_400_000 is "11.4 MB": decimal units, as memory sizes are advertised."""
+    return _scaled(n, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def format_count(n: float) -> str:
+    """4_700_000 is "4.7M"; B is 10⁹, as in the names of models."""
+    return _scaled(n, ("", "k", "M", "B", "T"))
+
+
+def format_rate(rate: float, unit: Unit) -> str:
+    """3_100 is "3.1k tokens/s"."""
+    return f"{format_count(rate)} {unit}/s"
+
+
+def format_seconds(s: float) -> str:
+    """12 is "00:12", 3_723 is "1:02:03"."""
+    minutes, seconds = divmod(round(s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """The value in the unit that leaves up to three digits before the point."""
+    unit = 0
+    # From 999.5 on it would be rounded to four digits.
+    while value >= 999.5 and unit < len(units) - 1:
+        value /= 1000
+        unit += 1
+    decimals = 1 if unit and value < 99.95 else 0
+    return f"{value:.{decimals}f}{units[unit]}"

@@ -1,0 +1,79 @@
+"""Small exchanges between all ranks: texts, sums by owner, and errors that all ranks raise."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from axsparse.runtime.communication import Backoff, Collective, Op, Transport, wait
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+    TrainingError,
+)
+
+T = TypeVar("T")
+
+
+_CLASSES: dict[str, type[AxsparseError]] = {
+    cls.__name__: cls
+    for cls in (ConfigError, DataError, MissingInputError, OutputError, TrainingError)
+}
+
+
+def together(transport: Transport, work: Callable[[], T]) -> T:
+    """Do some work on every rank; if it fails on any, all ranks raise the first rank's error.
+
+    Only user errors are shared so; anything else is a defect and ends its rank.
+    """
+    result: T | None = None
+    failure = ""
+    try:
+        result = work()
+    except AxsparseError as error:
+        known = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES)
+        failure = json.dumps([known, str(error)])
+    for text in gather_texts(transport.world, transport.backoff, failure):
+        if text:
+            name, message = json.loads(text)
+            shared = _CLASSES[name](message)
+            shared.on_all_ranks = True
+            raise shared
+    assert result is not None or not failure
+    return result  # type: ignore[return-value]  # T may be None itself
+
+
+def sum_by_owner(
+    collective: Collective, backoff: Backoff, values: Sequence[float]
+) -> list[list[float]]:
+    """Every member's values, in rank order, on all members; exact."""
+    size, count = collective.size, len(values)
+    slots = torch.zeros(size, count, dtype=torch.float64)
+    slots[collective.rank] = torch.tensor(list(values), dtype=torch.float64)
+    wait(collective.start(Op.ALL_REDUCE, slots.view(-1)), backoff)
+    gathered: list[list[float]] = slots.tolist()
+    return gathered
+
+
+def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
+    """Every member's text, in rank order, on all members."""
+    own = text.encode(errors="surrogateescape")
+    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
+    start, stop = bounds[collective.rank], bounds[collective.rank + 1]
+    if own:
+        buffer[start:stop] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if buffer.numel():
+        wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
+    whole = bytes(buffer.numpy())
+    return [whole[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]

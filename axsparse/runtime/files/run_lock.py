@@ -1,0 +1,76 @@
+"""One job at a time writes to a run directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import weakref
+from pathlib import Path
+
+from axsparse.runtime.errors import OutputError
+
+LOCK_FILE = "run.lock"
+_JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+class RunLock:
+    """Holds a run directory for this process; the system lets go of it however that ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """OutputError if another process holds it, or it cannot be written.
+
+        A file system without locks is told of and used without.
+        """
+        path = run_dir / LOCK_FILE
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as reason:
+            raise _unwritable(path, reason) from reason
+        # As with a file of Python's, nobody has to remember it; unlike one, nobody is scolded.
+        self._close = weakref.finalize(self, os.close, number)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as reason:
+            if reason.errno in _HELD:
+                holder = _holder(os.pread(number, 4096, 0))
+                self.release()
+                raise OutputError(
+                    f"{run_dir}: is in use by {holder}; wait for its end, or choose another "
+                    "--run-dir"
+                ) from reason
+            print(
+                f"axsparse: warning: {path}: cannot be locked ({reason.strerror}); see that no "
+                "other job has this --run-dir",
+                file=sys.stderr,
+                flush=True,
+            )
+        job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
+        said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}
+        try:
+            os.ftruncate(number, 0)
+            os.pwrite(number, json.dumps(said).encode(), 0)
+        except OSError as reason:
+            raise _unwritable(path, reason) from reason
+
+    def release(self) -> None:
+        """Let others have the directory."""
+        self._close()
+
+
+def _unwritable(path: Path, reason: OSError) -> OutputError:
+    return OutputError(f"{path}: cannot be written ({reason.strerror}); choose another --run-dir")
+
+
+def _holder(said: bytes) -> str:
+    """Who has a directory, by what its lock file says."""
+    try:
+        holder = json.loads(said)
+        job = f"job {holder['job']}, " if holder["job"] is not None else ""
+        return f"{job}process {holder['process']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,235 @@
+"""The safetensors format: tensors by name, in one file or dealt out over several.
+
+A file is 8 bytes with the length of a JSON header, the header (name → type, shape, where in
+the data), and the data. Of several files, a JSON index beside them says which tensor is in
+which: {"weight_map": {name: file}}.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axsparse.runtime.errors import DataError, MissingInputError
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+ALIGNMENT = 8
+"""Bytes; headers are filled up with spaces, so that the data begin at a multiple."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of safetensors."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsFile:
+    """Reads the header at once and each tensor when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """DataError for what is no such file, or is cut short."""
+        self.path: Path = path
+        self.files: Sequence[Path] = (path,)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise DataError(f"{path}: no safetensors file, or cut short; get it anew")
+            text = file.read(length)
+        try:
+            header: dict[str, Any] = json.loads(text)
+            metadata = header.pop("__metadata__", None)
+            self._places = {name: _place(entry) for name, entry in header.items()}
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as reason:
+            raise DataError(
+                f"{path}: its safetensors header cannot be read ({reason!r}); get it anew"
+            ) from reason
+        self._data = 8 + length
+        if any(place.stop > size - self._data for place in self._places.values()):
+            raise DataError(f"{path}: ends before the last of its tensors; get it anew")
+        self.shapes = {name: place.shape for name, place in self._places.items()}
+        self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+        """What the file says beside its tensors; texts, by the format."""
+
+    def described(self, name: str) -> TensorHeader:
+        """What a tensor is; KeyError for none of the file."""
+        return TensorHeader(self._places[name].dtype, self._places[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        place = self._places[name]
+        return self.read_part(name, 0, math.prod(place.shape)).view(place.shape)
+
+    def read_part(self, name: str, start: int, stop: int) -> Tensor:
+        """The entries [start, stop) of a tensor, flat, which it has to have."""
+        place = self._places[name]
+        size = place.dtype.itemsize
+        assert 0 <= start <= stop and place.start + stop * size <= place.stop, "no such entries"
+        buffer = bytearray((stop - start) * size)
+        with self.path.open("rb") as file:
+            file.seek(self._data + place.start + start * size)
+            read = file.readinto(buffer)
+        if read < len(buffer):
+            raise DataError(f"{self.path}: became shorter while it was read; get it anew")
+        if not buffer:
+            return torch.empty(0, dtype=place.dtype)
+        return torch.frombuffer(buffer, dtype=place.dtype)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the data a tensor is, in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _place(entry: Mapping[str, Any]) -> _Place:
+    """ValueError or KeyError for what contradicts itself."""
+    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    start, stop = map(int, entry["data_offsets"])
+    if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{shape} of {entry['dtype']} in bytes {start} to {stop}")
+    return _Place(dtype, shape, start, stop)
+
+
+class SafetensorsIndex:
+    """The tensors of all files of an index."""
+
+    def __init__(self, path: Path) -> None:
+        """DataError for what is no index, or for files that are not as it says;
+        MissingInputError for a file that cannot be read."""
+        self.path: Path = path
+        places = _weight_map(path)
+        opened = {file: _open_part(path, file) for file in sorted(set(places.values()))}
+        for name, file in places.items():
+            if name not in opened[file].shapes:
+                raise DataError(
+                    f"{path}: places {name!r} in {file}, which lacks it; get all of its files anew"
+                )
+        self.files: Sequence[Path] = (path, *(part.path for part in opened.values()))
+        self._parts = {name: opened[file] for name, file in places.items()}
+        self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._parts[name].read(name)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor → file beside the index; nothing else is ever opened."""
+    try:
+        places: object = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as reason:
+        raise DataError(
+            f"{path}: no index of safetensors files ({type(reason).__name__}); get it anew"
+        ) from reason
+    if not isinstance(places, dict):
+        raise DataError(
+            f"{path}: its weight_map is {type(places).__name__}, not tensors and files; get it anew"
+        )
+    for name, file in places.items():
+        # Not Path(file).name: what is a separator, or stands for a folder, differs by system.
+        if not isinstance(file, str) or not file.endswith(SUFFIX) or set(file) & {*"/\\:\0"}:
+            raise DataError(
+                f"{path}: places {name!r} in {file!r}, which is no safetensors file beside it; get "
+                "the index from someone you trust"
+            )
+    return places
+
+
+def _open_part(index: Path, file: str) -> SafetensorsFile:
+    try:
+        return SafetensorsFile(index.parent / file)
+    except OSError as reason:
+        raise MissingInputError(
+            f"{index}: names {file}, which cannot be read ({reason.strerror}); get all of the "
+            "files that it names"
+        ) from reason
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor that is to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(
+    path: Path,
+    described: Mapping[str, TensorHeader],
+    tensors: Iterator[Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    written: Callable[[bytes | memoryview], object] = len,
+) -> None:
+    """Write a file and see it on the disk; OSError if that cannot be.
+
+    `tensors` come in the order of `described` and as it says; none is held while the next
+    is made. `metadata` stand beside the format's own. `written` is called with every piece of
+    the file in turn, for a hash, say.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for name, tensor in described.items():
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (at, at + tensor.nbytes),
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("xb") as file:
+        head = len(text).to_bytes(8, "little") + text
+        file.write(head)
+        written(head)
+        for wanted in described.values():
+            contents = _contents(next(tensors), wanted)
+            file.write(contents)
+            written(contents)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _contents(tensor: Tensor, wanted: TensorHeader) -> memoryview:
+    assert wanted == TensorHeader(tensor.dtype, tuple(tensor.shape))
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def index_text(files: Mapping[str, str], total_bytes: int) -> str:
+    """The index of tensors (name → file) that take so many bytes together."""
+    return json.dumps(
+        {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2
+    )

@@ -1,0 +1,1 @@
+"""The transport between ranks with GPUs: contents by NCCL or by way of the host."""

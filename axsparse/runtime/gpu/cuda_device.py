@@ -1,0 +1,89 @@
+"""The `Device` of a rank with a GPU, by torch's streams, events and allocators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from axsparse.runtime.communication import Event
+from axsparse.runtime.gpu.device_protocol import Mark
+
+MILLISECONDS = 1e3
+
+
+class CudaStream:
+    """A CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self.stream.wait_event(event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        compute = torch.cuda.current_stream(self.stream.device)
+        # From this stream's own pool: memory from that of compute could still be in use by what
+        # compute has enqueued, and waiting for that would undo the overlap.
+        with torch.cuda.stream(self.stream):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.stream.device)
+        # It goes back to the pool only once what compute does with it has run.
+        tensor.record_stream(compute)
+        return tensor
+
+
+class CudaMark:
+    """A CUDA event that keeps time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def set(self) -> None:
+        # The current stream is compute's, also in the thread in which autograd runs a hook.
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        elapsed: float = earlier._event.elapsed_time(self._event)
+        return elapsed / MILLISECONDS
+
+
+class CudaDevice:
+    """One GPU."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` has an index, and is the current one."""
+        self.device = device
+
+    @property
+    def compute(self) -> CudaStream:
+        """The current stream, whichever that is when asked."""
+        return CudaStream(torch.cuda.current_stream(self.device))
+
+    def stream(self) -> CudaStream:
+        # Before compute where both have blocks to run: a message is what others wait for.
+        return CudaStream(torch.cuda.Stream(self.device, priority=-1))
+
+    def pinned(self, nbytes: int) -> Tensor:
+        # Torch keeps freed pinned memory, so that asking again costs no call of the driver.
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self.device)

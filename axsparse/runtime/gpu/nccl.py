@@ -1,0 +1,261 @@
+"""NCCL by torch's bindings: edges and communicators, each a group of processes of its own.
+
+Groups are made from a store, without torch's default group and its global state, by
+their members alone: a rank has a few, of at most a column's size, however large the job.
+`torch.distributed.new_group` is not for this: with `use_local_synchronization` it hashes
+a group's name from how many groups the *process* has made before, which differs between
+the two ends of an edge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOptions,
+    ReduceScatterOptions,
+    Store,
+    TCPStore,
+)
+
+from axsparse.runtime.communication import Backoff, Event, Transport
+from axsparse.runtime.errors import ConfigError, TrainingError
+from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.gpu.cuda_device import CudaDevice, CudaStream
+from axsparse.runtime.gpu.seats import machine_name
+
+TIMEOUT = timedelta(minutes=30)
+"""How long torch's watchdog lets an operation wait before it ends the process; a send waits
+through its neighbour's longest action, the first step's compilation included."""
+STORE_TIMEOUT = timedelta(minutes=2)
+"""How long a rank tries to reach the first one's store, and to meet the others of a group."""
+CONNECT_SECONDS = 600.0
+"""How long the members of a group may take to connect, all of which come to it at about the same
+time."""
+ADDRESS = "MASTER_ADDR"
+"""Where the others reach the first rank, if not by its host name; torch's variable."""
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Backend(Protocol):
+    """What torch calls a backend of a process group, as far as it is used here. Roots and peers
+    are members' numbers in the group."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> _Work: ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> _Work: ...
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+
+    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> _Work: ...
+
+    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> _Work: ...
+
+
+MakeBackend = Callable[[Store, int, int], Backend]
+"""From a store of the group's own, a member's number and the number of members."""
+
+
+class Rendezvous:
+    """Where the members of a group find each other."""
+
+    def __init__(self, transport: Transport, make: MakeBackend) -> None:
+        """All ranks call this together; ConfigError on a rank that cannot reach the first."""
+        self.rank = transport.rank
+        self._make = make
+        self._store = _open_store(transport)
+
+    def group(self, name: str, ranks: Sequence[int]) -> Backend:
+        """A group of these ranks, in this order; its name is known to no other of theirs."""
+        own = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
+        return self._make(own, list(ranks).index(self.rank), len(ranks))
+
+
+def _open_store(transport: Transport) -> Store:
+    host = machine_name()
+    hosts = set(gather_texts(transport.world, transport.backoff, host))
+    if transport.rank == 0:
+        # By itself torch listens to every host, also where all ranks are on one.
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1" if len(hosts) == 1 else "", 0))
+            listening.listen()
+            store = TCPStore(
+                "127.0.0.1",
+                listening.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.fileno(),
+            )
+            listening.detach()  # the store's now
+        address = os.environ.get(ADDRESS) or socket.gethostname()
+        gather_texts(transport.world, transport.backoff, f"{host} {address} {store.port}")
+        return store
+    told = gather_texts(transport.world, transport.backoff, "")[0]
+    first, address, port = told.split(" ")
+    if first == host:
+        address = "127.0.0.1"
+    try:
+        return TCPStore(
+            address, int(port), is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+        )
+    except RuntimeError as reason:  # torch's own, and its DistNetworkError
+        raise ConfigError(
+            f"transport: nccl: rank {transport.rank} on host {socket.gethostname()} cannot reach "
+            f"port {port} of {address} ({str(reason).splitlines()[0]}); set {ADDRESS} to an "
+            "address of the first rank's host that all hosts reach, or choose transport: mpi"
+        ) from reason
+
+
+def nccl_backend(store: Store, rank: int, size: int) -> Backend:
+    """A group over NCCL."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    options.is_high_priority_stream = True
+    return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+class NcclEdge:
+    """One direction between two ranks: a communicator, a queue inside NCCL, and a stream that
+    goes in step with it."""
+
+    def __init__(self, backend: Backend, stream: CudaStream, peer: int) -> None:
+        """`peer`: the other's number in the group of two."""
+        self.stream = stream
+        self._backend = backend
+        self._peer = peer
+
+    def send(self, content: Tensor) -> None:
+        with torch.cuda.stream(self.stream.stream):
+            # The queue inside waits for this stream, and then this stream for the queue; the
+            # host waits for neither.
+            self._backend.send([content], self._peer, 0).wait()
+
+    def receive(self, content: Tensor) -> None:
+        with torch.cuda.stream(self.stream.stream):
+            self._backend.recv([content], self._peer, 0).wait()
+
+    def close(self) -> None:
+        _shut_down(self._backend)
+
+
+class NcclCommunicator:
+    """A group that adds and exchanges, likewise."""
+
+    def __init__(self, backend: Backend, stream: CudaStream, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.stream = stream
+        self._backend = backend
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        with torch.cuda.stream(self.stream.stream):
+            self._backend.allreduce([buffer], AllreduceOptions()).wait()
+
+    def reduce(self, buffer: Tensor, root: int) -> None:
+        options = ReduceOptions()
+        options.rootRank = root
+        with torch.cuda.stream(self.stream.stream):
+            self._backend.reduce([buffer], options).wait()
+
+    def broadcast(self, buffer: Tensor, root: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = root
+        with torch.cuda.stream(self.stream.stream):
+            self._backend.broadcast([buffer], options).wait()
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
+        options = ReduceScatterOptions()
+        with torch.cuda.stream(self.stream.stream):
+            self._backend._reduce_scatter_base(shard, buffer, options).wait()
+
+    def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
+        options = AllgatherOptions()
+        with torch.cuda.stream(self.stream.stream):
+            self._backend._allgather_base(buffer, shard, options).wait()
+
+    def close(self) -> None:
+        _shut_down(self._backend)
+
+
+class NcclConnections:
+    """Makes edges and communicators, and has each carry something, since NCCL connects at the
+    first use and then holds up the host until the others join."""
+
+    def __init__(self, rendezvous: Rendezvous, device: CudaDevice, backoff: Backoff) -> None:
+        self._rendezvous = rendezvous
+        self._device = device
+        self._backoff = backoff
+
+    def edge(self, name: str, source: int, target: int) -> NcclEdge:
+        with self._connecting((source, target)):
+            backend = self._rendezvous.group(name, (source, target))
+            sends = self._rendezvous.rank == source
+            edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
+            content = edge.stream.empty((1,), torch.uint8)
+            with warnings.catch_warnings():
+                # Torch remarks that this makes a communicator of two, which is what it is for.
+                warnings.filterwarnings("ignore", message=".*unbatched P2P op")
+                (edge.send if sends else edge.receive)(content)
+            self._wait(edge.stream.record())
+            return edge
+
+    def communicator(self, name: str, ranks: Sequence[int]) -> NcclCommunicator:
+        with self._connecting(ranks):
+            backend = self._rendezvous.group(name, ranks)
+            own = list(ranks).index(self._rendezvous.rank)
+            communicator = NcclCommunicator(backend, self._device.stream(), own, len(ranks))
+            communicator.all_reduce(communicator.stream.empty((1,), torch.uint8))
+            self._wait(communicator.stream.record())
+            return communicator
+
+    @contextlib.contextmanager
+    def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:
+        """TrainingError in place of torch's own errors; the end of this process, with a traceback,
+        where NCCL waits for ever, since nothing watches a run before it trains."""
+        # By a thread of C, since NCCL may hold the interpreter meanwhile.
+        faulthandler.dump_traceback_later(CONNECT_SECONDS, exit=True)
+        try:
+            yield
+        except RuntimeError as reason:
+            text = " ".join(str(reason).split())
+            raise TrainingError(
+                f"transport: nccl: rank {self._rendezvous.rank} on host {socket.gethostname()} "
+                f"cannot connect the GPUs of ranks {', '.join(map(str, ranks))} ({text}); "
+                "NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME names the network; or choose "
+                "transport: mpi"
+            ) from reason
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _wait(self, event: Event) -> None:
+        self._backoff.reset()
+        while not event.query():
+            self._backoff.pause()
+
+
+def _shut_down(backend: Backend) -> None:
+    """Release a group that has nothing under way; torch below 2.6 has another name for it."""
+    shut_down = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
+    if shut_down is not None:
+        shut_down()

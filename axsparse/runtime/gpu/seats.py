@@ -1,0 +1,223 @@
+"""Which GPU each rank has: its binding, the table of all ranks, and the transport that follows."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from axsparse.runtime.errors import ConfigError
+
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "JSM_NAMESPACE_LOCAL_RANK",
+)
+"""Where launchers say which of its host's ranks a process is: Open MPI, MPICH and Intel, srun,
+Cray, HPE's PALS, IBM's jsrun. The first that is set counts; below an mpirun, srun's may be that of
+a daemon."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Queues between host and GPU. What shares one runs in order: a receive that spins could be in
+front of the send that it waits for."""
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+"""With these a host stands still until its GPU, or NCCL, is done."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn at every start of a machine, the same in all its containers; NCCL goes by it, too."""
+MOST_CONNECTIONS = "32"
+"""As many as CUDA has; its default is 8."""
+BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+"""Of a device's properties; torch 2.4 does not have them."""
+Plane = Literal["nccl", "mpi", "cuda-aware-mpi"]
+"""What carries contents between GPUs; `mpi` by way of pinned memory of the hosts."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device that a rank may use."""
+
+    name: str
+    uuid: str
+    """The same for all processes, whatever each of them may see."""
+    board: str = ""
+    """Its machine and place on the bus there, which slices of one GPU (MIG) share and NCCL wants to
+    be different; empty if torch does not say."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place on the machine."""
+
+    rank: int
+    host: str
+    number: int | None = None
+    """Of its GPU among those that it may use; None if there is none."""
+    gpu: Gpu | None = None
+    nccl: bool = False
+    """Whether its torch is built with NCCL."""
+    hindrance: str | None = None
+    """What of its environment NCCL's messages cannot stand, and why."""
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """Which of its host's ranks this is, by its launcher; before MPI can say."""
+    for name in LOCAL_RANKS:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def bind_early(environ: MutableMapping[str, str]) -> None:
+    """Before CUDA and MPI start: the number of queues, and the GPU that the launcher means.
+
+    An MPI library that reads GPU memory takes the current one when it starts.
+    """
+    environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
+    local = local_rank(environ)
+    if local is not None and torch.cuda.is_available():
+        # A GPU that cannot be used is named once MPI can end the others, too (`placing.bind`).
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(local % torch.cuda.device_count())
+
+
+def machine_name() -> str:
+    """Name of this host, and what tells it from others of that name, as containers may have."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = BOOT.read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that this process may use, in torch's order."""
+    found = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(number)
+        bus = [getattr(properties, name, None) for name in BUS]
+        board = "" if None in bus else f"{machine_name()} {bus}"
+        found.append(Gpu(properties.name, str(properties.uuid), board))
+    return found
+
+
+def seat(
+    rank: int,
+    host: str,
+    local: int,
+    gpus: Sequence[Gpu],
+    *,
+    nccl: bool,
+    environ: Mapping[str, str],
+) -> Seat:
+    """Local rank modulo visible devices: right where each rank sees all of its host's GPUs, and
+    where each sees only its own."""
+    number = local % len(gpus) if gpus else None
+    gpu = None if number is None else gpus[number]
+    return Seat(rank, host, number, gpu, nccl, _hindrance(environ))
+
+
+def _hindrance(environ: Mapping[str, str]) -> str | None:
+    if environ.get(CONNECTIONS) == "1":
+        why = "a receive could stand in front of the send that it waits for"
+        return f"{CONNECTIONS}=1 is set, so that {why}; unset it"
+    for name in BLOCKING:
+        if environ.get(name, "0") not in ("", "0"):
+            why = "a rank that sends would wait for a receiver that waits for it"
+            return f"{name}={environ[name]} is set, so that {why}; unset it"
+    return None
+
+
+def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None:
+    """What carries contents, the same on every rank; None if nobody has a GPU.
+
+    `wanted` is the setting `transport`, which stands `where`. ConfigError if it cannot be had.
+    """
+    without = next((seat for seat in seats if seat.gpu is None), None)
+    with_gpu = next((seat for seat in seats if seat.gpu is not None), None)
+    if with_gpu is None:
+        if wanted in ("nccl", "cuda-aware-mpi"):
+            raise ConfigError(
+                f"{where}: {wanted} is for GPUs, and no rank sees one; load the driver and a torch "
+                "with CUDA, or choose transport: mpi"
+            )
+        return None
+    if without is not None:
+        raise ConfigError(
+            f"transport: rank {without.rank} on host {without.host} sees no GPU and rank "
+            f"{with_gpu.rank} on host {with_gpu.host} does; have the launcher give every rank one, "
+            "or train on CPUs by CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    if wanted in ("mpi", "cuda-aware-mpi"):
+        return "mpi" if wanted == "mpi" else "cuda-aware-mpi"
+    problem = problem_of_nccl(seats)
+    if wanted == "nccl" and problem is not None:
+        raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
+    if problem is None:
+        _refuse_hindrance(seats)
+    return "mpi" if problem is not None else "nccl"
+
+
+def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
+    """Why these ranks cannot use NCCL, and what would mend it."""
+    lacking = next((seat for seat in seats if not seat.nccl), None)
+    if lacking is not None:
+        return (
+            f"the torch of rank {lacking.rank} on host {lacking.host} is built without it; "
+            "install torch with CUDA for Linux"
+        )
+    boards: dict[str, Seat] = {}
+    for one in seats:
+        assert one.gpu is not None, "all ranks have one"
+        for place in (one.gpu.uuid, one.gpu.board or one.gpu.uuid):
+            first = boards.setdefault(place, one)
+            if first is not one:
+                return (
+                    f"ranks {first.rank} and {one.rank} share GPU {first.number} of host "
+                    f"{first.host}; start no more ranks a host than it has GPUs"
+                )
+    return None
+
+
+def _refuse_hindrance(seats: Sequence[Seat]) -> None:
+    for one in seats:
+        if len(seats) > 1 and one.hindrance is not None:
+            raise ConfigError(
+                f"transport: nccl: on rank {one.rank} of host {one.host} {one.hindrance}, or "
+                "choose transport: mpi"
+            )
+
+
+def describe(seats: Sequence[Seat]) -> list[str]:
+    """Rank → GPU, a line a host; and, in lines of their own, GPUs that ranks share."""
+    hosts: dict[str, list[Seat]] = defaultdict(list)
+    for one in seats:
+        if one.gpu is not None:
+            hosts[one.host].append(one)
+    lines = []
+    for host, here in hosts.items():
+        ranks = ", ".join(f"rank {one.rank} → GPU {one.number}" for one in here)
+        names = ", ".join(sorted({one.gpu.name for one in here if one.gpu is not None}))
+        lines.append(f"host {host}: {ranks} ({names})")
+    for host, here in hosts.items():
+        gpus = len(_by_gpu(here))
+        if len(here) > gpus:
+            lines.append(
+                f"warning: host {host} has {len(here)} ranks on {gpus} "
+                f"GPU{'s' * (gpus > 1)}, which take turns; start one rank a GPU"
+            )
+    return lines
+
+
+def _by_gpu(seats: Sequence[Seat]) -> dict[str, list[Seat]]:
+    sharing: dict[str, list[Seat]] = defaultdict(list)
+    for one in seats:
+        if one.gpu is not None:
+            sharing[one.gpu.uuid].append(one)
+    return sharing

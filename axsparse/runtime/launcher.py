@@ -1,0 +1,65 @@
+"""What launchers such as mpirun and srun tell a process through its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from axsparse.runtime.errors import ConfigError
+
+LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
+"""Set in every process that an MPI launcher starts."""
+
+
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
+"""Ranks that the launcher of this process started: Open MPI's mpirun; MPICH's, and srun with a
+PMI; jsrun."""
+
+
+SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
+"""Processes that srun started. With one of `SIZE_VARIABLES` beside it, these may be the daemons
+of an mpirun, one a node; SLURM_NTASKS then says so, too."""
+
+
+JOB_SIZE = "AXSPARSE_RANKS"
+"""Ranks that a job script asked for (`axsparse submit`)."""
+
+
+def flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+
+
+def started_by_launcher() -> bool:
+    """Whether an MPI launcher started this process."""
+    return any(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+def speaks() -> bool:
+    """Whether this process is the one that speaks before MPI has started."""
+    ranks = [os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ]
+    if not ranks and SRUN_SIZE in os.environ:
+        ranks = [os.environ.get("SLURM_PROCID", "0")]
+    return all(rank == "0" for rank in ranks)
+
+
+def check_size(size: int) -> None:
+    """ConfigError if the launcher started another number of ranks than MPI has found.
+
+    A launcher and an MPI library that do not know each other say nothing: each process
+    finds itself alone and would train by itself, all of them into the same place.
+    """
+    names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
+    for name in names:
+        if (said := os.environ.get(name, str(size))) != str(size):
+            raise ConfigError(
+                f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
+                "each other; start with the mpirun of the library that mpi4py loads, or with "
+                "another srun --mpi (srun --mpi=list names them)"
+            )
+    if (asked := os.environ.get(JOB_SIZE, str(size))) != str(size):
+        raise ConfigError(
+            f"MPI: size {size}, but the job asked for {asked} ranks ({JOB_SIZE}); start as many"
+        )

@@ -1,0 +1,69 @@
+"""A `Link` between ranks of a `LocalWorld`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from axsparse.runtime.communication import Direction, Message
+from axsparse.runtime.grid import Place
+from axsparse.runtime.local.local_world import LocalWorld
+
+
+class LocalLink:
+    """Hands copies of tensors to the neighbour's mailbox.
+
+    In a seeded world each call of `arrivals` shows a random part of what has come,
+    in a random order across the two directions and never within one.
+    """
+
+    def __init__(self, world: LocalWorld[Any], place: Place) -> None:
+        self.bytes_sent = 0
+        self._world = world
+        self._place = place
+        rank = place.rank
+        self._inboxes = []
+        if not place.is_first:
+            self._inboxes.append(world.mailbox(rank - 1, rank, Direction.FORWARD.name))
+        if not place.is_last:
+            self._inboxes.append(world.mailbox(rank + 1, rank, Direction.BACKWARD.name))
+
+    def send(self, message: Message) -> None:
+        forward = message.direction is Direction.FORWARD
+        assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
+        target = self._place.rank + (1 if forward else -1)
+        copies = tuple(
+            # Dense in memory, as what comes over a wire is.
+            None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
+            for t in message.tensors
+        )
+        self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
+        self._world.mailbox(self._place.rank, target, message.direction.name).append(
+            Message(message.direction, message.microbatch, copies, message.requires_grad)
+        )
+        self._world.progress()
+
+    def arrivals(self) -> list[Message]:
+        messages: list[Message] = []
+        random = self._world.random
+        inboxes = list(self._inboxes)
+        if random is not None:
+            random.shuffle(inboxes)
+        for inbox in inboxes:
+            while inbox and (random is None or random.random() < 0.5):
+                messages.append(inbox.popleft())
+        if messages:
+            self._world.progress()
+        return messages
+
+    def push(self) -> None:
+        """Nothing waits to be sent."""
+
+    @property
+    def unsent(self) -> int:
+        """Copies are taken at once, so that nothing is ever held."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,51 @@
+"""The transport of ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from axsparse.runtime.communication import Backoff, Collective, Link
+from axsparse.runtime.grid import Place
+from axsparse.runtime.launcher import flush_streams
+from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
+
+Local = TypeVar("Local", bound="LocalTransport")
+
+
+class LocalTransport:
+    """One rank of a `LocalWorld`; by itself, a run in one process without MPI."""
+
+    name = "local"
+
+    def __init__(self, world: LocalWorld[Any], rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self.backoff: Backoff = TurnBackoff(world, rank)
+        self._local = world
+        self.world: Collective = self.collective("world", range(world.size))
+
+    def link(self, place: Place) -> Link:
+        from axsparse.runtime.local.local_link import LocalLink
+
+        return LocalLink(self._local, place)
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        from axsparse.runtime.local.local_collective import LocalCollective
+
+        return LocalCollective(self._local, name, tuple(ranks), self.rank)
+
+    def branch(self: Local) -> Local:
+        return self  # there is nothing to close
+
+    def abort(self, code: int) -> NoReturn:
+        if threading.current_thread() is not threading.main_thread():
+            flush_streams()
+            os._exit(code)  # an exception would end the thread alone
+        sys.exit(code)
+
+    def close(self) -> None:
+        """Nothing to release."""

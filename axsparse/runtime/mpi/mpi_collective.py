@@ -1,0 +1,208 @@
+"""A `Collective` over MPI, for the types and the order of summation that MPI lacks.
+
+MPI has no bfloat16 sum and promises no order, so a reduction is an exchange: every
+shard goes to its owner (all-to-all), who adds the parts in rank order, and the sums are
+gathered. Buffers of float64 hold small agreements in which every element has one
+non-zero contributor, so that MPI's own sum is exact in any order.
+
+The two phases use two communicators, and phase two of an operation begins only after
+phase two of all earlier ones has: then all members start the same calls in the same
+order on each communicator, whatever completes first where.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import Tensor
+
+from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Op, shard_bounds
+from axsparse.runtime.rank_order import sum_in_rank_order
+
+Requests = list[MPI.Request]
+
+
+class MpiWork:
+    """An operation of up to two phases; advanced by its `MpiCollective`, in order."""
+
+    def __init__(
+        self,
+        owner: MpiCollective,
+        buffer: Tensor,
+        first: Requests,
+        second: Callable[[], Requests] | None,
+    ) -> None:
+        self._owner = owner
+        # mpi4py's Iallreduce and Iallgatherv do not hold the memory that they work on.
+        self._buffer = buffer
+        self._requests = first
+        self._second = second
+
+    def poll(self) -> bool:
+        self._owner.advance()
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        return self._second is None and not self._requests
+
+    @property
+    def in_last_phase(self) -> bool:
+        return self._second is None
+
+    def advance(self) -> None:
+        """Move on if the requests of the present phase have completed."""
+        if self._requests and not MPI.Request.Testall(self._requests):
+            return
+        self._requests = []
+        if self._second is not None:
+            second, self._second = self._second, None
+            self._requests = second()
+
+
+class MpiCollective:
+    """Operations over the ranks of one communicator."""
+
+    def __init__(
+        self, comm: MPI.Comm, backoff: Backoff, max_call_bytes: int = MAX_CALL_BYTES
+    ) -> None:
+        """Collective over `comm`."""
+        self.rank = comm.rank
+        self.size = comm.size
+        self.bytes_sent = 0
+        self._backoff = backoff
+        self._max_call_bytes = max_call_bytes
+        self._scattering = comm.Dup()
+        self._gathering = comm.Dup()
+        self._works: deque[MpiWork] = deque()
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> MpiWork:
+        assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
+        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        work = MpiWork(self, buffer, *self._phases(op, buffer, limits))
+        self._works.append(work)
+        self.advance()
+        return work
+
+    def advance(self) -> None:
+        """Move all operations on, without letting one overtake another's second phase."""
+        for work in self._works:
+            work.advance()
+            if not work.in_last_phase:
+                break
+        while self._works and self._works[0].complete:
+            self._works.popleft()
+
+    def close(self) -> None:
+        """Wait for what is under way and free the communicators."""
+        self._backoff.reset()
+        while self._works:
+            self.advance()
+            self._backoff.pause()
+        self._scattering.Free()
+        self._gathering.Free()
+
+    def _phases(
+        self, op: Op, buffer: Tensor, bounds: list[int]
+    ) -> tuple[Requests, Callable[[], Requests] | None]:
+        """The requests of the first phase, begun, and how to begin the second."""
+        if self.size == 1:
+            return [], None
+        if op is Op.BROADCAST:
+            return self._broadcast(buffer), None
+        if op is Op.ALL_REDUCE and buffer.dtype == torch.float64:
+            return self._native_sum(buffer), None
+        if op is Op.ALL_GATHER:
+            return [], lambda: self._gather(buffer, bounds)
+        requests, add = self._scatter(buffer, bounds)
+        if op is Op.ALL_REDUCE:
+            return requests, lambda: [*add(), *self._gather(buffer, bounds)]
+        return requests, add
+
+    def _scatter(
+        self, buffer: Tensor, bounds: list[int]
+    ) -> tuple[Requests, Callable[[], Requests]]:
+        """Send every shard to its owner; returns the sends and how to add what came."""
+        requests: Requests = []
+        received: list[tuple[Tensor, int, int]] = []
+        for begin, end in self._pieces(buffer):
+            counts = self._cut(bounds, begin, end)
+            start = min(max(bounds[self.rank], begin), end)
+            own = counts[self.rank]
+            parts = torch.empty(self.size * own, dtype=buffer.dtype)
+            itemsize = buffer.itemsize
+            requests.append(
+                self._scattering.Ialltoallv(
+                    self._described(buffer[begin:end], counts),
+                    self._described(parts, [own] * self.size),
+                )
+            )
+            self.bytes_sent += (end - begin - own) * itemsize
+            received.append((parts, start, own))
+
+        def add() -> Requests:
+            for parts, start, own in received:
+                if own:
+                    total = sum_in_rank_order(list(parts.view(self.size, own)))
+                    buffer[start : start + own] = total
+            return []
+
+        return requests, add
+
+    def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
+        """Send one's own shard to all."""
+        requests: Requests = []
+        for begin, end in self._pieces(buffer):
+            counts = self._cut(bounds, begin, end)
+            self.bytes_sent += counts[self.rank] * (self.size - 1) * buffer.itemsize
+            requests.append(
+                self._gathering.Iallgatherv(
+                    MPI.IN_PLACE, self._described(buffer[begin:end], counts)
+                )
+            )
+        return requests
+
+    def _broadcast(self, buffer: Tensor) -> Requests:
+        requests: Requests = []
+        for begin, end in self._pieces(buffer):
+            if self.rank == 0:
+                self.bytes_sent += (end - begin) * (self.size - 1) * buffer.itemsize
+            piece = _bytes_of(buffer[begin:end])
+            requests.append(self._scattering.Ibcast([piece, MPI.BYTE], root=0))
+        return requests
+
+    def _native_sum(self, buffer: Tensor) -> Requests:
+        self.bytes_sent += buffer.nbytes
+        values = buffer.numpy()
+        return [self._scattering.Iallreduce(MPI.IN_PLACE, [values, MPI.DOUBLE], op=MPI.SUM)]
+
+    def _pieces(self, buffer: Tensor) -> list[tuple[int, int]]:
+        """Ranges of the buffer small enough that no rank receives too much in one call."""
+        most = max(1, self._max_call_bytes // (buffer.itemsize * self.size))
+        return [
+            (begin, min(begin + most, buffer.numel())) for begin in range(0, buffer.numel(), most)
+        ]
+
+    def _cut(self, bounds: list[int], begin: int, end: int) -> list[int]:
+        """How many entries of [begin, end) lie in each rank's shard."""
+        limits = [min(max(bound, begin), end) for bound in bounds]
+        return [after - before for before, after in itertools.pairwise(limits)]
+
+    @staticmethod
+    def _described(
+        piece: Tensor, counts: list[int]
+    ) -> tuple[NDArray[np.uint8], tuple[list[int], list[int]], MPI.Datatype]:
+        """A buffer of consecutive parts as mpi4py takes it: bytes, counts and displacements."""
+        sizes = [count * piece.itemsize for count in counts]
+        offsets = [sum(sizes[:part]) for part in range(len(sizes))]
+        return _bytes_of(piece), (sizes, offsets), MPI.BYTE
+
+
+def _bytes_of(piece: Tensor) -> NDArray[np.uint8]:
+    return piece.view(torch.uint8).numpy()

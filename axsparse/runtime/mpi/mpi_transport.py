@@ -1,0 +1,145 @@
+"""The transport of ranks that are processes of an MPI job."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.communication import Backoff, Collective, Link
+from axsparse.runtime.grid import Place
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from axsparse.runtime.mpi.mpi_wire import MpiWires
+from axsparse.runtime.launcher import flush_streams
+
+FORWARDED_SECONDS = 0.3
+"""How long a launcher has to pass on a last line. It drops what it has not read by the abort, as
+MPICH's did on a machine with more to do than cores."""
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class MpiTransport:
+    """The ranks of an MPI job."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Collective over `comm`."""
+        from axsparse.runtime.mpi.mpi_collective import MpiCollective
+
+        self.name = f"mpi ({mpi_library()})"
+        self.rank = comm.rank
+        self.size = comm.size
+        self.backoff: Backoff = SleepingBackoff()
+        self._comm = comm
+        self._world = MpiCollective(comm, self.backoff)
+        self.world: Collective = self._world
+        self._made: list[_Closable] = [self._world]
+
+    def link(self, place: Place) -> Link:
+        from axsparse.runtime.mpi.mpi_link import MpiLink
+
+        link = MpiLink(self._comm, place, self.backoff)
+        self._made.append(link)
+        return link
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        from axsparse.runtime.mpi.mpi_collective import MpiCollective
+
+        group = self._comm.Get_group().Incl(list(ranks))
+        comm = self._comm.Create_group(group)
+        comm.Set_name(name)  # what MPI's own messages and debuggers call it
+        group.Free()
+        collective = MpiCollective(comm, self.backoff)
+        comm.Free()  # the collective has its own duplicates
+        self._made.append(collective)
+        return collective
+
+    def wires(self) -> MpiWires:
+        """What the headers between GPUs travel on; all ranks call this together."""
+        from axsparse.runtime.mpi.mpi_wire import MpiWires
+
+        return MpiWires(self._comm)
+
+    def branch(self) -> MpiTransport:
+        branch = copy.copy(self)
+        branch._made = []
+        self._made.append(branch)
+        return branch
+
+    def local_rank(self) -> int:
+        """Which of its host's ranks this is; all ranks call this together."""
+        from mpi4py import MPI
+
+        here = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        number: int = here.rank
+        here.Free()
+        return number
+
+    def abort(self, code: int) -> NoReturn:
+        end_all_ranks(self._comm, code)
+
+    def close(self) -> None:
+        for made in reversed(self._made):
+            made.close()
+        self._made.clear()
+
+
+def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
+    """Our line has been printed; MPI's own words after it would only bury it."""
+    flush_streams()
+    time.sleep(FORWARDED_SECONDS)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or thread_level() == "multiple":
+        comm.Abort(code)
+    os._exit(code)  # the launcher ends the others
+
+
+START_SECONDS = 600.0
+"""How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
+that ends before it has, and whoever has would wait for ever."""
+
+
+def wait_until_all_ranks_have_started() -> None:
+    """Start MPI. The name is what a traceback shows where a rank has waited too long."""
+    if "mpi4py.MPI" in sys.modules:
+        return
+    # By a thread of C, since MPI holds the interpreter meanwhile.
+    faulthandler.dump_traceback_later(START_SECONDS, exit=True)
+    try:
+        from mpi4py import MPI  # noqa: F401 - importing it starts it
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def mpi_library() -> str:
+    """Vendor and version of the MPI library."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(str(part) for part in version)}"
+
+
+def thread_level() -> str:
+    """How many threads may call MPI: single, funneled, serialized or multiple."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]

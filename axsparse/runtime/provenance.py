@@ -1,0 +1,40 @@
+"""What a run's numbers may depend on: versions of packages, and the commit of the checkout."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from axsparse.runtime.version import __version__
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where the package lies: a checkout of the project, or a folder of installed packages."""
+
+
+def versions() -> dict[str, str]:
+    """What a run's numbers may depend on."""
+    return {
+        "axsparse": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def git_hash() -> str | None:
+    """The commit of the checkout that axsparse runs from; None for an installed package."""
+    root = CHECKOUT
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(  # noqa: S603 - a fixed command
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

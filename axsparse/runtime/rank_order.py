@@ -1,0 +1,39 @@
+"""Sums whose bits do not depend on who computes them, and the bytes an exchange hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from axsparse.runtime.communication import Op
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """((part 0 + part 1) + part 2) + …; halves are added in fp32 and rounded once."""
+    dtype = parts[0].dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].to(torch.float32 if half else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> int:
+    """Bytes one rank hands over for an operation on shards with these bounds.
+
+    A reduction sends every other shard to its owner, a gathering sends one's own
+    shard to all others; together over all ranks 2 (d − 1) n, the ring's volume.
+    """
+    size = len(bounds) - 1
+    own = bounds[rank + 1] - bounds[rank]
+    total = bounds[-1] - bounds[0]
+    entries = 0
+    if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+        entries += total - own
+    if op in (Op.ALL_REDUCE, Op.ALL_GATHER):
+        entries += own * (size - 1)
+    if op is Op.BROADCAST and rank == 0:
+        entries += total * (size - 1)
+    return entries * itemsize

@@ -1,0 +1,159 @@
+"""Kept positions on a GPU: made from a mask, read by kernels, and turned back.
+
+The same encodings as on the CPU, with the same bytes (`samo/state_bytes.py`), behind the same
+protocol (`samo/index/base.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.cuda.launch import CHUNK, TILE, Argument, Launcher, blocks_of, check
+from axsparse.samo.state_bytes import (
+    INT32_LIMIT,
+    MASK_BLOCK,
+    MASK_WORD,
+    UINT16_BLOCK,
+    IndexKind,
+    fits_int32,
+)
+
+DeviceKind: TypeAlias = Literal["full", "int32", "uint16", "mask"]
+"""How kept positions are stored; "full" is all of them, at no cost."""
+INDICES: dict[DeviceKind, str] = {
+    "full": "FullIndex",
+    "int32": "Int32Index",
+    "uint16": "Uint16Index",
+    "mask": "MaskIndex",
+}
+"""How the source calls them."""
+BITS = {2: "unsigned short", 4: "unsigned"}
+"""What values move as, by their bytes."""
+
+
+@dataclass(frozen=True)
+class DeviceIndex:
+    """The kept positions of one tensor, on its device."""
+
+    launch: Launcher
+    kind: DeviceKind
+    numel: int
+    kept: int
+    device: torch.device
+    entries: Tensor | None = None
+    """int32: flat positions. uint16: their low 16 bits. mask: bits, the lowest of a byte first."""
+    offsets: Tensor | None = None
+    """int32, kept entries before each block of dense ones, and all of them at the end."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return sum(tensor.nbytes for tensor in (self.entries, self.offsets) if tensor is not None)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What kernels are given of it."""
+        return self.entries, self.offsets, np.int64(self.kept), np.int64(self.numel)
+
+    def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
+        """The kept entries [start, stop) of a dense flat tensor; a view where all are kept."""
+        if self.kind == "full":
+            return dense_D[start:stop]
+        gathered_K = dense_D.new_empty(stop - start)
+        self._move(dense_D, gathered_K, start, into_dense=False)
+        return gathered_K
+
+    def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
+        """Write values to the kept entries from `start` on; all else stays as it is."""
+        if self.kind == "full":
+            dense_D[start : start + values_K.numel()].copy_(values_K)
+        else:
+            self._move(dense_D, values_K, start, into_dense=True)
+
+    def positions(self) -> Tensor:
+        """Flat positions of all kept entries, int64, ascending (for re-masking and files)."""
+        if self.entries is None:
+            return torch.arange(self.kept, device=self.device)
+        found = torch.empty(self.kept, dtype=torch.int64, device=self.device)
+        kernel = f"positions<{INDICES[self.kind]}>"
+        self.launch(kernel, blocks_of(self.kept, CHUNK), *self.arguments, found)
+        return found
+
+    def positions_by_host(self) -> Tensor:
+        """The same on the host, without a kernel and without memory of the device: for a thread
+        beside the one that trains."""
+        if self.entries is None:
+            return torch.arange(self.kept)
+        entries = self.entries.cpu()
+        if self.kind == "int32":
+            return entries.long()
+        if self.kind == "mask":
+            bits = np.unpackbits(entries.numpy(), bitorder="little")[: self.numel]
+            return torch.from_numpy(bits.nonzero()[0])
+        assert self.offsets is not None, "counts of blocks"
+        counts = self.offsets.cpu().long().diff()
+        blocks = torch.arange(counts.numel()).repeat_interleave(counts)
+        return entries.long() + blocks * UINT16_BLOCK
+
+    def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
+        stop = start + values_K.numel()
+        assert 0 <= start <= stop <= self.kept, f"[{start}, {stop}) of {self.kept} kept entries"
+        check(dense_D, "dense", (values_K.dtype,), self.numel)
+        check(values_K, "values", (dense_D.dtype,), stop - start)
+        self.launch(
+            f"move<{INDICES[self.kind]}, {BITS[dense_D.itemsize]}>",
+            blocks_of(stop - start, CHUNK),
+            dense_D,
+            *self.arguments,
+            values_K,
+            np.int64(start),
+            np.int64(stop),
+            np.int32(into_dense),
+        )
+
+
+def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> DeviceIndex:
+    """The index of a flat boolean mask (True: kept), on the mask's device.
+
+    Waits for the device once, to learn how many are kept. Raises ConfigError for more kept
+    entries than int32 can number, and where int32 positions cannot number all entries.
+    """
+    numel, device = mask_D.numel(), mask_D.device
+    check(mask_D, "mask", (torch.bool,), numel)
+    if kind == "int32" and not fits_int32(numel):
+        raise ConfigError(
+            f"samo.index: int32 on a GPU numbers {INT32_LIMIT} entries of a tensor and this one "
+            f"has {numel}; choose uint16, mask or auto"
+        )
+    tiles, count = blocks_of(numel, TILE), np.int64(numel)
+    counts = torch.empty(blocks_of(numel, MASK_BLOCK), dtype=torch.int32, device=device)
+    launch("count_kept", tiles, mask_D, count, counts)
+    before = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    kept = int(before[-1])
+    if kept == numel:
+        return DeviceIndex(launch, "full", numel, kept, device)
+    if not fits_int32(kept):
+        raise ConfigError(
+            f"pruning.sparsity: on a GPU a pruned tensor keeps at most {INT32_LIMIT} entries and "
+            f"this one keeps {kept}; prune more, or keep all of it"
+        )
+    offsets = before.to(torch.int32)
+    if kind == "mask":
+        words = blocks_of(numel, MASK_WORD) * MASK_WORD // 8
+        bits = torch.empty(words, dtype=torch.uint8, device=device)
+        launch("pack", tiles, mask_D, count, bits)
+        return DeviceIndex(launch, kind, numel, kept, device, bits, offsets)
+    entry, dtype = ("int", torch.int32) if kind == "int32" else ("unsigned short", torch.uint16)
+    entries = torch.empty(kept, dtype=dtype, device=device)
+    launch(f"number_kept<{entry}>", tiles, mask_D, count, offsets, entries)
+    if kind == "int32":
+        return DeviceIndex(launch, kind, numel, kept, device, entries)
+    every = torch.arange(0, numel + UINT16_BLOCK, UINT16_BLOCK, device=device)
+    at = (every // MASK_BLOCK).clamp_(max=offsets.numel() - 1)
+    return DeviceIndex(launch, kind, numel, kept, device, entries, offsets[at])

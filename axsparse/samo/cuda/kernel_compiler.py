@@ -1,0 +1,91 @@
+"""Kernels for the GPU that is here: compiled by CuPy with NVRTC at their first use, and kept.
+
+CuPy keeps what it compiles in a folder of the user's as well (`CUPY_CACHE_DIR`), so that the
+next run loads it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.cuda.launch import THREADS, Argument, pointer, read_source, source
+
+OPTIONS = ("--std=c++17",)
+
+
+@dataclass(frozen=True)
+class TorchStream:
+    """One of torch's streams as CuPy takes those of others."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and the stream."""
+        return 0, self.handle
+
+
+class CupyLauncher:
+    """Runs kernels on one device and torch's current stream there, in torch's order."""
+
+    def __init__(self, device: int) -> None:
+        """`device`: its number among torch's. Raises ConfigError, in one line, where CuPy is
+        missing or cannot compile."""
+        self._cupy = _import_cupy()
+        self._kernels: dict[str, Any] = {}
+        # The smallest kernel shows at once whether there is a compiler that works.
+        self._device = device
+        self._kernel("fold")
+
+    def __call__(self, kernel: str, blocks: int, *arguments: Argument) -> None:
+        if blocks == 0:
+            return
+        values = tuple(
+            np.uint64(pointer(argument))
+            if argument is None or isinstance(argument, Tensor)
+            else argument
+            for argument in arguments
+        )
+        stream = TorchStream(torch.cuda.current_stream(self._device).cuda_stream)
+        with self._cupy.cuda.Device(self._device), self._cupy.cuda.Stream.from_external(stream):
+            self._kernel(kernel)((blocks,), (THREADS,), values)
+
+    def _kernel(self, name: str) -> Any:
+        found = self._kernels.get(name)
+        if found is None:
+            module = self._cupy.RawModule(
+                code=source(read_source("device")), options=OPTIONS, name_expressions=[name]
+            )
+            try:
+                with self._cupy.cuda.Device(self._device):
+                    found = module.get_function(name)
+            except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
+                raise ConfigError(
+                    "samo: CuPy cannot compile kernels for this GPU ("
+                    f"{_first_line(error)}); NVRTC of CUDA {torch.version.cuda} has to be "
+                    "installed, with CuPy or by the site's CUDA module"
+                ) from error
+            self._kernels[name] = found
+        return found
+
+
+def _import_cupy() -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        major = (torch.version.cuda or "12").partition(".")[0]
+        raise ConfigError(
+            f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
+            f"pip install cupy-cuda{major}x"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

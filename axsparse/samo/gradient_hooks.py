@@ -1,0 +1,129 @@
+"""From autograd's dense gradients to compressed ones, one parameter at a time.
+
+A hook runs as soon as autograd has finished one parameter's gradient: it gathers the
+kept entries, adds them to the layer's buffer and frees the dense gradient. So the dense
+gradients of no more than one layer live at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from axsparse.samo.growth_candidates import Candidates, strongest
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
+
+
+class GradientCollector:
+    """Compresses and accumulates the gradients of a stage, and says when each is complete.
+
+    `on_ready(layer)` is called once a step and layer, in the backward of the last
+    microbatch, as soon as all of the layer's gradients are in; for layers with
+    parameters that autograd did not reach there, by `finish`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        on_ready: Callable[[LayerState], None],
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`timed()` is entered around each compression."""
+        self._layers = layers
+        self._on_ready = on_ready
+        self._timed = timed
+        self._is_last = False
+        self._missing: dict[str, set[str]] = {}
+        self._wanted: dict[str, int] = {}
+        self._candidates: dict[str, Candidates] = {}
+        self._handles = [
+            tensor.parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
+            for layer in layers
+            for tensor in layer.tensors
+        ]
+
+    def begin(self) -> None:
+        """Open a step: the first gradient of each tensor replaces what is there."""
+        self._is_last = False
+        self._candidates.clear()
+        for layer in self._layers:
+            self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
+            for tensor in layer.tensors:
+                tensor.accumulated, tensor.partials = False, None
+
+    def last_microbatch(self) -> None:
+        """The backward that follows is the step's last: its gradients complete the sums.
+
+        Layers without trained parameters, for which no hook will speak, are complete now.
+        """
+        self._is_last = True
+        for layer in self._layers:
+            if not layer.tensors:
+                self._on_ready(layer)
+
+    def finish(self) -> list[str]:
+        """Close the step; names the tensors that no microbatch gave a gradient (taken as zero)."""
+        unused = []
+        for layer in self._layers:
+            for tensor in layer.tensors:
+                if not tensor.accumulated:
+                    layer.gradient_of(tensor).zero_()
+                    unused.append(tensor.name)
+            if self._missing[layer.name]:
+                self._missing[layer.name].clear()
+                self._on_ready(layer)
+        return unused
+
+    def harvest(self, wanted: Mapping[str, int]) -> None:
+        """From the next step on, pick so many candidates for growth of each tensor named.
+
+        Every step begins anew, so the candidates are those of one step's microbatches: each
+        adds its gradient to the candidates there are, and the strongest sums stay.
+        """
+        self._wanted = dict(wanted)
+
+    def harvested(self) -> dict[str, Candidates]:
+        """The candidates of the last step, by tensor, without those that got no gradient;
+        ends the harvest."""
+        found, self._candidates, self._wanted = self._candidates, {}, {}
+        return found
+
+    @property
+    def candidate_bytes(self) -> int:
+        """Bytes of the candidates that are held."""
+        return sum(candidates.nbytes for candidates in self._candidates.values())
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
+        def compress(parameter: Tensor) -> None:
+            assert parameter.grad is not None, "autograd calls this once the gradient is there"
+            with self._timed():
+                if tensor.name in self._wanted:
+                    self._pick(tensor, parameter.grad)
+                layer.accumulate(tensor, parameter.grad, is_last=self._is_last)
+                parameter.grad = None
+            if self._is_last:
+                missing = self._missing[layer.name]
+                missing.discard(tensor.name)
+                if not missing:
+                    self._on_ready(layer)
+
+        return compress
+
+    def _pick(self, tensor: TensorState, dense: Tensor) -> None:
+        """Join a dense gradient with the tensor's candidates; needs 5 bytes an entry of it."""
+        before = self._candidates.get(tensor.name)
+        self._candidates[tensor.name] = strongest(
+            dense.reshape(-1).to(torch.float32, copy=True),
+            () if before is None else (before,),
+            tensor.index,
+            self._wanted[tensor.name],
+        )

@@ -1,0 +1,1 @@
+"""Which entries of a tensor are kept: the encodings of their positions."""

@@ -1,0 +1,218 @@
+"""Layers built straight into their final storage, one parameter at a time.
+
+A parameter is initialised in fp32, pruned, compressed and rounded before the next one
+exists, so building a stage needs no more than its final state and one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer, StartValues, on_meta
+from axsparse.models.module_buffers import slots
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
+from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.masks import Masks
+from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.state_bytes import IndexKind, master_kind
+from axsparse.samo.tensor_state import TensorState
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """A layer of this stage: its module and the state of its trained parameters."""
+
+    spec: Layer
+    module: nn.Module
+    state: LayerState
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How state is stored; equal on all ranks."""
+
+    dtype: torch.dtype
+    """Of weights, activations and messages."""
+    gradient_dtype: torch.dtype
+    moments: tuple[str, ...]
+    seed: int
+    masks: Masks | None
+    """What is pruned while building; None builds dense state."""
+    index: IndexKind = "int32"
+    """How kept positions are stored, of what is pruned now and later."""
+    split_master: bool = False
+    """Masters as bf16 weight and 16-bit remainder."""
+    replicas: Replicas = ALONE
+    start: StartValues | None = None
+    """Where the model starts, if not at its layers' own values."""
+    backend: Backend = HOST
+    """Where state lives."""
+
+
+def build_layers(
+    layers: Sequence[Layer], ties: Mapping[str, str], options: StateOptions
+) -> list[BuiltLayer]:
+    """Build the layers of one stage.
+
+    `ties` maps the global name of each second use of a weight to the first. Both
+    uses start, and are pruned, as one weight; where both are in `layers`, they share
+    one storage.
+    """
+    tensors: dict[str, TensorState] = {}
+    return [_construct_layer(layer, ties, tensors, options) for layer in layers]
+
+
+def _construct_layer(
+    layer: Layer,
+    ties: Mapping[str, str],
+    tensors: dict[str, TensorState],
+    options: StateOptions,
+) -> BuiltLayer:
+    """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
+    module, values = _skeleton(layer, ties, options)
+    _fill_buffers(layer, module, options)
+    states: list[TensorState] = []
+    frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
+    for local_name, parameter in list(module.named_parameters()):
+        name = f"{layer.name}.{local_name}"
+        owner = tensors.get(ties.get(name, ""))
+        shape = tuple(parameter.shape)
+        if owner is not None and tuple(owner.parameter.shape) != shape:
+            raise ConfigError(
+                f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and {shape} "
+                "differ; a tie joins two uses of one weight"
+            )
+        if owner is None:
+            storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
+        else:
+            storage = owner.parameter.detach()
+        if torch._has_compatible_shallow_copy_type(parameter, storage):
+            # The module may hold it elsewhere as well, and may have hooks on it.
+            weight = parameter
+            weight.data = storage
+        else:  # it is on the meta device, say
+            weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+            _replace(module, local_name, weight)
+        if not parameter.requires_grad:
+            weight.detach().copy_(values(local_name))
+            frozen.append(weight)
+            continue
+        index = options.backend.full_index(weight.numel())
+        first, masks = ties.get(name, name), options.masks
+        if owner is None and masks is not None and first in masks.kept:
+            mask_D = masks.mask(first, shape, partial(values, local_name))
+            index = options.backend.index(mask_D, options.index)
+            del mask_D
+        tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
+        states.append(tensors[name])
+    state = LayerState(
+        layer.name,
+        states,
+        moments=options.moments,
+        gradient_dtype=options.gradient_dtype,
+        master=master_kind(half=options.dtype != torch.float32, split=options.split_master),
+        index_kind=options.index,
+        frozen=frozen,
+        replicas=options.replicas,
+        backend=options.backend,
+    )
+    for tensor in state.owned:
+        fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
+    state.reset_moments()  # allocates them; last, since until now an fp32 value needs room
+    return BuiltLayer(layer, module, state)
+
+
+def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
+    """Set the kept weights of a tensor from dense fp32 values.
+
+    A call of its own, since a local of the caller would outlive the next value's making.
+    """
+    value_D = value.view(-1).to(state.backend.device)
+    for start, stop in tensor.blocks():
+        state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
+
+
+def start_values(
+    layer: Layer, ties: Mapping[str, str], options: StateOptions
+) -> dict[str, Callable[[], Tensor]]:
+    """What gives the fp32 start values of a layer's trained tensors, by global name."""
+    module, values = _skeleton(layer, ties, options)
+    return {
+        f"{layer.name}.{local_name}": partial(values, local_name)
+        for local_name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _skeleton(
+    layer: Layer, ties: Mapping[str, str], options: StateOptions
+) -> tuple[nn.Module, Callable[[str], Tensor]]:
+    """The module, and the fp32 start values of its parameters by local name.
+
+    Values are asked for twice, for the mask and for the state, because keeping them
+    would hold a whole layer in fp32.
+    """
+    init, start, seed = layer.init, options.start, options.seed
+    if init is None:
+        with preserved_rng():
+            torch.manual_seed(keyed_seed(seed, layer.name, "init"))
+            module = layer.build()
+    else:
+        module = on_meta(layer)
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+
+    def value(name: str) -> Tensor:
+        full = f"{layer.name}.{name}"
+        owner = ties.get(full, full)
+        if start is not None:
+            given = start.read(owner)
+            assert given is not None and tuple(given.shape) == shapes[name], owner
+        elif init is not None:
+            given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
+            if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
+                kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ConfigError(
+                    f"layer {layer.name}: its init gave {kind} for {name}; return a tensor of "
+                    f"shape {shapes[name]}"
+                )
+        else:
+            given = parameters[name]
+        return given.float().contiguous()
+
+    return module, value
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of every registration of the one called `name`."""
+    old = module.get_parameter(name)
+    for child in module.modules():
+        for key, value in list(child._parameters.items()):
+            if value is old:
+                child._parameters[key] = parameter
+
+
+def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
+    """Give buffers their start values, on the device; those built on the meta device hold nothing
+    yet."""
+    start = options.start
+    for slot in slots(module):
+        given = None if start is None else start.read(f"{layer.name}.{slot.name}")
+        if given is not None:
+            assert given.shape == slot.tensor.shape, slot.name
+            slot.put(given.detach().to(slot.tensor.dtype, copy=True))
+        elif slot.tensor.is_meta and slot.is_statistic:
+            slot.put(slot.start())
+        elif slot.tensor.is_meta:
+            raise ConfigError(
+                f"layer {layer.name}: buffer {slot.name!r} has no contents, because a layer with "
+                "`init` is built on the meta device; leave `init` out or compute it in forward"
+            )
+        slot.put(slot.tensor.to(options.backend.device))

@@ -1,0 +1,69 @@
+"""Pruning of live state: dense tensors shrink to their kept entries, one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.masks import Masks
+from axsparse.samo.tensor_state import TensorState
+
+
+def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
+    """Prune what the masks name; kept weights and their moments carry over exactly.
+
+    Of tensors that are pruned already, some of the kept entries stay.
+    """
+    layers = list(layers)
+    for layer in layers:
+        for tensor in layer.state.owned:
+            owner = ties.get(tensor.name, tensor.name)
+            if owner in masks.kept:
+                mask_D = masks.mask(
+                    owner,
+                    tuple(tensor.parameter.shape),
+                    partial(layer.state.dense_master, tensor.name),
+                    within=kept_positions(tensor),
+                )
+                layer.state.remask(tensor.name, mask_D)
+    for layer in layers:
+        if any(tensor.alias_of is not None for tensor in layer.state.tensors):
+            layer.state.refit()
+
+
+def kept_positions(tensor: TensorState) -> Tensor | None:
+    """Flat positions of the kept entries of a pruned tensor; None of a dense one."""
+    return None if tensor.kept == tensor.parameter.numel() else tensor.positions()
+
+
+def masks_digest(layers: Iterable[BuiltLayer]) -> int:
+    """A 52-bit number (exact as a float) of which entries of which tensors are kept."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in layers:
+        for tensor in layer.state.owned:
+            digest.update(f"{tensor.name} {tensor.kept} ".encode())
+            if tensor.kept < tensor.parameter.numel():
+                digest.update(tensor.positions().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 12
+
+
+def weights_digest(layers: Iterable[BuiltLayer]) -> int:
+    """A 52-bit number (exact as a float) of the weights, by the sums of their bits: no copy of a
+    tensor is made."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in layers:
+        for name, weight in layer.module.named_parameters():
+            digest.update(f"{layer.spec.name}.{name} {_sum_of_bits(weight.detach())} ".encode())
+    return int.from_bytes(digest.digest(), "big") >> 12
+
+
+def _sum_of_bits(values: Tensor) -> int:
+    """Modulo 2⁶⁴, of words of eight bytes, and of what bytes are left."""
+    raw = values.reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())

@@ -1,0 +1,1 @@
+"""Optimizers over kept entries, and what an update needs beside them."""

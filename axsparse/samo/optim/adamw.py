@@ -1,0 +1,47 @@
+"""AdamW (Loshchilov and Hutter 2019, algorithm 2) over kept entries.
+
+    m ← β₁ m + (1 − β₁) g
+    v ← β₂ v + (1 − β₂) g²
+    θ ← θ (1 − ηλ) − η / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
+
+The operations and their order are those of `torch.optim.AdamW` without foreach and
+fusion, so that kept entries are bitwise those of a masked dense run.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from axsparse.samo.cuda.step_kernel import adamw_step
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Block, Optimizer
+
+
+def update_moments(block: Block, hyper: Hyper) -> None:
+    """First and second moments."""
+    beta1, beta2 = hyper.betas
+    block.moments["exp_avg"].lerp_(block.grad, 1 - beta1)
+    block.moments["exp_avg_sq"].mul_(beta2).addcmul_(block.grad, block.grad, value=1 - beta2)
+
+
+def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+    """Decay and move the master weights."""
+    assert statistics is None
+    mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
+    beta1, beta2 = hyper.betas
+    correction1 = 1 - beta1**hyper.step
+    correction2 = 1 - beta2**hyper.step
+    block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
+    denominator = square.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
+    block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
+
+
+ADAMW = Optimizer(
+    moments=("exp_avg", "exp_avg_sq"),
+    update_moments=update_moments,
+    statistics=None,
+    apply=apply,
+    fused=adamw_step,
+)

@@ -1,0 +1,64 @@
+"""Partial sums of the squared gradient norm, in pieces that no layout changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from axsparse.samo.cuda.compress_kernel import judge
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.tensor_state import TensorState, common
+
+
+def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[str, Tensor]:
+    """Per tensor name, one fp64 sum of squares a block of kept gradient entries; zero for the
+    blocks of other replicas' shares.
+
+    On the device of the gradients. Non-finite exactly if a gradient entry of the block is: squares
+    of fp32 values cannot overflow fp64. `names` limits the result to tensors counted here, since
+    the second use of a tied weight is counted where the first is.
+    """
+    wanted = set(names)
+    return {
+        tensor.name: _squares(layer, tensor)
+        for layer in layers
+        for tensor in layer.owned
+        if tensor.name in wanted
+    }
+
+
+def _squares(layer: LayerState, tensor: TensorState) -> Tensor:
+    """The sums of one tensor, as they came with its last gradient or of what is there now."""
+    if tensor.partials is not None:
+        return tensor.partials
+    gradient_K, launch = layer.gradient_of(tensor), layer.backend.launch
+    blocks = -(-tensor.kept // BLOCK)
+    sums = torch.zeros(blocks, dtype=torch.float64, device=gradient_K.device)
+    if launch is None:
+        for start, stop in layer.blocks(tensor, layer.share):
+            sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+    elif own := common(layer.share, tensor):
+        own_sums = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
+        judge(launch, gradient_K[own.start : own.stop], own_sums)
+    return sums
+
+
+def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:
+    """The norm from all partials in (name, block) order, rounded to fp32 before any use."""
+    norm = math.sqrt(float(partials.sum())) / loss_scale
+    return float(torch.tensor(norm, dtype=torch.float32))
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """What gradients are multiplied by: min(1, clip_norm / (norm + 1e-6)), as in
+    `torch.nn.utils.clip_grad_norm_` and in fp32 as there; 1 if `clip_norm` is 0.
+    """
+    if clip_norm == 0:
+        return 1.0
+    limit = torch.tensor(clip_norm, dtype=torch.float32)
+    factor = limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+    return float(torch.clamp(factor, max=1.0))

@@ -1,0 +1,56 @@
+"""SGD with momentum and Nesterov's (Sutskever et al. 2013, as `torch.optim.SGD` has them).
+
+    d ← g + λ θ
+    v ← μ v + d
+    θ ← θ − η d                without momentum, μ = 0
+    θ ← θ − η v                with momentum
+    θ ← θ − η (d + μ v)        with Nesterov's momentum
+
+Weight decay λ is a part of the gradient, hence of the momentum, unlike AdamW's.
+The operations and their order are those of `torch.optim.SGD` without foreach, fusion
+and dampening, so that kept entries are bitwise those of a masked dense run (a zero of
+the first step's momentum may differ in its sign, which no weight ever shows).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from axsparse.samo.cuda.step_kernel import sgd_step
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Block, Optimizer
+
+
+def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
+    """The rule for one μ, which decides what state there is: with μ = 0, none."""
+
+    def update_moments(block: Block, hyper: Hyper) -> None:
+        if momentum:
+            block.moments["momentum"].mul_(momentum).add_(_decayed(block, hyper))
+
+    def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+        assert statistics is None
+        if not momentum:
+            direction = _decayed(block, hyper)
+        elif nesterov:
+            direction = _decayed(block, hyper).add(block.moments["momentum"], alpha=momentum)
+        else:
+            direction = block.moments["momentum"]
+        block.master.add_(direction, alpha=-hyper.learning_rate)
+
+    return Optimizer(
+        moments=("momentum",) if momentum else (),
+        update_moments=update_moments,
+        statistics=None,
+        apply=apply,
+        fused=partial(sgd_step, momentum=momentum, nesterov=nesterov),
+    )
+
+
+def _decayed(block: Block, hyper: Hyper) -> Tensor:
+    """d: the gradient and its weight decay."""
+    if hyper.weight_decay == 0:
+        return block.grad
+    return block.grad.add(block.master, alpha=hyper.weight_decay)

@@ -1,0 +1,72 @@
+"""One trained tensor: its dense weight and which of its entries are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from axsparse.samo.index.base import Index
+from axsparse.samo.shards import BLOCK
+
+
+@dataclass(eq=False)
+class TensorState:
+    """One trained parameter: its dense weight and where its kept entries stand."""
+
+    name: str
+    """Global parameter name."""
+    parameter: nn.Parameter
+    """Dense, in the training precision; zero at pruned positions."""
+    own_index: Index
+    decays: bool
+    """Whether weight decay applies."""
+    alias_of: TensorState | None = None
+    """The other use of the same weight on the same stage, which owns index, master and
+    moments. An alias shares that weight's storage and has a gradient of its own."""
+    offset: int = 0
+    accumulated: bool = False
+    """Whether this step's gradient has been written at least once."""
+    partials: Tensor | None = None
+    """On a GPU, the sums of squares of this step's gradient by blocks, where they came with it
+    and nothing has been added since."""
+
+    @property
+    def index(self) -> Index:
+        """The kept positions; an alias has those of its owner."""
+        return self.alias_of.index if self.alias_of is not None else self.own_index
+
+    @property
+    def kept(self) -> int:
+        """Kept entries."""
+        return self.index.kept
+
+    def positions(self) -> Tensor:
+        """Flat positions of the kept entries on the host, int64, ascending."""
+        return self.index.positions().cpu()
+
+    @property
+    def weight_D(self) -> Tensor:
+        """The weight as a flat view."""
+        return self.parameter.detach().view(-1)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The bounds of its blocks of kept entries, in order."""
+        for start in range(0, self.kept, BLOCK):
+            yield start, min(start + BLOCK, self.kept)
+
+
+@dataclass(frozen=True)
+class RestingState:
+    """A layer's held masters and moments, in one place."""
+
+    master: Tensor | None
+    moments: dict[str, Tensor]
+
+
+def common(part: range, tensor: TensorState, start: int = 0, stop: int | None = None) -> range:
+    """Which of a tensor's kept entries [start, stop) lie in a part of the flat buffers."""
+    stop = tensor.kept if stop is None else stop
+    first = min(max(part.start - tensor.offset, start), stop)
+    return range(first, max(first, min(part.stop - tensor.offset, stop)))

@@ -1,1 +1,0 @@
-"""Jobs for the schedulers of clusters: what is asked for, and the script that asks."""

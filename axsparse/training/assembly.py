@@ -1,0 +1,138 @@
+"""The parts of one rank, each given the others that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.data_parallel.running_statistics import RunningStatistics
+from axsparse.data_parallel.weight_gather import WeightGather
+from axsparse.models.layer import Model
+from axsparse.observe.gpu_phases import make_phases
+from axsparse.observe.recorder import Recorder
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.stage import Stage
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.method_registry import choose_masking
+from axsparse.runtime.communication import Collective, Transport
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.offload import Offload
+from axsparse.samo.ties import StageTie, Use
+from axsparse.training.open_data import Data
+from axsparse.training.parts import Parts
+from axsparse.training.placement import Placement
+from axsparse.training.resolution import RunSpec, loss_scale
+
+
+def assemble(
+    run: RunSpec,
+    model: Model,
+    layers: list[BuiltLayer],
+    options: StateOptions,
+    data: Data,
+    placement: Placement,
+    recorder: Recorder,
+    run_dir: Path | None,
+) -> Parts:
+    """What this rank trains with. All ranks call this together: they open their links."""
+    place, config, replicas = run.place, run.config, options.replicas
+    phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
+    transport = placement.transport
+    states = [layer.state for layer in layers]
+    column = place.grid.column(place.stage)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
+    ties = _stage_ties(run, layers, transport)
+    sync = GradientSync(
+        states,
+        ties,
+        replicas=gradients,
+        wire_dtype=run.dtype,
+        backoff=transport.backoff,
+        phases=phases,
+    )
+    stage = Stage(
+        layers,
+        loss=model.loss if place.is_last else None,
+        metrics=model.metrics if place.is_last else {},
+        input_dtype=run.dtype if place.is_first else None,
+        seed=config.seed,
+        checkpoint_activations=config.pipeline.checkpoint_activations,
+        compiled=config.pipeline.compile,
+    )
+    offload = None
+    if config.samo.offload and placement.gpu is not None:
+        offload = Offload(placement.gpu, states, transport.backoff)
+    link = transport.link(place)
+    pipeline = config.pipeline
+    assert pipeline.slack != "auto"
+    engine = Engine(
+        place,
+        stage,
+        link,
+        transport.backoff,
+        phases,
+        schedule=Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer),
+        while_idle=sync.advance,
+        gpu=placement.gpu,
+    )
+    collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
+
+    live = None
+    if run.targets is not None:
+        pattern = run.criterion.pattern
+        live = LiveMasks(layers, run.survey.ties, run.targets, pattern, options, place, transport)
+    return Parts(
+        transport=transport,
+        place=place,
+        survey=run.survey,
+        stage_of=run.stage_of,
+        layers=layers,
+        engine=engine,
+        link=link,
+        collector=collector,
+        sync=sync,
+        replicas=replicas,
+        weights=WeightGather(gradients, transport.backoff, phases),
+        buffers=RunningStatistics([layer.module for layer in layers], replicas),
+        optimizer=run.optimizer,
+        offload=offload,
+        loss_scale=loss_scale(config),
+        live=live,
+        masking=None
+        if live is None
+        else choose_masking(
+            config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
+        ),
+        training=data.training,
+        validation=data.validation,
+        metrics=tuple(model.metrics),
+        phases=phases,
+        pulse=Pulse(phases, transport.backoff, engine.awaited),
+        recorder=recorder,
+        peak_memory_bytes=placement.peak_memory_bytes,
+        run_dir=run_dir,
+    )
+
+
+def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:
+    """The ties with a use on this stage, in an order that all stages share."""
+    place = run.place
+    tensors = {
+        tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
+    }
+    pairs: dict[tuple[int, int], Collective] = {}
+    found = []
+    for second, first in run.survey.ties.items():
+        uses = tuple(tensors[name] for name in (first, second) if name in tensors)
+        if not uses:  # on other stages, or frozen
+            continue
+        stages = (run.stage_of(first), run.stage_of(second))
+        if stages[0] != stages[1] and stages not in pairs:
+            ranks = [place.grid.rank(stage, place.replica) for stage in stages]
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
+        found.append(StageTie(uses, pairs.get(stages)))
+    return found

@@ -1,0 +1,74 @@
+"""Which checkpoint a run goes on from: the newest whole one, or the one that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.exchange import together
+from axsparse.training.checkpoint.checkpoint_folder import (
+    CHECKPOINTS,
+    UNFINISHED,
+    path_of,
+    saved_steps,
+    unfinished,
+)
+from axsparse.training.checkpoint.verification import Checkpoint, open_checkpoint, verify
+
+
+def verify_together(transport: Transport, path: Path) -> Checkpoint:
+    """Open a checkpoint on every rank and verify it, a part of the files on each.
+
+    Raises what `verify` raises, on all ranks alike.
+    """
+    checkpoint = together(transport, lambda: open_checkpoint(path))
+    own = sorted(checkpoint.manifest.files)[transport.rank :: transport.size]
+    together(transport, lambda: verify(checkpoint, own))
+    return checkpoint
+
+
+def newest_whole(
+    transport: Transport, run_dir: Path, steps: Sequence[int]
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of these steps, newest first, and why others were passed over.
+
+    None if there are none; DataError on all ranks if there are, and none is whole.
+    """
+    skipped: list[str] = []
+    for step in steps:
+        found = _tried(transport, path_of(run_dir / CHECKPOINTS, step))
+        if isinstance(found, Checkpoint):
+            return found, skipped
+        skipped.append(f"passed over: {found}")
+    if skipped:
+        lost = DataError(
+            f"{run_dir}: none of its {len(steps)} checkpoints is whole ({skipped[0]}); restore "
+            "one, or start another run with another --run-dir"
+        )
+        lost.on_all_ranks = True
+        raise lost
+    return None, skipped
+
+
+def _tried(transport: Transport, path: Path) -> Checkpoint | str:
+    """A whole checkpoint, or what is wrong with it."""
+    try:
+        return verify_together(transport, path)
+    except (DataError, MissingInputError) as reason:
+        return str(reason)
+
+
+def remains(run_dir: Path) -> list[str]:
+    """A line for each checkpoint that was not finished."""
+    return [
+        f"passed over: checkpoint {path}: was not finished when the run was killed"
+        for path in unfinished(run_dir / CHECKPOINTS)
+        if path.suffix == UNFINISHED
+    ]
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    """The steps of a run's checkpoints, newest first."""
+    return saved_steps(run_dir / CHECKPOINTS)

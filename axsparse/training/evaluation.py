@@ -1,0 +1,73 @@
+"""Loss and metrics of validation batches: forward only, exact, and the same in every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from axsparse.data.batches import Batches
+from axsparse.data.prefetch import Prefetcher
+from axsparse.pipeline.engine import Engine
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.grid import Place
+from axsparse.samo.backend import to_host
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found; known to all ranks."""
+
+    loss: float
+    """Mean over the targets."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The fraction of the targets that each of the model's metrics counted."""
+
+
+def evaluate(
+    engine: Engine,
+    batches: Batches,
+    number: int,
+    metrics: Sequence[str],
+    *,
+    transport: Transport,
+    place: Place,
+) -> Evaluation:
+    """The first `number` validation batches, or all there are; all ranks call this together.
+
+    Sums are of whole microbatches, which no layout divides, and do not depend on their
+    order: losses are added exactly and rounded once.
+    """
+    number = min(number, batches.num_evaluation_batches)
+    losses: list[float] = []
+    counts = [0.0] * len(metrics)
+    targets = 0.0
+    with Prefetcher(batches.evaluation, first_step=0, end=number) as prefetcher:
+        for step in range(number):
+            batch = prefetcher.get(step)
+            for loss, *found in (row.tolist() for row in to_host(engine.evaluate(batch))):
+                losses.append(loss)
+                counts = [total + count for total, count in zip(counts, found, strict=True)]
+            if place.is_last:
+                targets += batch.num_targets
+    rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
+    sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
+    total_targets, *totals = (max(1.0, sum(columns[0])), *map(sum, columns[1:]))
+    loss, _ = exact_sum([*sums, *remainders])
+    return Evaluation(
+        loss / total_targets,
+        {name: total / total_targets for name, total in zip(metrics, totals, strict=True)},
+    )
+
+
+def exact_sum(values: Sequence[float]) -> tuple[float, float]:
+    """The rounded sum of fp64 numbers and what the rounding left; without order.
+
+    The two together are exact for sums of fp32 numbers whose bits span at most 106
+    places. What is not finite stays so, with a remainder of 0.
+    """
+    if not all(map(math.isfinite, values)):
+        return sum(values), 0.0
+    rounded = math.fsum(values)
+    return rounded, math.fsum([*values, -rounded])

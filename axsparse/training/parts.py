@@ -1,0 +1,73 @@
+"""What one rank trains with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from axsparse.data.batches import Batches
+from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.data_parallel.running_statistics import RunningStatistics
+from axsparse.data_parallel.weight_gather import WeightGather
+from axsparse.models.survey import Survey
+from axsparse.observe.phases import Phases
+from axsparse.observe.recorder import Recorder
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.pipeline.engine import Engine
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import Masking
+from axsparse.runtime.communication import Link, Transport
+from axsparse.runtime.grid import Place
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.offload import Offload
+from axsparse.samo.optim.loss_scale import LossScale
+from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.shards import Replicas
+from axsparse.samo.state_bytes import StateBytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer works with; `build` puts it together."""
+
+    transport: Transport
+    place: Place
+    survey: Survey
+    stage_of: Callable[[str], int]
+    """The stage that holds a parameter."""
+    layers: Sequence[BuiltLayer]
+    engine: Engine
+    link: Link
+    collector: GradientCollector
+    sync: GradientSync
+    weights: WeightGather
+    buffers: RunningStatistics
+    replicas: Replicas
+    """This rank among the replicas of its stage, for agreements and the exchange of state."""
+    optimizer: Optimizer
+    offload: Offload | None
+    """Brings masters and moments from the host for their update; None if they stay here."""
+    loss_scale: LossScale
+    live: LiveMasks | None
+    """What is pruned of this rank's layers; None where nothing ever is."""
+    masking: Masking | None
+    """Draws and changes masks between steps; None leaves them."""
+    training: Batches
+    validation: Batches | None
+    metrics: Sequence[str]
+    """Names of the model's metrics, which the last stage counts."""
+    phases: Phases
+    pulse: Pulse
+    """Where this rank stands, for its watchdog."""
+    recorder: Recorder
+    peak_memory_bytes: Callable[[], int]
+    """The most that this rank has held where it computes."""
+    run_dir: Path | None
+    """Where the run writes; None if it does not."""
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of this rank's live model state."""
+        state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
+        return state if self.offload is None else state + StateBytes(visiting=self.offload.nbytes)

@@ -1,0 +1,182 @@
+"""From the ranks of a job to ranks with GPUs: who sits where, and the transport between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.gpu.seats import (
+    Gpu,
+    Seat,
+    choose_plane,
+    describe,
+    problem_of_nccl,
+    seat,
+    visible_gpus,
+)
+from axsparse.runtime.mpi.mpi_library import cuda_aware
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
+from axsparse.runtime.process_memory import (
+    host_memory_bytes,
+    peak_gpu_memory_bytes,
+    peak_memory_bytes,
+    resident_memory_bytes,
+)
+from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.cuda.kernel_compiler import CupyLauncher
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this rank computes and how it reaches the others."""
+
+    transport: Transport
+    backend: Backend
+    """Of its training state."""
+    gpu: Device | None = None
+    """Its streams and memory; None on a CPU."""
+    table: Sequence[str] = ()
+    """Lines for the screen: which rank has which GPU; none without GPUs."""
+    room: MemoryRoom | None = None
+    """What its GPU has left."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether the host has memory that its GPU copies from without waiting."""
+        return self.backend.device.type == "cuda"
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that this rank has held where it computes."""
+        if self.backend.device.type == "cuda":
+            return peak_gpu_memory_bytes(self.backend.device)
+        return peak_memory_bytes()
+
+
+@dataclass(frozen=True)
+class MemoryRoom:
+    """Memory that ranks share."""
+
+    nbytes: int
+    where: str
+    """The same for the ranks that share it."""
+
+
+def place(transport: Transport, loaded: LoadedConfig) -> Placement:
+    """Bind this rank to a GPU, if there are any, and choose the transport.
+
+    All ranks call this together. Raises ConfigError on all of them if the setting
+    `transport` cannot be had, and on one that cannot reach the first.
+    """
+    wanted, where = loaded.config.transport, loaded.where("transport")
+    local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
+    nccl = dist.is_available() and dist.is_nccl_available()
+    own = seat(
+        transport.rank,
+        socket.gethostname(),
+        local,
+        visible_gpus(),
+        nccl=nccl,
+        environ=os.environ,
+    )
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
+    seats = [_read(text) for text in texts]
+    plane = together(transport, lambda: choose_plane(wanted, where, seats))
+    number = own.number
+    if plane is None or number is None or own.gpu is None:
+        return Placement(transport, HOST)
+    uuid, table = own.gpu.uuid, describe(seats)
+    if wanted == "auto" and plane == "mpi" and len(seats) > 1:
+        table.append(f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(seats)}")
+    backend, gpu, room = together(transport, lambda: bind(number, uuid))
+    if not isinstance(transport, MpiTransport) or transport.size == 1:
+        return Placement(transport, backend, gpu, table, room)  # one rank by itself
+    if plane == "cuda-aware-mpi":
+        together(transport, lambda: _refuse_blind_mpi(where))
+    connections = None
+    if plane == "nccl":
+        from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
+
+        rendezvous = Rendezvous(transport, nccl_backend)
+        connections = NcclConnections(rendezvous, gpu, transport.backoff)
+    return Placement(
+        GpuTransport(
+            transport,
+            gpu,
+            connections=connections,
+            staging="direct" if plane == "cuda-aware-mpi" else "pinned",
+        ),
+        backend,
+        gpu,
+        table,
+        room,
+    )
+
+
+def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
+    """Take a GPU: its kernels, its streams, and the memory that is left there.
+
+    Raises ConfigError where it cannot be used, or its kernels cannot be compiled.
+    """
+    device = torch.device("cuda", number)
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # the first call that needs the GPU itself
+    except RuntimeError as reason:
+        raise ConfigError(
+            f"GPU {number} of host {socket.gethostname()} cannot be used "
+            f"({str(reason).partition(chr(10))[0]}); see nvidia-smi there, or leave it out by "
+            "CUDA_VISIBLE_DEVICES"
+        ) from reason
+    # By itself torch has convolutions of fp32 round what they multiply to 10 bits, and all products
+    # by a variable of NVIDIA's containers.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    backend = Backend(device, CupyLauncher(number))
+    return backend, CudaDevice(device), MemoryRoom(torch.cuda.mem_get_info(device)[0], uuid)
+
+
+def _read(text: str) -> Seat:
+    fields = json.loads(text)
+    gpu = fields.pop("gpu")
+    return Seat(**fields, gpu=None if gpu is None else Gpu(**gpu))
+
+
+def _refuse_blind_mpi(where: str) -> None:
+    if not cuda_aware():
+        raise ConfigError(
+            f"{where}: cuda-aware-mpi: this MPI library does not say that it reads GPU memory; "
+            "load one that is built with CUDA, or choose nccl or mpi"
+        )
+
+
+def found_memory(
+    config: Config, transport: Transport, room: MemoryRoom | None = None
+) -> float | None:
+    """Bytes that every host, or every GPU, leaves to each of its ranks, the least of all; None if
+    it decides nothing. `room` is that of this rank's GPU."""
+    layout = config.layout
+    if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
+        return None
+    if room is None:
+        own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    else:
+        own = f"{room.nbytes} 0 {room.where}"
+    texts = gather_texts(transport.world, transport.backoff, own)
+    hosts = [text.split(maxsplit=2) for text in texts]
+    ranks = Counter(host for _, _, host in hosts)
+    return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)

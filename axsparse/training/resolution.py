@@ -1,0 +1,297 @@
+"""What follows from configuration, model and number of ranks alone, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_batch, check_rounds, check_split
+from axsparse.models.survey import LayerInfo, Survey
+from axsparse.pipeline.partition import split_by_hand
+from axsparse.planner.auto_layout import (
+    balanced,
+    check_grid,
+    chosen_layout,
+    cluster_of,
+    pruned_layout,
+    resolve_grid,
+)
+from axsparse.planner.layout_search import DEFAULT_SLACK
+from axsparse.planner.run_workload import AUTO_INDEX, Prediction, has_costs, predict, workload
+from axsparse.pruning.criteria import Criterion, Score, configured_criterion
+from axsparse.pruning.targets import (
+    Targets,
+    kept_at_start,
+    starts_pruned,
+    what_is_pruned,
+)
+from axsparse.pruning.ticket.ticket_reader import Ticket
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid, Place
+from axsparse.samo.optim.loss_scale import LossScale
+from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.precision import DTYPES, accumulates_in_half
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import IndexKind
+
+HOLES = 0.3
+"""Of a process's memory, what glibc may keep of freed blocks."""
+UNTIL = {"set": 0.75, "rigl": 0.75}
+"""Part of the steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run with every `auto` decided, as one rank sees it."""
+
+    config: Config
+    survey: Survey
+    stages: Sequence[range]
+    """The layers of each stage."""
+    place: Place
+    targets: Targets | None
+    """What is pruned; None trains dense."""
+    criterion: Criterion
+    """By which score."""
+    ticket: Ticket | None
+    """Whose masks are used from the start."""
+    optimizer: Optimizer
+    dtype: torch.dtype
+    """Of weights, activations and messages."""
+    gradient_dtype: torch.dtype
+    """Of gradient accumulation."""
+    index: IndexKind
+    """How the positions of kept entries are stored."""
+    kept_at_start: Mapping[str, int]
+    """Entries of the pruned tensors that state is built with; of a threshold for all the even
+    spread, and of a run that goes on those that were saved."""
+    prediction: Prediction | None = None
+    """Of memory and time; None for a model without example."""
+    on_host: bool = True
+    """Whether ranks compute on CPUs."""
+
+    def layers_of(self, stage: int) -> list[LayerInfo]:
+        """The layers of a stage."""
+        return [self.survey.layers[number] for number in self.stages[stage]]
+
+    @property
+    def starts_pruned(self) -> bool:
+        """Whether state is built compressed; otherwise it is dense until the first pruning."""
+        return starts_pruned(self.config, self.targets, self.ticket)
+
+    @property
+    def memory_is_tight(self) -> bool:
+        """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
+        room = self.config.layout.memory_per_rank
+        if room == "auto" or self.prediction is None or not self.on_host:
+            return False
+        return self.prediction.memory_bytes * (1 + HOLES) > room * 1e9
+
+    def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
+        """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
+        return stage_bytes(
+            layers,
+            self.survey.ties,
+            kept,
+            dtype=self.dtype,
+            gradient_dtype=self.gradient_dtype,
+            moments=len(self.optimizer.moments),
+            index=self.index,
+            split_master=self.config.samo.split_master,
+            replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
+            offload=self.config.samo.offload,
+        ).total
+
+    def stage_of(self, name: str) -> int:
+        """The stage that holds a parameter."""
+        layer = self.survey.layer_of(name)
+        return next(number for number, stage in enumerate(self.stages) if layer in stage)
+
+
+def resolve(
+    loaded: LoadedConfig,
+    surveyed: Survey,
+    transport: Transport,
+    grid: Grid | None,
+    score: Score | None = None,
+    found_memory: float | None = None,
+    saved: Mapping[str, int] | None = None,
+    *,
+    on_host: bool = True,
+) -> RunSpec:
+    """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
+    this transport, number of ranks or model cannot run.
+
+    `grid` comes before the layout of the configuration. `score` is one's own criterion.
+    `found_memory`: bytes that this machine leaves to every rank, the same on all. `saved`: kept
+    entries of the pruned tensors in the checkpoint that the run goes on from.
+    """
+    config = loaded.config
+    _check_transport(loaded, transport, on_host=on_host)
+    num_layers = len(surveyed.layers)
+    wanted, ticket = what_is_pruned(config, surveyed)
+    cluster = cluster_of(config)
+    start = kept_at_start(config, wanted, ticket) if saved is None else saved
+    optimizer = optimizer_of(config.optimizer)
+    subject = workload(config, surveyed, loaded.name, start, optimizer, on_host=on_host)
+    choice = None
+    if has_costs(surveyed) and grid is None:
+        choice = chosen_layout(loaded, subject, cluster, transport.size, found_memory)
+    if choice is not None:
+        loaded = replace(loaded, config=_with(config, {"layout.g_inter": choice.row.grid.g_inter}))
+    if grid is None:
+        grid = resolve_grid(loaded, transport.size, num_layers)
+    else:
+        check_grid(grid, transport.size, num_layers)
+        check_split(loaded, grid.g_inter, num_layers)
+    check_batch(loaded, grid)
+    gradient = _gradient(config, grid)
+    index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
+    pruning = config.pruning
+    until = round(config.train.steps * UNTIL.get(pruning.method, 0.5))
+    run = RunSpec(
+        config=_with(
+            config,
+            {
+                "data.sequence_length": _unless_auto(
+                    config.data.sequence_length, config.model.sequence_length
+                ),
+                "layout.g_inter": grid.g_inter,
+                "layout.g_data": grid.g_data,
+                "pipeline.slack": _unless_auto(
+                    config.pipeline.slack,
+                    DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
+                ),
+                "pruning.rewind_step": _unless_auto(
+                    pruning.rewind_step, 0 if pruning.method == "iterative" else "never"
+                ),
+                "pruning.until_step": _unless_auto(
+                    pruning.until_step, max(until, pruning.at_step, 1)
+                ),
+                "samo.index": index,
+                "samo.gradient": gradient,
+                "schedule.decay_steps": _unless_auto(
+                    config.schedule.decay_steps, config.train.steps
+                ),
+            },
+        ),
+        survey=surveyed,
+        stages=(),
+        place=grid.place(transport.rank),
+        targets=wanted,
+        criterion=configured_criterion(loaded, score),
+        ticket=ticket,
+        optimizer=optimizer_of(config.optimizer),
+        dtype=DTYPES[config.precision],
+        gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
+        index=index,
+        kept_at_start=start,
+        on_host=on_host,
+    )
+    _check_pruned_layout(loaded, run, transport.size)
+    if wanted is not None and (ticket is None or pruning.method in UNTIL):
+        check_rounds(loaded, run.config)
+    split = config.layout.split
+    stages = (
+        balanced(loaded, run.config, grid, subject) if split == "auto" else split_by_hand(split)
+    )
+    sizes = tuple(len(stage) for stage in stages)
+    config = _with(run.config, {"layout.split": sizes})
+    prediction = None
+    if has_costs(surveyed):
+        slack = config.pipeline.slack
+        assert slack != "auto", "it is resolved"
+        settled = replace(subject, split=sizes)
+        reason = None if choice is None else choice.reason
+        prediction = predict(settled, cluster, config, grid, slack, reason)
+    return replace(run, config=config, stages=stages, prediction=prediction)
+
+
+def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
+    """That the run can go on under `layout.g_inter_pruned` is seen before it begins."""
+    stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
+    if stages is None:
+        return
+    where = loaded.where("layout.g_inter_pruned")
+    if run.targets is None:
+        raise ConfigError(
+            f"{where}: {stages}, but nothing is pruned; leave it out, or set pruning.sparsity"
+        )
+    if run.starts_pruned:
+        raise ConfigError(
+            f"{where}: {stages}, but this run is pruned from the start (pruning.method {method}, "
+            f"pruning.ticket {loaded.config.pruning.ticket}); set layout.g_inter instead"
+        )
+    if stages != "auto":
+        second = pruned_layout(loaded)
+        check_batch(second, resolve_grid(second, ranks, len(run.survey.layers)))
+
+
+def loss_scale(config: Config) -> LossScale:
+    """The loss scale of a run's first step."""
+    settings = config.loss_scale
+    if config.precision != "fp16":
+        return LossScale.none(settings.patience)
+    return LossScale(
+        scale=2.0 ** math.floor(math.log2(settings.initial)),
+        floor=2.0 ** math.floor(math.log2(settings.floor)),
+        growth_interval=settings.growth_interval,
+        patience=settings.patience,
+    )
+
+
+def _gradient(config: Config, grid: Grid) -> str:
+    """Precision of accumulation, by the rule in the schema."""
+    if config.precision == "fp32":
+        return "fp32"
+    if config.samo.gradient != "auto":
+        return config.samo.gradient
+    batch = config.batch
+    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    return "half" if accumulates_in_half(microbatches) else "fp32"
+
+
+def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
+    wanted = loaded.config.transport
+    if wanted == "local" and transport.name != "local":
+        raise ConfigError(
+            f"{loaded.where('transport')}: local is for one process without MPI, but "
+            f"{transport.size} MPI ranks are running; choose auto or mpi"
+        )
+    if wanted not in ("auto", "local") and transport.name == "local":
+        raise ConfigError(
+            f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
+            "install axsparse[mpich], or choose auto"
+        )
+    # One rank on a GPU has nobody to talk to and keeps MPI's transport.
+    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi") and on_host:
+        raise ConfigError(
+            f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
+            "compute on CPUs; choose auto or mpi"
+        )
+
+
+def _unless_auto(value: Any, otherwise: Any) -> Any:
+    return otherwise if value == "auto" else value
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy with some leaves "section.key" set."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, {})[leaf] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=leaves)
+            for section, leaves in sections.items()
+        }
+    )

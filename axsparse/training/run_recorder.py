@@ -1,0 +1,134 @@
+"""The recorder of a run: what was planned, what it takes, and who shows and writes it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from axsparse.observe.banner import banner
+from axsparse.observe.metrics import MetricsFile
+from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
+from axsparse.observe.watchdog.slow_ranks import SlowRanks
+from axsparse.planner.run_workload import Prediction
+from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.console import format_bytes, format_count, make_console
+from axsparse.runtime.exchange import gather_texts, sum_by_owner
+from axsparse.runtime.process_memory import resident_memory_bytes
+from axsparse.samo.backend import HOST
+from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.training.open_data import Data
+from axsparse.training.placement import Placement
+from axsparse.training.resolution import RunSpec
+from axsparse.training.run_directory import METRICS_FILE
+
+
+def make_recorder(
+    run: RunSpec,
+    model_name: str,
+    layers: Sequence[BuiltLayer],
+    data: Data,
+    placement: Placement,
+    run_dir: Path | None,
+) -> Recorder:
+    """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
+    config, survey, transport = run.config, run.survey, placement.transport
+    live = sum(layer.state.live_bytes().total for layer in layers)
+    peak = config.train.peak_flops
+    own = [live, matrix_peak(run.dtype, placement.backend.device) if peak == "auto" else peak]
+    # What a process holds of its host is no matter where state and activations are on a GPU.
+    beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
+    own.append(beside)
+    rows = sum_by_owner(transport.world, transport.backoff, own)
+    sequences = config.batch.global_batch_size
+    figures = RunFigures(
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        tokens_per_step=sequences * (data.training.targets_per_sample or 1),
+        flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
+        peak_flops=sum(row[1] for row in rows),
+        unit=data.unit,
+        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
+    )
+    slow = None if run_dir is None else _slow_ranks(run, transport)
+    if run_dir is None or transport.rank != 0:
+        return Recorder(transport.world, transport.backoff, figures, None, None)
+    console = make_console(sys.stdout)
+    metrics = run_dir / METRICS_FILE
+    lines = banner(
+        config,
+        survey,
+        run.stages,
+        run.place.grid,
+        name=model_name,
+        transport=transport.name,
+        dense_bytes=max(
+            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+        ),
+        live_bytes=int(max(row[0] for row in rows)),
+        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        metrics=metrics,
+        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
+    )
+    for line in (*placement.table, *lines):
+        console.line(line)
+    file = MetricsFile(metrics)
+    return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
+    """What compares the ranks' speed; None if that is not wanted."""
+    settings = run.config.watchdog
+    if settings.slow_ratio is None:
+        return None
+    return SlowRanks(
+        run.place.grid,
+        [sum(run.survey.layers[layer].work for layer in stage) for stage in run.stages],
+        gather_texts(transport.world, transport.backoff, socket.gethostname()),
+        ratio=settings.slow_ratio,
+        steps=settings.slow_steps,
+    )
+
+
+def _predicted(prediction: Prediction | None, overhead: float) -> StepForecast | None:
+    """`overhead`: what the fullest process holds beside its model state, libraries above all."""
+    if prediction is None:
+        return None
+    memory = prediction.memory_bytes + overhead
+    return StepForecast(memory, prediction.step_seconds)
+
+
+def _planned(
+    prediction: Prediction | None, predicted: StepForecast | None, *, is_tight: bool
+) -> str:
+    """What the banner says of it."""
+    if prediction is None or predicted is None:
+        return ""
+    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
+    if predicted.step_seconds is not None:
+        text += f" · step ~{predicted.step_seconds:.3g} s"
+    if is_tight:
+        text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
+    if prediction.reason is not None:
+        text += f" · g_inter auto: {prediction.reason}"
+    return text
+
+
+def matrix_peak(dtype: torch.dtype, device: torch.device = HOST.device) -> float:
+    """Flop/s of a square matrix product in this rank, the best of a few."""
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 1024
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        torch.mm(left, left)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

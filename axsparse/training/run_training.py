@@ -1,0 +1,45 @@
+"""A run from its first step to its last: under one layout or, once it is pruned, another, and
+back to a checkpoint where its loss spikes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.models.layer import Model
+from axsparse.pruning.criteria import Score
+from axsparse.runtime.job import Job
+from axsparse.training.build import build
+from axsparse.training.spikes import RewindOrder
+
+
+def run_training(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config | LoadedConfig,
+    *,
+    score: Score | None = None,
+    resume: str | None = None,
+    on_step: Callable[[int, Verdict], None] | None = None,
+) -> None:
+    """Build a trainer and train; all ranks call this together with equal arguments.
+
+    With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
+    saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
+    layout that fits what is kept. With `spikes.rule: back`, it ends likewise where the loss
+    spikes, and goes on from the last checkpoint with other data; `on_step` then hears of the
+    steps since once more. The arguments and errors are those of `build` and `Trainer.train`.
+    """
+    back: RewindOrder | None = None
+    while True:
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume, back=back)
+        trainer.train(on_step)
+        back = trainer.back
+        if back is None and not trainer.hands_over:
+            return
+        resume = str(job.run_dir)
+        del trainer  # the next one needs its memory

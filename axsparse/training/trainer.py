@@ -1,0 +1,352 @@
+"""The loop: steps, and what stands between them: evaluations, masks, checkpoints, records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from axsparse.config.schema import Config
+from axsparse.data_parallel.agreement import Notice, Verdict
+from axsparse.observe.metrics import MaskRecord
+from axsparse.observe.out_of_memory import explained
+from axsparse.observe.recorder import StepFigures
+from axsparse.observe.trace_recorder import TraceRecorder
+from axsparse.observe.watchdog.watchdog import Watchdog
+from axsparse.pruning.methods.masking import Change, Moment
+from axsparse.pruning.ticket.run_ticket import save_live
+from axsparse.runtime.errors import AxsparseError, ConfigError, StoppedError, TrainingError
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.stop_signal import StopRequest
+from axsparse.samo.state_bytes import StateBytes
+from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.checkpoint.saver import Saver
+from axsparse.training.evaluation import Evaluation, evaluate
+from axsparse.training.parts import Parts
+from axsparse.training.spikes import RewindOrder
+from axsparse.training.step import Stepper
+
+TICKET_FILE = "ticket.safetensors"
+"""In the run directory: the masks that the run's method has found."""
+
+
+class Trainer:
+    """Trains one model on all ranks; every rank has one and calls the same methods."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        *,
+        saver: Saver | None = None,
+        stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`config` with every `auto` resolved.
+
+        Without `saver` nothing is saved; without `stop` no signal ends training; without
+        `watchdog` it may hang for ever. `progress`: where the run stood whose state the parts
+        have.
+        """
+        self.config = config
+        self.parts = parts
+        self.last_evaluation: Evaluation | None = None
+        self._stepper = Stepper(config, parts)
+        self._evaluated_at: int | None = None
+        self._masked_at: int | None = None
+        self._saver = saver
+        self._stop = stop
+        self._watchdog = watchdog
+        self._is_stopped = False
+        self.hands_over = False
+        """Whether training ended where another layout goes on (`layout.g_inter_pruned`)."""
+        self._closed = False
+        if progress is not None:
+            self._stepper.restore(progress)
+            self._evaluated_at = progress.step if progress.evaluated else None
+            self._masked_at = progress.step if progress.masked else None
+        self._tracing = self._make_tracing()
+
+    @property
+    def back(self) -> RewindOrder | None:
+        """Where training goes on, if a spike of the loss has ended it (`spikes.rule: back`)."""
+        return self._stepper.back
+
+    @property
+    def steps_done(self) -> int:
+        """Steps since the run began, before it was resumed included."""
+        return self._stepper.steps_done
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the step under way."""
+        return self._stepper.learning_rate
+
+    def step(self) -> Verdict:
+        """Run the microbatches, sum the gradients, agree, update and expand.
+
+        Loss and norm are those before the update. If either is not finite anywhere, or the
+        loss spikes, no rank updates.
+        """
+        saver = self._saver
+        stop = self._stop is not None and self._stop.is_set
+        verdict = self._stepper.step(Notice(stop, saver is not None and saver.is_writing))
+        self._is_stopped = verdict.notice.stop
+        if saver is not None:
+            saver.advance(any_writing=verdict.notice.writing)
+        return verdict
+
+    # -- the loop -----------------------------------------------------------------------
+
+    def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
+        """All steps that are left, or those until it `hands_over` or goes `back`, with
+        evaluations, checkpoints and records; closes the trainer.
+
+        `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
+        all ranks once a signal ends it before the last step and all is saved.
+        """
+        if self._closed:
+            raise ConfigError("trainer: it has trained and is closed; build another one")
+        parts = self.parts
+        if self._watchdog is not None:
+            self._watchdog.start()
+        try:
+            with explained(
+                parts.place.rank,
+                lambda: f"{parts.pulse.action or parts.pulse.task} of step {parts.pulse.step}",
+                parts.state_bytes,
+                parts.recorder.predicted_memory_bytes,
+                parts.run_dir,
+            ):
+                while self._is_next():
+                    self._recorded_step(on_step)
+            parts.recorder.flush()
+            if self._saver is not None:
+                parts.pulse.at("checkpoint", self.steps_done)
+                self._saver.finish()
+            if self.back is None:
+                self._refuse_bad_end()
+                self._sum_up()
+        except AxsparseError as failure:
+            # All ranks are here, so that what they were saving can still become whole.
+            if failure.on_all_ranks and self._saver is not None:
+                self._saver.finish()
+            raise
+        finally:
+            self.close()
+
+    def _is_next(self) -> bool:
+        """All that stands between two steps; whether a step follows."""
+        if self.back is not None:
+            return False
+        is_over = self.steps_done >= self.config.train.steps
+        stops = self._is_stopped and not is_over
+        # Though a signal waits: what is saved may have other masks already.
+        if self._evaluation_is_due() and (not stops or self.parts.masking is not None):
+            self._recorded_evaluation()
+        if not is_over and self._masked_at != self.steps_done:
+            self._change_masks()
+        saver = self._saver
+        is_due = saver is not None and (
+            self.hands_over or saver.due(self.steps_done, is_last=is_over)
+        )
+        if is_due:  # unlike what a signal saves, which would not be there without it
+            self._stepper.spikes.saved(self.steps_done)
+        if saver is not None and (stops or is_due):
+            self.parts.recorder.flush()
+            self.parts.pulse.at("checkpoint", self.steps_done)
+            saver.start(self._progress())
+        if stops:
+            self._leave()
+        return not is_over and not self.hands_over
+
+    def _evaluation_is_due(self) -> bool:
+        settings, step = self.config.train, self.steps_done
+        if step == self._evaluated_at:
+            return False
+        if step == 0:
+            return settings.eval_first
+        every = settings.eval_every
+        return step >= settings.steps or (every > 0 and step % every == 0)
+
+    def evaluate(self) -> Evaluation | None:
+        """Loss and metrics over `eval_steps` global batches of validation data, on all ranks;
+        before, between and after steps. Training state stays as it is. None without such data."""
+        parts = self.parts
+        if parts.validation is None or self.config.train.eval_steps == 0:
+            return None
+        with parts.buffers.of_first_replica():
+            self.last_evaluation = evaluate(
+                parts.engine,
+                parts.validation,
+                self.config.train.eval_steps,
+                parts.metrics,
+                transport=parts.transport,
+                place=parts.place,
+            )
+        return self.last_evaluation
+
+    def save_ticket(self, path: str | Path) -> None:
+        """Write which entries are kept now as a ticket file (`pruning.ticket`, `axsparse ticket
+        show`), the same file in every layout. All ranks call this together, between steps.
+
+        Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
+        """
+        live = self.parts.live
+        if live is None:
+            raise ConfigError("ticket: nothing of this model is pruned; set pruning.sparsity")
+        method = self.config.pruning.method
+        save_live(live, self.parts.survey, Path(path), method, self.steps_done)
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of this rank's live model state."""
+        return self.parts.state_bytes()
+
+    def close(self) -> None:
+        """End what reads ahead, take the hooks off the weights, which would keep a model alive,
+        and close the record; safe to call twice."""
+        self._closed = True
+        if self._saver is not None:
+            self._saver.close()
+        if self._stop is not None and not self.hands_over and self.back is None:
+            self._stop.release()
+        self._stepper.close()
+        for batches in (self.parts.training, self.parts.validation):
+            if batches is not None:
+                batches.close()
+        self.parts.collector.close()
+        self.parts.recorder.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    # -- details ------------------------------------------------------------------------
+
+    def _recorded_step(self, on_step: Callable[[int, Verdict], None] | None) -> None:
+        parts = self.parts
+        parts.pulse.at("training", self.steps_done + 1)
+        if self._tracing is not None:
+            self._tracing.begin(self.steps_done + 1)
+        parts.phases.begin_step()
+        rate, before = self.learning_rate, self._bytes_sent()
+        scale = parts.loss_scale.scale
+        verdict = self.step()
+        gradient_bytes, p2p_bytes = (
+            after - start for after, start in zip(self._bytes_sent(), before, strict=True)
+        )
+        figures = StepFigures(
+            step=self.steps_done,
+            loss=verdict.loss,
+            learning_rate=rate,
+            grad_norm=verdict.grad_norm,
+            loss_scale=scale,
+            skipped=self._stepper.skipped,
+            skipped_steps=self._stepper.not_finite + self._stepper.spiked,
+        )
+        most = {
+            "model_state_bytes": self.state_bytes().total,
+            "gradient_bytes_sent": gradient_bytes,
+            "p2p_bytes_sent": p2p_bytes,
+            "peak_memory_bytes": parts.peak_memory_bytes(),
+        }
+        seconds = parts.phases.end_step()
+        if self._tracing is not None:
+            self._tracing.end(self.steps_done)
+        parts.recorder.step(figures, seconds, most)
+        if on_step is not None:
+            on_step(self.steps_done, verdict)
+        parts.pulse.steps += 1
+
+    def _recorded_evaluation(self) -> None:
+        self.parts.pulse.at("evaluation", self.steps_done)
+        found = self.evaluate()
+        self._evaluated_at = self.steps_done
+        if found is not None:
+            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics)
+
+    def _change_masks(self) -> None:
+        """Let the masks change, and everything that depends on them follow."""
+        self._masked_at = self.steps_done
+        masking, stepper = self.parts.masking, self._stepper
+        if masking is None:
+            return
+        before = self.state_bytes().total
+        self.parts.pulse.at("masks", self.steps_done)
+        now = Moment(stepper.steps_done, stepper.updates, stepper.score_gradients)
+        change = masking.before_step(now)
+        if change is None:
+            return
+        stepper.follow(change)
+        self._record_masks(change, before)
+        if change.is_ticket and self.parts.run_dir is not None:
+            self.save_ticket(self.parts.run_dir / TICKET_FILE)
+            self.hands_over = self.config.layout.g_inter_pruned is not None
+
+    def _record_masks(self, change: Change, before: int) -> None:
+        transport = self.parts.transport
+        sizes = [before, self.state_bytes().total]
+        rows = sum_by_owner(transport.world, transport.backoff, sizes)
+        most = [int(max(column)) for column in zip(*rows, strict=True)]
+        self.parts.recorder.masks(
+            MaskRecord(self.steps_done, change.text, dict(change.figures), most[1], most[0])
+        )
+
+    def _bytes_sent(self) -> tuple[int, int]:
+        """Bytes handed over so far: to other replicas, and to other stages."""
+        sync = self.parts.sync
+        return sync.gradient_bytes_sent, self.parts.link.bytes_sent + sync.tie_bytes_sent
+
+    def _make_tracing(self) -> TraceRecorder | None:
+        """The steps after this run's first one, which allocates and compiles."""
+        wanted, folder = self.config.train.trace, self.parts.run_dir
+        if wanted == 0 or folder is None:
+            return None
+        last = min(self.steps_done + 1 + wanted, self.config.train.steps)
+        first = min(self.steps_done + 2, last)
+        parts = self.parts
+        return TraceRecorder(
+            parts.transport, parts.place, parts.phases, folder, first=first, last=last
+        )
+
+    def _progress(self) -> Progress:
+        return self._stepper.progress(
+            evaluated=self._evaluated_at == self.steps_done,
+            masked=self._masked_at == self.steps_done,
+        )
+
+    def _leave(self) -> None:
+        """StoppedError on all ranks, once what was saved is there."""
+        saver = self._saver
+        assert saver is not None, "signals are taken where there is a place to save"
+        saver.finish()
+        raise StoppedError(
+            f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
+        )
+
+    def _sum_up(self) -> None:
+        """Say what was skipped, if anything was."""
+        stepper, said = self._stepper, []
+        if stepper.not_finite:
+            said.append(f"{stepper.not_finite} skipped with numbers that were not finite")
+        if stepper.spiked:
+            said.append(f"{stepper.spiked} skipped for a spike of the loss")
+        if stepper.jumped:
+            said.append(f"batches jumped over: {stepper.jumped}")
+        if said:
+            self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
+
+    def _refuse_bad_end(self) -> None:
+        """TrainingError on all ranks if what was trained is good for nothing."""
+        last = self.last_evaluation
+        if last is not None and not math.isfinite(last.loss):
+            lost = TrainingError(
+                f"step {self.steps_done}: the validation loss is {last.loss}; lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+            lost.on_all_ranks = True
+            raise lost
+        masking = self.parts.masking
+        if masking is not None and masking.unfinished is not None:
+            lost = TrainingError(f"step {self.steps_done}: {masking.unfinished}")
+            lost.on_all_ranks = True
+            raise lost

@@ -1,0 +1,502 @@
+"""Models of one's own: tuples, integers, tensors without gradient, odd stages; as in 1×1."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.oracle import Trace
+from support.runs import (
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
+from axsparse.models.layer import Layer, LossFunction, Model
+from axsparse.runtime.errors import ConfigError, DataError, TrainingError
+from axsparse.runtime.job import Job, _describe
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+
+WIDTH = 16
+
+
+class Begin(nn.Module):
+    """Passes on activations, the samples' classes as integers and a mask without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), (x.detach() > 0).sum(dim=1), x.detach().abs()
+
+
+class Middle(nn.Module):
+    """Uses all three; the skipped activation crosses the stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor, count: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(x)) * size + x + self.table(count), count, size
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, count: Tensor, size: Tensor) -> Tensor:
+        out: Tensor = self.linear(x * size)
+        return out
+
+
+ENDS: list[tuple[str, type[nn.Module]]] = [("begin", Begin), ("end", End)]
+
+
+def tuple_model() -> Model:
+    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
+    layers = [
+        Layer("begin", Begin, init=random_init),
+        *middles,
+        Layer("end", End, init=random_init),
+    ]
+    return Model(layers, summed_loss)
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> Layer:
+    return Layer(f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
+
+
+def small_config(**sections: object) -> Config:
+    defaults = {
+        "batch": {"global_batch_size": 12, "microbatch_size": 3},
+        "train": {"steps": 4},
+    }
+    return tiny_config(**{**defaults, **sections})
+
+
+def assert_same_in_all_pipelines(model: Model, config: Config, data: Dataset) -> Trace:
+    [(_, one)] = train_in_process(1, 1, model, config, data)
+    for g_inter in range(2, len(model.layers) + 1):
+        for _, trace in train_in_process(g_inter, 1, model, config, data, order=g_inter):
+            assert trace.losses == one.losses
+            assert trace.norms == one.norms
+            for name, weight in trace.weights.items():
+                assert torch.equal(weight, one.weights[name]), name
+    return one
+
+
+def test_tuples_integers_and_tensors_without_gradient_cross_stages() -> None:
+    trace = assert_same_in_all_pipelines(tuple_model(), small_config(), vector_data())
+
+    assert len(set(trace.losses)) == 4
+
+
+def test_stages_without_parameters_work() -> None:
+    layers = [
+        Layer("scale", nn.Tanh),
+        Layer("first", partial(nn.Linear, WIDTH, WIDTH)),
+        Layer("squash", nn.Tanh),
+        Layer("last", partial(nn.Linear, WIDTH, 5)),
+    ]
+
+    assert_same_in_all_pipelines(Model(layers, summed_loss), small_config(), vector_data())
+
+
+def test_modules_that_start_by_themselves_do_not_depend_on_the_layout() -> None:
+    layers = [Layer(f"l{i}", partial(nn.Linear, WIDTH, WIDTH)) for i in range(3)]
+    model = Model([*layers, Layer("out", partial(nn.Linear, WIDTH, 5))], summed_loss)
+    torch.manual_seed(1)
+    one = assert_same_in_all_pipelines(model, small_config(), vector_data())
+    torch.manual_seed(2)
+    [(_, again)] = train_in_process(1, 1, model, small_config(), vector_data())
+
+    assert again.losses == one.losses
+
+
+class PartlyFrozen(nn.Module):
+    """One frozen matrix, one that no forward uses, one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.used = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(torch.tanh(self.frozen(x)))
+        return out
+
+
+def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = Model([linear(), Layer("partly", PartlyFrozen)], summed_loss)
+    config = small_config(optimizer={"weight_decay": 0.0})
+    ranks = train_in_process(2, 2, model, config, vector_data())
+
+    names = {name for _, trace in ranks for name in trace.weights}
+    assert "partly.frozen.weight" not in names
+    assert "partly.unused.weight" in names
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    (warning,) = warnings  # once, from one replica
+    told = "its microbatches of step 1 gave no gradient to partly.unused.weight, partly.unused.bias"
+    assert f"rank 1 (stage 1, replica 0): {told}; it counts as zero" in warning
+    for trainer, _ in ranks:
+        for layer in trainer.parts.layers:
+            if layer.spec.name == "partly":
+                frozen = layer.module.get_parameter("frozen.weight")
+                assert frozen.abs().sum() > 0
+                assert not frozen.requires_grad
+
+
+class PaddedDataset(ArrayDataset):
+    """Labels below zero do not count, so that samples have none or one target."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        super().__init__(inputs, targets)
+        self.targets_per_sample = None
+
+    def count_targets(self, targets: Tensor) -> int:
+        return int((targets >= 0).sum())
+
+
+def test_padded_labels_are_averaged_over_the_targets_of_the_whole_step() -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(24, WIDTH, generator=generator)
+    targets = torch.randint(-3, 5, (24,), generator=generator).clamp(min=-1)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+
+    model = Model([linear(), linear(WIDTH, 5)], loss)
+    config = small_config(batch={"global_batch_size": 24, "microbatch_size": 2})
+    data = PaddedDataset(inputs, targets)
+    [(_, one)] = train_in_process(1, 1, model, config, data)
+
+    ranks = train_in_process(2, 3, model, config, data)
+
+    for _, trace in ranks:
+        assert trace.losses == pytest.approx(one.losses, rel=2e-5)
+    counted = int((targets >= 0).sum())
+    assert 0 < counted < 24
+    assert one.losses[0] == pytest.approx(
+        _untrained_loss(model, config, inputs, targets) / counted, rel=1e-5
+    )
+
+
+def _untrained_loss(model: Model, config: Config, inputs: Tensor, targets: Tensor) -> float:
+    """Summed loss of the initial pruned weights, computed layer by layer outside the engine."""
+    still = config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(update={"learning_rate": 1e-30}),
+            "train": config.train.model_copy(update={"steps": 1}),
+        }
+    )
+    [(trainer, _)] = train_in_process(1, 1, model, still, ArrayDataset(inputs, targets))
+    x = inputs
+    for layer in trainer.parts.layers:
+        x = layer.module(x)
+    return float(model.loss(x, targets).detach())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers where nobody would look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + 0.1 * torch.randn(x.shape)
+        return out
+
+
+def test_an_undeclared_random_layer_is_refused_and_a_declared_one_is_keyed() -> None:
+    hidden = Model([Layer("noisy", Noisy), linear(WIDTH, 5)], summed_loss)
+    with pytest.raises(ConfigError, match=r"layer noisy: .*declare it with Layer"):
+        train_in_process(1, 1, hidden, small_config(), vector_data())
+
+    declared = Model([Layer("noisy", Noisy, random=True), linear(WIDTH, 5)], summed_loss)
+    assert_same_in_all_pipelines(declared, small_config(), vector_data())
+
+
+def test_a_layer_that_returns_no_tensor_is_refused_by_name() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"out": self.linear(x)}
+
+    model = Model([Layer("wrong", Wrong), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(ConfigError, match="layer wrong: its forward returned dict"):
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    def each(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    model = Model([linear(), linear(WIDTH, 5)], each)
+
+    with pytest.raises(ConfigError, match=r"loss: a tensor of shape \(3,\)"):
+        train_in_process(2, 1, model, small_config(), vector_data())
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
+        (lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
+        (lambda out, target: out.detach().sum(), "loss: it does not depend on any trained weight"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_refused(loss: LossFunction, told: str) -> None:
+    model = Model([linear(), linear(WIDTH, 5)], loss)
+
+    with pytest.raises(ConfigError, match=told):
+        train_in_process(2, 1, model, small_config(), vector_data())
+
+
+def test_a_run_that_ends_with_a_bad_validation_loss_fails() -> None:
+    (inputs,), targets = vector_data().read(np.arange(30))
+    bad = ArrayDataset(inputs * float("nan"), targets)
+    config = small_config(train={"steps": 1, "eval_steps": 1})
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(TrainingError, match="step 1: the validation loss is nan; lower"):
+        train_in_process(2, 1, model, config, vector_data(), validation=bad)
+
+
+def test_numbers_that_stay_bad_end_the_run() -> None:
+    (inputs,), targets = vector_data().read(np.arange(30))
+    bad = ArrayDataset(inputs * float("nan"), targets)
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    config = small_config(train={"steps": 30})
+
+    with pytest.raises(TrainingError, match=r"^step 1: rank 1 \(stage 1, replica 0\): ") as told:
+        train_in_process(2, 1, model, config, bad)
+    assert "the loss is not finite, and no step could update for 10 in a row" in str(told.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_example_trains_under_mpirun(ranks: int, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "custom_model.py"
+
+    done = run_mpirun(ranks, [str(example)], cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    final = [line for line in done.stdout.splitlines() if "step 60/60  validation loss" in line]
+    assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
+
+
+def test_the_example_trains_without_mpirun(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "custom_model.py"
+
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "1 rank = 1 stage × 1 replica" in done.stdout
+
+
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    model = Model([linear(), linear(WIDTH, 5)], F.cross_entropy)
+
+    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+
+def test_a_mean_over_outputs_in_a_tuple_is_refused() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), x
+
+    def loss(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets) + hidden.square().mean()
+
+    model = Model([linear(), Layer("both", Both)], loss)
+
+    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+
+def test_a_loss_for_microbatches_of_one_size_is_not_tried_on_a_sample() -> None:
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(3, 5), targets, reduction="sum")
+
+    model = Model([linear(), linear(WIDTH, 5)], loss)
+
+    [(_, trace)] = train_in_process(1, 1, model, small_config(), vector_data())
+
+    assert len(trace.losses) == 4
+
+
+def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
+    numbers = itertools.count(1)
+
+    def drawn() -> nn.Module:
+        module = nn.Linear(WIDTH, WIDTH)
+        if not module.weight.is_meta:
+            nn.init.constant_(module.bias, next(numbers))
+        return module
+
+    model = Model([Layer("drawn", drawn), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(TrainingError, match="weights: replica 1 starts at others than replica 0"):
+        train_in_process(1, 2, model, small_config(), vector_data())
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (lambda x, y: (x, y), "inputs are read as Tensor; give a tuple of tensors"),
+        (lambda x, y: ((x[:1],), y), r"3 samples are read as Tensor \(1, 16\); give tensors"),
+        (lambda x, y: ((x,), y.numpy()), "3 samples are read as ndarray; give tensors, samples"),
+    ],
+)
+def test_what_is_no_batch_is_refused(read: Callable[[Tensor, Tensor], Any], told: str) -> None:
+    class Wrong(ArrayDataset):
+        def read(self, indices: NDArray[np.int64]) -> Any:
+            (x,), y = super().read(indices)
+            return read(x, y)
+
+    arrays = vector_data()
+    (x,), y = arrays.read(np.arange(len(arrays)))
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+    with pytest.raises(DataError, match=rf"^data \(arrays\): {told}"):
+        train_in_process(1, 1, model, small_config(), Wrong(x, y))
+
+
+def test_a_layer_whose_forward_fails_is_named() -> None:
+    model = Model([linear(), linear(WIDTH + 1, 5)], summed_loss)
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as told:
+        train_in_process(1, 1, model, small_config(), vector_data())
+
+    assert _describe(told.value)[1].startswith("layer linear17x5: RuntimeError: mat1 and mat2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (
+            {"model": nn.Linear(2, 2)},
+            "build: model is Linear; give a Model; from_sequential makes one",
+        ),
+        ({"config": {}}, "build: config is dict; give what configure makes of a dict"),
+        ({"grid": 2}, r"build: grid is int; give Grid\(g_inter, g_data\)"),
+        ({"open_datasets": 2}, "build: open_datasets is int; give a function returning Datasets"),
+        ({"open_datasets": tuple}, "open_datasets returned tuple; return Datasets"),
+        (
+            {"open_datasets": lambda: Datasets(TensorDataset(torch.zeros(9)))},  # type: ignore[arg-type]
+            "TensorDataset has no name, fingerprint, vocab_size, .*give an ArrayDataset or a class",
+        ),
+        (
+            {"config": small_config(batch={"global_batch_size": 70})},
+            r"global_batch_size \(configure\)",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(wrong: dict[str, Any], told: str) -> None:
+    arguments: dict[str, Any] = {
+        "model": Model([linear(), linear(WIDTH, 5)], summed_loss),
+        "open_datasets": lambda: Datasets(vector_data()),
+        "config": small_config(),
+        "quiet": True,
+    }
+
+    def on_rank(rank: int) -> None:
+        build(Job(LocalTransport(world, rank)), **{**arguments, **wrong})
+
+    world: LocalWorld[None] = LocalWorld(2)
+    with pytest.raises((ConfigError, DataError), match=told):
+        world.run(on_rank)
+
+
+def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
+    def on_rank(rank: int) -> None:
+        layers = [linear(), *[Layer(f"more{i}", nn.Tanh) for i in range(rank)], linear(WIDTH, 5)]
+        model = Model(layers, summed_loss)
+        job = Job(LocalTransport(world, rank))
+        build(job, model, lambda: Datasets(vector_data()), small_config(), quiet=True)
+
+    world: LocalWorld[None] = LocalWorld(2)
+    with pytest.raises(ConfigError, match=r"layers: rank 1 on host .* has linear16x16, more0, lin"):
+        world.run(on_rank)
+
+
+def test_the_words_of_a_model_of_ones_own_are_its_own_business() -> None:
+    words = TokenDataset("words", "0", 1000, np.arange(2000, dtype=np.uint16) % 1000, 4)
+    model = Model(
+        [Layer("in", lambda: nn.Embedding(1000, WIDTH)), linear(WIDTH, 1000)],
+        lambda out, y: F.cross_entropy(out.flatten(0, 1).float(), y.flatten(), reduction="sum"),
+    )
+
+    [(_, trace)] = train_in_process(1, 1, model, small_config(), words)
+
+    assert len(trace.losses) == 4
+
+
+def test_a_trainer_trains_once() -> None:
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())
+
+    with pytest.raises(ConfigError, match="trainer: it has trained and is closed; build another"):
+        trainer.train()
+
+
+def test_many_parameters_without_a_gradient_are_told_in_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.experts[0](x)
+            return out
+
+    model = Model([linear(), Layer("moe", Experts)], summed_loss)
+    train_in_process(1, 1, model, small_config(), vector_data())
+
+    (warning,) = (line for line in capfd.readouterr().err.splitlines() if "warning" in line)
+    assert "moe.experts.1.weight, moe.experts.1.bias, " in warning
+    assert " and 12 more; it counts as zero" in warning

@@ -1,0 +1,209 @@
+"""Overflows of fp16 gradients, planted one by one: who skips, what the scale does, who is named."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor
+
+from axsparse.config.schema import Config
+from axsparse.runtime.errors import TrainingError
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
+from axsparse.training.trainer import Trainer
+
+INITIAL = 2.0**6
+"""So low that nothing overflows but what is planted."""
+
+
+@dataclass
+class Seen:
+    """What one rank saw in the backward of each step."""
+
+    scales: dict[int, float] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    """Digest of weights, masters and moments, which the step has not changed yet."""
+
+
+def config_of(**sections: Any) -> Config:
+    return tiny_config(
+        model={"num_layers": 2, "hidden_size": 16, "sequence_length": 4},
+        batch={"global_batch_size": 4, "microbatch_size": 1},
+        precision="fp16",
+        **sections,
+    )
+
+
+def states_of(trainer: Trainer) -> list[LayerState]:
+    return [layer.state for layer in trainer.parts.layers]
+
+
+def first_pruned(trainer: Trainer) -> TensorState:
+    owned = [tensor for state in states_of(trainer) for tensor in state.owned]
+    return next(tensor for tensor in owned if tensor.kept < tensor.parameter.numel())
+
+
+def digest(states: Sequence[LayerState]) -> str:
+    found = hashlib.blake2b()
+    for state in states:
+        assert state.master_K is not None
+        weights = [tensor.weight_D for tensor in state.owned]
+        for values in (*weights, state.master_K, *state.moments_K.values()):
+            found.update(values.numpy().tobytes())
+    return found.hexdigest()
+
+
+def plant(
+    trainer: Trainer,
+    steps: Collection[int],
+    position: Callable[[TensorState], int],
+    value: float = math.inf,
+) -> None:
+    """Spoil an entry of a gradient as autograd has it, dense, in one microbatch of these steps."""
+    tensor = first_pruned(trainer)
+    at = position(tensor)
+    spoilt_steps: set[int] = set()
+
+    def spoil(gradient: Tensor) -> Tensor:
+        step = trainer.steps_done
+        if step not in steps or step in spoilt_steps:
+            return gradient
+        spoilt_steps.add(step)
+        spoilt = gradient.clone()
+        spoilt.view(-1)[at] = value
+        return spoilt
+
+    tensor.parameter.register_hook(spoil)
+
+
+def kept_position(tensor: TensorState) -> int:
+    return int(tensor.index.positions()[tensor.kept // 2])
+
+
+def pruned_position(tensor: TensorState) -> int:
+    kept = set(tensor.index.positions().tolist())
+    return next(at for at in range(tensor.parameter.numel()) if at not in kept)
+
+
+def specified_scales(overflows: Collection[int], interval: int, steps: int) -> list[float]:
+    """Halved by an overflow, doubled by a run of good steps: the settings' own words."""
+    scale, good, scales = INITIAL, 0, []
+    for step in range(steps):
+        scales.append(scale)
+        good = 0 if step in overflows else good + 1
+        if step in overflows:
+            scale /= 2
+        elif good % interval == 0:
+            scale *= 2
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("every", "interval", "samo"),
+    [(50, 20, {}), (10, 4, {"gradient": "fp32"}), (10, 4, {"shard_optimizer": True})],
+    ids=str,
+)
+def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ(
+    every: int, interval: int, samo: Mapping[str, object]
+) -> None:
+    # On another rank each time: every stage and every replica has its turn.
+    overflows = {every * (rank + 1): rank for rank in range(4)}
+    steps = 4 * every + 5
+    scale = {"initial": INITIAL, "growth_interval": interval}
+    config = config_of(samo=samo, loss_scale=scale, train={"steps": steps})
+    seen: dict[int, Seen] = defaultdict(Seen)
+
+    def prepare(trainer: Trainer) -> None:
+        rank, states = trainer.parts.transport.rank, states_of(trainer)
+
+        def note(gradient: Tensor) -> None:
+            step = trainer.steps_done
+            if step not in seen[rank].scales:
+                seen[rank].scales[step] = trainer.parts.loss_scale.scale
+                seen[rank].states[step] = digest(states)
+
+        states[0].owned[0].parameter.register_hook(note)
+        plant(trainer, {step for step, at in overflows.items() if at == rank}, kept_position)
+
+    ranks = train_in_process(2, 2, tiny_gpt(config), config, token_data(length=4), before=prepare)
+
+    for rank, (_, trace) in enumerate(ranks):
+        assert [step for step, good in enumerate(trace.finite) if not good] == list(overflows)
+        assert list(seen[rank].scales.values()) == specified_scales(overflows, interval, steps)
+        states = list(seen[rank].states.values())
+        assert len(states) == steps
+        unmoved = [step for step in range(steps - 1) if states[step] == states[step + 1]]
+        assert unmoved == list(overflows)
+    for (one, _), (other, _) in zip(ranks[:2], ranks[2:], strict=True):
+        for ours, theirs in zip(states_of(one), states_of(other), strict=True):
+            for mine, its in zip(ours.owned, theirs.owned, strict=True):
+                assert torch.equal(mine.weight_D, its.weight_D)
+                assert mine.weight_D.isfinite().all()
+            if not ours.is_sharded:
+                assert digest([ours]) == digest([theirs])
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 2)])
+def test_an_overflow_at_a_pruned_position_changes_nothing(
+    g_inter: int, g_data: int, value: float
+) -> None:
+    config = config_of(train={"steps": 6})
+    data = token_data(length=4)
+    reference = train_in_process(g_inter, g_data, tiny_gpt(config), config, data)
+
+    ranks = train_in_process(
+        g_inter,
+        g_data,
+        tiny_gpt(config),
+        config,
+        data,
+        before=lambda trainer: plant(trainer, range(6), pruned_position, value),
+    )
+
+    for (trainer, trace), (_, expected) in zip(ranks, reference, strict=True):
+        assert trace.finite == [True] * 6
+        assert_bitwise(trace, expected)
+        assert trainer.parts.loss_scale.scale == config.loss_scale.initial
+
+
+def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> None:
+    settings = {"initial": 4.0, "floor": 2.0, "patience": 3}
+    config = config_of(loss_scale=settings, train={"steps": 20})
+
+    def prepare(trainer: Trainer) -> None:
+        if trainer.parts.place.stage == 1 and trainer.parts.place.replica == 1:
+            plant(trainer, range(2, 20), kept_position)
+
+    with pytest.raises(TrainingError) as told:
+        train_in_process(2, 2, tiny_gpt(config), config, token_data(length=4), before=prepare)
+
+    # Steps are counted from 1: the third lowers the scale to the floor, three more are lost there.
+    assert str(told.value) == (
+        "step 4: rank 3 (stage 1, replica 1): the gradient of block1.attention.qkv.weight is not "
+        "finite, and no step could update for 3 in a row, up to step 6 (loss_scale.patience); "
+        "lower optimizer.learning_rate, or look at the data"
+    )
+
+
+def test_an_overflow_of_the_sum_alone_is_no_ranks() -> None:
+    settings = {"initial": 1.0, "floor": 1.0, "patience": 1}
+    config = config_of(loss_scale=settings, samo={"gradient": "half"}, train={"steps": 2})
+
+    with pytest.raises(TrainingError, match=r"^step 1: stage 0, summed: the gradient of block0.at"):
+        train_in_process(
+            1,
+            2,
+            tiny_gpt(config),
+            config,
+            token_data(length=4),
+            before=lambda trainer: plant(trainer, [0], kept_position, 60000.0),
+        )

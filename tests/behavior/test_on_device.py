@@ -1,0 +1,445 @@
+"""Training whose tensors are on a device: nothing of it forgets where they live.
+
+The device is pretended, its kernels are the package's own, run by the emulator: so all but
+AdamW's square root is bitwise what the CPU computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import pretend_gpu
+from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.images import image_config, image_data, small_wide_resnet
+from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
+from support.oracle import Oracle, sgd
+from support.pretend_gpu import AVAILABLE, PretendDevice, on_host, pretend
+from support.resuming import Layout, Ran, ran, same
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.models import losses
+from axsparse.models.layer import Layer, Model
+from axsparse.pipeline.engine import MOST_AHEAD
+from axsparse.runtime.communication import Message, Transport
+from axsparse.runtime.local.local_link import LocalLink
+from axsparse.samo.backend import Backend
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.training.placement import Placement
+from axsparse.training.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU"),
+]
+SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
+OFFLOAD = {"offload": True}
+WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+"""What makes a host wait for its device, beside copies to it."""
+ADAMW_TOLERANCE = 2e-4
+"""Of a loss after four steps: torch's square root is one unit off in few of its values, and early
+steps, about as large as the learning rate wherever a gradient is, make much of little."""
+
+
+class Placing:
+    """Places ranks on pretended devices."""
+
+    def __init__(self, launch: EmulatedLauncher) -> None:
+        self.launch = launch
+        self.devices: list[PretendDevice] = []
+
+    def __call__(self, transport: Transport) -> Placement:
+        self.devices.append(PretendDevice())
+        backend = Backend(pretend(), on_host(self.launch))
+        return Placement(transport, backend, self.devices[-1])
+
+
+@pytest.fixture(autouse=True)
+def same_attention() -> Iterator[None]:
+    """What a device that torch does not know computes attention by."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
+    rules = [name for name in STEP if name.startswith("step_adamw") or "PLAIN" in name]
+    wanted = [name for name in (*COMPRESS, *JUDGE, *rules) if "Fp16" not in name]
+    return EmulatedLauncher([*wanted, *HELPERS], tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def on_device(launch: EmulatedLauncher) -> Placing:
+    launch.launched.clear()
+    return Placing(launch)
+
+
+def small(**sections: Any) -> Config:
+    """Four microbatches a step, since an emulated kernel takes a while."""
+    return tiny_config(batch={"global_batch_size": 4, "microbatch_size": 1}, **sections)
+
+
+def agree(
+    on_device: Placing,
+    layout: Layout,
+    config: Config,
+    make: Callable[[], Model] | None = None,
+    data: Dataset | None = None,
+    validation: Dataset | None = None,
+) -> None:
+    """The same run here and there, on every rank."""
+    made = make or (lambda: tiny_gpt(config))
+    data = data or token_data()
+
+    def run(placement: Placing | None) -> Any:
+        samo = {"offload": config.samo.offload and placement is not None}
+        given = config.model_copy(update={"samo": config.samo.model_copy(update=samo)})
+        return train_in_process(
+            *layout, made(), given, data, validation=validation, placement=placement
+        )
+
+    for (ours, trace), (reference, expected) in zip(run(on_device), run(None), strict=True):
+        assert_bitwise(trace, expected)
+        assert ours.last_evaluation == reference.last_evaluation
+        for layer in ours.parts.layers:
+            held = [layer.state.gradient, *layer.state.frozen]
+            held += [tensor.parameter for tensor in layer.state.tensors]
+            held += [] if config.samo.offload else [*layer.state.moments_K.values()]
+            assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "index"), [((1, 1), "int32"), ((2, 1), "uint16"), ((2, 2), "mask")]
+)
+def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placing) -> None:
+    config = small(optimizer=SGD, samo={"index": index}, train={"steps": 3})
+    data = token_data()
+    expected = Oracle(tiny_gpt(config), config, data, layout[1], optimizer=sgd).run(3)
+
+    ranks = train_in_process(*layout, tiny_gpt(config), config, data, placement=on_device)
+
+    for _, trace in ranks:
+        assert_bitwise(trace, expected)
+    kind = {"int32": "Int32Index", "uint16": "Uint16Index", "mask": "MaskIndex"}[index]
+    kernels = set(on_device.launch.launched)
+    assert {
+        f"compress<{kind}, Fp32, Fp32>",
+        f"step_sgd<{kind}, Fp32, Fp32, MasterIsWeight, PLAIN>",
+    } <= kernels
+
+
+def test_squares_are_summed_with_the_last_gradient(on_device: Placing) -> None:
+    config = small(optimizer=SGD, model={"tie_embeddings": False}, train={"steps": 2})
+
+    train_in_process(1, 1, tiny_gpt(config), config, token_data(), placement=on_device)
+
+    names = {name.partition("<")[0] for name in on_device.launch.launched}
+    assert "fold" in names and "judge" not in names
+
+
+def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stage of a tie may not come to the sum without what is sent here."""
+    held: dict[int, int] = defaultdict(int)
+    send, arrivals, finish = LocalLink.send, LocalLink.arrivals, GradientSync.finish
+
+    def slow_send(link: LocalLink, message: Message) -> None:
+        send(link, message)
+        held[id(link)] += 3
+
+    def looked(link: LocalLink) -> list[Message]:
+        held[id(link)] = max(0, held[id(link)] - 1)
+        return arrivals(link)
+
+    def watch(trainer: Trainer) -> None:
+        def finished() -> None:
+            assert trainer.parts.link.unsent == 0
+            finish(trainer.parts.sync)
+
+        monkeypatch.setattr(trainer.parts.sync, "finish", finished)
+
+    monkeypatch.setattr(LocalLink, "send", slow_send)
+    monkeypatch.setattr(LocalLink, "arrivals", looked)
+    monkeypatch.setattr(LocalLink, "unsent", property(lambda link: held[id(link)]))
+    config = small(optimizer=SGD, train={"steps": 2})
+
+    train_in_process(
+        2, 1, tiny_gpt(config), config, token_data(), before=watch, placement=on_device
+    )
+
+
+def test_the_host_asks_its_device_once_a_step(
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever needs a number of the device waits for all that was enqueued before."""
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 16)  # as for a large vocabulary
+    asked: list[str] = []
+    run = pretend_gpu._run
+
+    def watched(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        name = operation.name().partition(".")[0]
+        given = any(isinstance(one, pretend_gpu.PretendTensor) for one in arguments)
+        leaves = name == "aten::_to_copy" and str(named.get("device")) == "cpu"
+        if given and (name in WAITS or leaves):
+            asked.append(name)
+        return run(operation, arguments, named)
+
+    def watch(trainer: Trainer) -> None:
+        step = trainer._stepper.step
+
+        def counted(*arguments: Any) -> Any:
+            asked.clear()
+            monkeypatch.setattr(pretend_gpu, "_run", watched)
+            verdict = step(*arguments)
+            monkeypatch.setattr(pretend_gpu, "_run", run)
+            steps.append(list(asked))
+            return verdict
+
+        monkeypatch.setattr(trainer._stepper, "step", counted)
+
+    steps: list[list[str]] = []
+    config = small(optimizer=SGD, train={"steps": 3})
+    train_in_process(
+        1, 1, tiny_gpt(config), config, token_data(), before=watch, placement=on_device
+    )
+
+    # The first step looks at what layers and the loss do.
+    assert steps[1:] == [["aten::_to_copy"]] * 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_bf16_is_bitwise_what_the_cpu_computes(
+    split: bool, gradient: str, on_device: Placing
+) -> None:
+    samo = {"split_master": split, "gradient": gradient}
+    config = small(precision="bf16", optimizer=SGD, samo=samo, train={"steps": 2})
+
+    agree(on_device, (1, 1), config)
+
+
+def test_adamw_differs_by_its_square_root_only(on_device: Placing) -> None:
+    config = small(train={"steps": 4})
+    data = token_data()
+
+    [(_, ours)] = train_in_process(1, 1, tiny_gpt(config), config, data, placement=on_device)
+    [(_, theirs)] = train_in_process(1, 1, tiny_gpt(config), config, data)
+
+    assert ours.losses == pytest.approx(theirs.losses, rel=ADAMW_TOLERANCE)
+    assert ours.losses[0] == theirs.losses[0]
+
+
+def test_a_rule_without_a_kernel_runs_by_torch(on_device: Placing) -> None:
+    config = small(optimizer={"name": "lamb", "eps": 1e-6}, train={"steps": 3})
+
+    agree(on_device, (2, 1), config)
+
+
+@pytest.mark.parametrize(("layout", "offload"), [((1, 2), False), ((2, 2), True)])
+def test_sharded_state(layout: Layout, offload: bool, on_device: Placing) -> None:
+    samo = {"shard_optimizer": True, "offload": offload}
+
+    agree(on_device, layout, small(optimizer=SGD, samo=samo, train={"steps": 2}))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_state_that_rests_on_the_host(split: bool, on_device: Placing) -> None:
+    samo = {"split_master": split, "offload": True}
+    config = small(precision="bf16", optimizer=SGD, samo=samo, train={"steps": 3})
+
+    agree(on_device, (2, 1), config)
+
+
+def test_a_rule_with_sums_over_tensors_goes_twice_through_state_on_the_host(
+    on_device: Placing,
+) -> None:
+    optimizer = {"name": "lamb", "eps": 1e-6}
+
+    agree(on_device, (1, 1), small(optimizer=optimizer, samo=OFFLOAD, train={"steps": 3}))
+
+
+def test_masks_of_state_on_the_host(on_device: Placing) -> None:
+    pruning = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
+    config = small(optimizer=SGD, samo=OFFLOAD, pruning=pruning, train={"steps": 5})
+
+    agree(on_device, (1, 1), config)
+
+
+def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placing) -> None:
+    config = small(precision="bf16", samo=OFFLOAD, train={"steps": 1})
+
+    ranks = train_in_process(2, 1, tiny_gpt(config), config, token_data(), placement=on_device)
+
+    for trainer, _ in ranks:
+        parts = trainer.parts
+        layers = [layer.spec.name for layer in parts.layers]
+        pruned = {t.name: t.kept for layer in parts.layers for t in layer.state.owned}
+        expected = stage_bytes(
+            [info for info in parts.survey.layers if info.name in layers],
+            parts.survey.ties,
+            pruned,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.bfloat16,
+            moments=2,
+            index="uint16",
+            offload=True,
+        )
+        assert trainer.state_bytes() == expected
+        assert expected.offloaded > 0 and expected.master == expected.optimizer == 0
+    pinned = sum(device.pinned_bytes for device in on_device.devices)
+    assert pinned == sum(trainer.state_bytes().offloaded for trainer, _ in ranks)
+
+
+@pytest.mark.parametrize(
+    "pruning",
+    [
+        {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
+        {"method": "set", "interval": 2},
+        {"method": "rigl", "interval": 2},
+        {"method": "snip"},
+        {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
+        {"method": "magnitude", "at_step": 3, "rewind_step": 2},
+        {"method": "magnitude", "distribution": "global", "include": "all"},
+        {"sparsity": 0.0},
+    ],
+    ids=lambda pruning: str(pruning.get("method", "dense")),
+)
+def test_masks_that_change(pruning: dict[str, object], on_device: Placing) -> None:
+    steps = 8 if pruning.get("method") == "early-bird" else 5
+
+    agree(on_device, (2, 2), small(optimizer=SGD, pruning=pruning, train={"steps": steps}))
+
+
+class UsedOnce(nn.Module):
+    """A matrix that only the first two forwards use, one of a survey and one of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.once = nn.Linear(16, 5), nn.Linear(16, 5)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += x.is_meta is False
+        found: Tensor = self.always(x)
+        return found + self.once(x) if self.forwards <= 1 else found
+
+
+def test_a_gradient_that_stays_away_counts_as_zero_in_the_norm(on_device: Placing) -> None:
+    layers = [Layer("in", partial(nn.Linear, 16, 16)), Layer("out", UsedOnce)]
+    config = tiny_config(
+        batch={"global_batch_size": 4, "microbatch_size": 4}, optimizer=SGD, train={"steps": 3}
+    )
+
+    def seeded() -> Model:
+        torch.manual_seed(0)
+        return Model(layers, summed_loss)
+
+    agree(on_device, (1, 1), config, seeded, vector_data())
+
+
+def test_a_step_with_an_overflow(on_device: Placing) -> None:
+    config = tiny_config(
+        optimizer=SGD,
+        batch={"global_batch_size": 12, "microbatch_size": 3},
+        train={"steps": 7},
+    )
+    data = vector_data(infinite=17)
+
+    ranks = train_in_process(2, 2, mlp(), config, data, placement=on_device)
+    reference = train_in_process(2, 2, mlp(), config, data)
+
+    for (_, ours), (_, theirs) in zip(ranks, reference, strict=True):
+        assert ours.finite == theirs.finite and not all(ours.finite)
+        for name, weight in ours.weights.items():
+            assert torch.equal(weight, theirs.weights[name])
+
+
+def test_dropout_and_evaluation(on_device: Placing) -> None:
+    config = small(
+        optimizer=SGD,
+        model={"dropout": 0.2},
+        # torch's recomputation ends the process on a device that is written in Python.
+        pipeline={"checkpoint_activations": 0},
+        train={"steps": 2, "eval_steps": 2},
+    )
+
+    agree(on_device, (2, 1), config, validation=token_data(24))
+
+
+def test_running_statistics(on_device: Placing) -> None:
+    config = image_config(
+        optimizer=SGD, batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 2}
+    )
+
+    agree(on_device, (1, 2), config, small_wide_resnet, image_data(33))
+
+
+def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -> None:
+    config = small(optimizer=SGD, checkpoint={"every": 2}, train={"steps": 6})
+    whole = ran((1, 1), config, tmp_path / "whole")
+    there = ran((2, 1), config, tmp_path / "run", stop_after=2, placement=on_device)
+    here = ran((1, 1), config, tmp_path / "run", resume="auto", stop_after=4)
+    back = ran((2, 1), config, tmp_path / "run", resume="auto", placement=on_device)
+
+    assert there.losses | here.losses == {step: whole.losses[step] for step in range(1, 5)}
+    same(back, whole)
+
+
+def test_running_statistics_are_restored_to_the_device(on_device: Placing, tmp_path: Path) -> None:
+    config = image_config(
+        optimizer=SGD, batch={"global_batch_size": 6, "microbatch_size": 3}, train={"steps": 2}
+    )
+
+    def run(folder: str, **how: Any) -> Ran:
+        return ran(
+            (1, 1),
+            config,
+            tmp_path / folder,
+            model=lambda _: small_wide_resnet(),
+            data=image_data(33),
+            placement=on_device,
+            **how,
+        )
+
+    whole = run("whole")
+    run("run", stop_after=1)
+    again = run("run", resume="auto")
+
+    same(again, whole)
+
+
+def test_no_more_is_given_to_a_device_than_runs_and_waits_behind_it(on_device: Placing) -> None:
+    config = small(optimizer=SGD, train={"steps": 1})
+
+    train_in_process(1, 1, tiny_gpt(config), config, token_data(), placement=on_device)
+
+    [device] = on_device.devices
+    assert len(device.compute.events) == 2 * 4
+    assert device.compute.most == MOST_AHEAD
+
+
+def test_what_forgets_its_device_is_found() -> None:
+    there = torch.zeros(3, device=pretend())
+
+    with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
+        there.add_(torch.ones(3))

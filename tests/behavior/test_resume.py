@@ -1,0 +1,353 @@
+"""A run that was saved, stopped and resumed is the run that was not, under any layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import Layout, Ran, note_state, ran, same, same_state, settings
+from support.runs import random_init, summed_loss, tiny_config, token_data, vector_data
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset
+from axsparse.models.layer import Layer, Model
+
+LAYOUTS: list[Layout] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+REPLICAS_TOLERANCE = 2e-6
+"""Other orders of fp32 sums over replicas, as in tests/behavior/test_equivalence.py."""
+STOP, STEPS = 3, 5
+
+
+def config_of(**sections: Any) -> Config:
+    sections = {"train": {"steps": STEPS}, **sections}
+    return tiny_config(**sections, checkpoint={"every": 0})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[Path, Ran]]:
+    """Runs that stopped in the middle, by layout."""
+    found = {}
+    for layout in LAYOUTS:
+        run_dir = tmp_path_factory.mktemp("saved") / "run"
+        found[layout] = run_dir, ran(layout, config_of(), run_dir, stop_after=STOP)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Ran]:
+    """Runs that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {layout: ran(layout, config_of(), folder / f"{layout}") for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_layout_goes_on_from_a_checkpoint_of_every_other(
+    before: Layout,
+    after: Layout,
+    saved: dict[Layout, tuple[Path, Ran]],
+    whole: dict[Layout, Ran],
+    tmp_path: Path,
+) -> None:
+    run_dir, stopped = saved[before]
+    checkpoint = run_dir / "checkpoints" / f"step-{STOP}"
+    loaded = Ran()
+
+    resumed = ran(
+        after,
+        config_of(),
+        tmp_path / "run",
+        resume=str(checkpoint),
+        look=partial(note_state, loaded),
+    )
+
+    same_state(loaded, stopped)
+    assert loaded.progress == stopped.progress
+    assert list(resumed.losses) == list(range(STOP + 1, STEPS + 1))
+    if before[1] == after[1]:
+        same(resumed, whole[before])
+    for step, loss in resumed.losses.items():
+        assert loss == pytest.approx(whole[before].losses[step], rel=REPLICAS_TOLERANCE)
+
+
+def test_files_do_not_depend_on_the_layout(saved: dict[Layout, tuple[Path, Ran]]) -> None:
+    """With equal sums: stages only. Replicas share the writing of the same files."""
+
+    def files(layout: Layout) -> dict[str, bytes]:
+        folder = saved[layout][0] / "checkpoints" / f"step-{STOP}"
+        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+    assert files((1, 1)) == files((2, 1)) == files((3, 1))
+    assert files((1, 2)) == files((2, 2))
+    assert files((1, 2)).keys() == files((1, 1)).keys()
+
+
+def resumes(
+    tmp_path: Path,
+    config: Config,
+    *,
+    before: Layout = (2, 1),
+    after: Layout = (3, 1),
+    stop: int = STOP,
+    then: Config | None = None,
+    **others: Any,
+) -> Ran:
+    """Stops after a step, goes on under another layout, and is the run that did not stop."""
+    stopped = ran(before, config, tmp_path / "run", stop_after=stop, **others)
+    assert stopped.stopped is not None
+    assert stopped.stopped.startswith(f"stopped after step {stop}, saved in ")
+    reference = ran(before, config, tmp_path / "whole", **others)
+
+    resumed = ran(after, then or config, tmp_path / "run", resume="auto", **others)
+
+    assert list(resumed.losses) == list(range(stop + 1, config.train.steps + 1))
+    same(resumed, reference)
+    return reference
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "loss_scale": {"initial": 1024.0, "growth_interval": 3}},
+    "bf16, split masters": {"precision": "bf16", "samo": {"split_master": True}},
+    "fp32, sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    "sgd without momentum": {"optimizer": {"name": "sgd", "momentum": 0.0}},
+    "bf16, lamb": {"precision": "bf16", "optimizer": {"name": "lamb"}},
+    "dense": {"samo": {"enabled": False}},
+    "all pruned": {"pruning": {"include": "all"}},
+    "untied": {"model": {"tie_embeddings": False}},
+    "dropout": {"model": {"dropout": 0.2}},
+    "recomputed": {"pipeline": {"checkpoint_activations": 1}, "model": {"dropout": 0.2}},
+}
+
+
+@pytest.mark.parametrize("what", PRECISIONS)
+def test_every_kind_of_state_goes_on_as_if_nothing_had_been(what: str, tmp_path: Path) -> None:
+    resumes(tmp_path, config_of(**PRECISIONS[what]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shards", ["before", "after", "both"])
+def test_shards_of_optimizer_state_are_whole_in_the_files(
+    shards: str, precision: str, tmp_path: Path
+) -> None:
+    config = config_of(precision=precision)
+    sharded = settings(config, samo={"shard_optimizer": True})
+
+    resumes(
+        tmp_path,
+        config if shards == "after" else sharded,
+        before=(1, 2),
+        after=(2, 2),
+        then=config if shards == "before" else sharded,
+    )
+
+
+def test_index_and_master_may_be_stored_otherwise(tmp_path: Path) -> None:
+    config = config_of(precision="bf16", samo={"index": "int32"})
+
+    resumes(tmp_path, config, then=settings(config, samo={"index": "mask", "split_master": True}))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "once, later": {"method": "magnitude", "at_step": 5},
+    "once, before": {"method": "magnitude", "at_step": 2},
+    "once, rewound to step 2": {"method": "magnitude", "at_step": 5, "rewind_step": 2},
+    "random": {"method": "random"},
+    "snip": {"method": "snip", "at_step": 4},
+    "gradual": {"method": "gradual", "at_step": 1, "interval": 2, "until_step": 9},
+    "iterative": {"method": "iterative", "interval": 3, "until_step": 9},
+    "iterative to step 1": {
+        **{"method": "iterative", "at_step": 1, "interval": 3, "until_step": 7},
+        **{"rewind_step": 1},
+    },
+    "early-bird": {"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
+    "early-bird to step 1": {
+        **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
+        **{"at_step": 1, "rewind_step": 1},
+    },
+    "set": {"method": "set", "interval": 2, "until_step": 9},
+    "rigl": {"method": "rigl", "interval": 2, "until_step": 9},
+    "rigl, armed": {"method": "rigl", "interval": 5, "until_step": 9},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
+    reference = resumes(tmp_path, over_time(method), stop=4)
+
+    kept = sum(len(value) for key, value in reference.state.items() if key.startswith("kept/"))
+    dense = sum(
+        value.numel() for key, value in reference.state.items() if key.startswith("weight/")
+    )
+    assert kept < dense, "the method did something"
+
+
+def over_time(method: str) -> Config:
+    return config_of(pruning=METHODS[method], schedule={"warmup_steps": 1}, train={"steps": 10})
+
+
+@pytest.mark.parametrize("method", ["gradual", "iterative to step 1", "rigl", "early-bird"])
+def test_pruning_methods_go_on_with_shards(method: str, tmp_path: Path) -> None:
+    config = settings(over_time(method), samo={"shard_optimizer": True})
+
+    resumes(tmp_path, config, before=(1, 2), after=(2, 2), stop=5)
+
+
+@pytest.mark.parametrize("method", ["early-bird", "rigl", "iterative to step 1"])
+def test_it_does_not_matter_when_a_run_stops(method: str, tmp_path: Path) -> None:
+    """At every step of one run after the other, each of them under another layout."""
+    config = over_time(method)
+    whole = ran((1, 1), config, tmp_path / "whole")
+    layouts = itertools.cycle([(1, 1), (2, 1)])
+    for stop in range(1, config.train.steps):
+        resumed = ran(next(layouts), config, tmp_path / "run", stop_after=stop, resume="auto")
+        assert resumed.losses == {stop: whole.losses[stop]}
+
+    same(ran((3, 1), config, tmp_path / "run", resume="auto"), whole)
+
+
+def normalised(config: Config) -> Model:
+    """Layers with running statistics, a cache and a frozen layer."""
+
+    class Normed(nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(inputs, outputs)
+            self.norm = nn.BatchNorm1d(outputs)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.tanh(self.norm(self.linear(inputs)))
+
+    def frozen() -> nn.Module:
+        linear = nn.Linear(12, 12)
+        linear.weight.requires_grad_(False)
+        return linear
+
+    del config
+    return Model(
+        [
+            Layer("first", partial(Normed, 16, 12)),
+            Layer("frozen", frozen),
+            Layer("second", partial(Normed, 12, 12)),
+            Layer("out", lambda: nn.Linear(12, 5), kind="head", init=random_init),
+        ],
+        loss=summed_loss,
+        name="normed",
+    )
+
+
+@pytest.mark.parametrize("after", [(1, 1), (3, 1)])
+def test_running_statistics_and_frozen_weights_go_on(after: Layout, tmp_path: Path) -> None:
+    reference = resumes(
+        tmp_path,
+        config_of(batch={"global_batch_size": 12, "microbatch_size": 4}),
+        before=(2, 1),
+        after=after,
+        model=normalised,
+        data=vector_data(),
+    )
+
+    assert any(name.endswith("running_var") for name in reference.buffers)
+
+
+def test_all_replicas_go_on_with_the_first_ones_statistics(tmp_path: Path) -> None:
+    config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
+    stopped = ran(
+        (1, 2), config, tmp_path / "run", stop_after=STOP, model=normalised, data=vector_data()
+    )
+
+    loaded = ran(
+        (2, 2),
+        settings(config, train={"steps": STOP}),
+        tmp_path / "run",
+        resume="auto",
+        model=normalised,
+        data=vector_data(),
+    )
+
+    assert loaded.losses == {}
+    assert stopped.buffers
+    same_state(loaded, stopped)
+
+
+def test_a_skipped_step_and_its_scale_are_not_forgotten(tmp_path: Path) -> None:
+    """A sample that is no number overflows the second step; the scale halves and stays so."""
+    config = config_of(
+        precision="fp16",
+        loss_scale={"initial": 256.0, "growth_interval": 4, "floor": 4.0},
+        batch={"global_batch_size": 10, "microbatch_size": 5},
+    )
+
+    reference = resumes(
+        tmp_path, config, model=mlp_of, data=vector_data(infinite=3), before=(1, 1), after=(2, 1)
+    )
+
+    assert len(set(reference.scales.values())) > 1
+
+
+def mlp_of(config: Config) -> Model:
+    from support.runs import mlp
+
+    del config
+    return mlp()
+
+
+def test_epochs_go_on_in_the_middle(tmp_path: Path) -> None:
+    few = ArrayDataset(torch.randn(17, 16), torch.randint(5, (17,)))
+
+    resumes(tmp_path, config_of(), model=mlp_of, data=few, before=(1, 1), after=(2, 1))
+
+
+def test_resuming_twice_is_resuming_once(tmp_path: Path) -> None:
+    config = config_of()
+    reference = ran((1, 1), config, tmp_path / "whole")
+    for stop in (2, 4):
+        ran((2, 1), config, tmp_path / "run", stop_after=stop, resume="auto")
+
+    last = ran((2, 1), config, tmp_path / "run", resume="auto")
+
+    assert list(last.losses) == [5]
+    same(last, reference)
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
+    """Also that of the step after which a run was stopped, and that of one which has ended."""
+    train = {"steps": 6, "eval_every": 2, "eval_steps": 1, "eval_first": True}
+    config = config_of(train=train)
+    ended = settings(config, checkpoint={"every": 6})
+    validation = token_data(12)
+    ran((1, 1), config, tmp_path / "whole", validation=validation)
+
+    ran((1, 1), config, tmp_path / "run", stop_after=stop, validation=validation)
+    ran((2, 1), ended, tmp_path / "run", resume="auto", validation=validation)
+    ran((1, 1), ended, tmp_path / "run", resume="auto", validation=validation)
+
+    assert [step for step, _ in evaluations(tmp_path / "run")] == [0, 2, 4, 6]
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", ["gradual", "rigl"])
+def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
+    method: str, tmp_path: Path
+) -> None:
+    pruning = {"method": method, "interval": 2, "until_step": 5}
+    config = config_of(train={"steps": 6, "eval_every": 2, "eval_steps": 1}, pruning=pruning)
+    validation = token_data(12)
+    ran((1, 1), config, tmp_path / "whole", validation=validation)
+
+    ran((1, 1), config, tmp_path / "run", stop_after=4, validation=validation)
+    ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")

@@ -1,0 +1,161 @@
+"""The stand-in for GPUs finds out each way to use one wrongly, whatever the draw of delays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.standin_device import POISON, Hardware, MisuseError, StandInDevice
+from support.standin_transport import StandInCommunicator, StandInEdge, StandInWire
+
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.wire import as_bytes
+
+EIGHT = torch.arange(8, dtype=torch.uint8)
+
+
+@pytest.fixture
+def hardware() -> Hardware:
+    """Nothing runs before `finish`."""
+    hardware = Hardware(LocalWorld(2), seed=0)
+    hardware.frozen = True
+    return hardware
+
+
+@pytest.fixture
+def device(hardware: Hardware) -> StandInDevice:
+    return StandInDevice(hardware, 0)
+
+
+def test_what_has_not_been_computed_is_poison(hardware: Hardware, device: StandInDevice) -> None:
+    tensor = device.later(torch.ones(3))
+
+    assert (as_bytes(tensor) == POISON).all()
+    hardware.finish()
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_copy_must_wait_for_the_compute_that_it_reads(device: StandInDevice) -> None:
+    stream, slot, tensor = device.stream(), device.pinned(8), device.later(EIGHT)
+
+    with pytest.raises(MisuseError, match="reads what compute writes"):
+        stream.copy(slot, tensor)
+    stream.wait(device.compute.record())
+    stream.copy(slot, tensor)
+
+
+def test_a_wire_must_not_send_a_slot_before_the_copy_into_it_has_been_seen_complete(
+    hardware: Hardware, device: StandInDevice
+) -> None:
+    stream, slot = device.stream(), device.pinned(8)
+    wire = StandInWire(device, 0, 1, "a wire")
+    stream.copy(slot, EIGHT)
+    event = stream.record()
+
+    with pytest.raises(MisuseError, match=r"a send of the wire reads what a copy .* writes"):
+        wire.send(slot)
+    hardware.finish()
+    with pytest.raises(MisuseError, match=r"a send of the wire reads what a copy .* writes"):
+        wire.send(slot)  # it has run, but nobody has asked
+    assert event.query()
+    wire.send(slot)
+
+
+def test_a_slot_must_not_be_filled_while_the_wire_reads_it(
+    hardware: Hardware, device: StandInDevice
+) -> None:
+    stream, slot = device.stream(), device.pinned(8)
+    request = StandInWire(device, 0, 1, "a wire").send(slot)
+
+    with pytest.raises(MisuseError, match=r"a copy .* writes what a send of the wire reads"):
+        stream.copy(slot, EIGHT)
+    hardware.finish()
+    assert request.done()
+    stream.copy(slot, EIGHT)
+
+
+def test_memory_must_live_until_the_device_is_done_with_it(
+    hardware: Hardware, device: StandInDevice
+) -> None:
+    stream, slot = device.stream(), device.pinned(8)
+    tensor = EIGHT.clone()
+    stream.copy(slot, tensor)
+    del tensor
+
+    with pytest.raises(MisuseError, match="was freed while the device still needed it"):
+        hardware.finish()
+
+
+def test_two_wires_or_edges_of_unequal_sizes_are_found_out(hardware: Hardware) -> None:
+    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
+    StandInWire(sender, 0, 1, "a wire").send(EIGHT)
+    memory = receiver.pinned(4)
+    StandInWire(receiver, 0, 1, "a wire").receive(memory)
+
+    with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
+        hardware.finish()
+
+
+def test_a_receive_must_not_spin_until_its_tensor_is_ready(hardware: Hardware) -> None:
+    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
+    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    tensor, memory = sender.later(EIGHT), receiver.pinned(8)
+
+    with pytest.raises(MisuseError, match="a receive of what nobody sends yet"):
+        receiving.receive(memory)
+    sending.stream.wait(sender.compute.record())
+    sending.send(tensor)
+    with pytest.raises(MisuseError, match="a receive that spins until a wait ran"):
+        receiving.receive(memory)
+    hardware.finish()
+    receiving.receive(memory)
+    hardware.finish()
+    assert torch.equal(memory, EIGHT)
+
+
+def test_an_edge_goes_one_way(hardware: Hardware) -> None:
+    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
+    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+
+    with pytest.raises(MisuseError, match="a send at its receiving end"):
+        receiving.send(EIGHT)
+    with pytest.raises(MisuseError, match="a receive at its sending end"):
+        sending.receive(EIGHT)
+
+
+def test_an_edge_of_unequal_sizes_is_found_out(hardware: Hardware) -> None:
+    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
+    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    memory = receiver.pinned(4)
+    sending.send(EIGHT)
+    receiving.receive(memory)
+
+    with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
+        hardware.finish()
+
+
+def test_members_of_a_communicator_do_the_same_in_the_same_order(hardware: Hardware) -> None:
+    devices = [StandInDevice(hardware, rank) for rank in range(2)]
+    one, other = ([StandInCommunicator(d, name, (0, 1)) for d in devices] for name in "ab")
+    buffers = [EIGHT.clone() for _ in range(5)]
+    one[0].all_reduce(buffers[0])
+    one[0].broadcast(buffers[1], 0)
+    other[0].all_reduce(buffers[2])
+
+    with pytest.raises(MisuseError, match="a: members disagree"):
+        one[1].broadcast(buffers[3], 0)
+    with pytest.raises(MisuseError, match="b: members differ in its order with a"):
+        other[1].all_reduce(buffers[4])
+
+
+def test_an_operation_runs_when_all_members_have_come_to_it(hardware: Hardware) -> None:
+    devices = [StandInDevice(hardware, rank) for rank in range(2)]
+    members = [StandInCommunicator(device, "a", (0, 1)) for device in devices]
+    buffers = [torch.tensor([1.0]), torch.tensor([2.0])]
+    members[0].all_reduce(buffers[0])
+    hardware.finish()
+    assert buffers[0].item() == 1.0
+
+    members[1].all_reduce(buffers[1])
+    hardware.finish()
+
+    assert [buffer.item() for buffer in buffers] == [3.0, 3.0]

@@ -1,0 +1,107 @@
+"""What a step allocates on top of the state: the temporaries of one block, whatever the tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.allocated import peak_of_numpy, peak_of_torch
+from torch import nn
+
+from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import uint16 as index_uint16
+from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.gradient_norm import norm_partials
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.lamb import LAMB
+from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.sgd import sgd
+from axsparse.samo.optim.update import update
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import IndexKind, MasterKind
+from axsparse.samo.tensor_state import TensorState
+
+HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+KEPT = 14 * BLOCK
+CHUNK = 16 * BLOCK
+"""Bytes of one block in work: four fp32 values an entry, such as gradient, master and
+denominator, and what is just being made of them."""
+SPLIT_CHUNK = 26 * BLOCK
+"""The same while a master is split into its weight's bits and the remainder."""
+POSITIONS = 12 * BLOCK
+"""Bytes of a block's positions where numpy decodes them."""
+NUMBERS = 4096
+"""Bytes of sums and other single numbers."""
+INDICES: dict[str, IndexKind] = {"int32": "int32", "uint16": "uint16", "mask": "mask"}
+MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
+    "fp32": (torch.float32, "weight"),
+    "fp16": (torch.float16, "fp32"),
+    "bf16": (torch.bfloat16, "fp32"),
+    "bf16, split master": (torch.bfloat16, "remainder"),
+}
+OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB, "nesterov": sgd(0.9, nesterov=True)}
+
+
+def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -> LayerState:
+    """A layer of one tensor, after a step that has compiled and allocated what stays."""
+    dtype, kind = MASTERS[master]
+    tensor = TensorState("w", nn.Parameter(torch.zeros(numel, dtype=dtype)), index, decays=True)
+    layer = LayerState(
+        "layer", [tensor], moments=optimizer.moments, gradient_dtype=dtype, master=kind
+    )
+    layer.accumulate(tensor, torch.ones(numel, dtype=dtype))
+    update([layer], optimizer, HYPER, 0.5)
+    return layer
+
+
+def half_kept(kind: IndexKind) -> Index:
+    mask = torch.zeros(2 * KEPT, dtype=torch.bool)
+    mask[::2] = True
+    return make_index(mask, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "master"),
+    [("int32", "bf16"), ("mask", "bf16"), *[("uint16", master) for master in MASTERS]],
+)
+def test_an_update_allocates_one_chunk(kind: str, master: str) -> None:
+    layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
+
+    peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
+
+    chunk = SPLIT_CHUNK if "split" in master else CHUNK
+    assert BLOCK <= peak <= chunk + NUMBERS < KEPT * 2
+
+
+@pytest.mark.parametrize("kind", ["uint16", "mask"])
+def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (index_uint16, index_mask):
+        monkeypatch.setattr(module, "compiled", lambda loop: None)
+    layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, "bf16", ADAMW)
+
+    def step() -> None:
+        update([layer], ADAMW, HYPER, 0.5)
+
+    assert peak_of_torch(step) <= CHUNK + NUMBERS
+    assert BLOCK <= peak_of_numpy(step) <= POSITIONS + NUMBERS < KEPT * 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_allocates_one_chunk(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
+
+    peak = peak_of_torch(lambda: update([layer], optimizer, HYPER, 0.5))
+
+    assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
+
+
+def test_the_norm_allocates_one_chunk() -> None:
+    layer = trained_layer(half_kept("uint16"), 2 * KEPT, "bf16", ADAMW)
+
+    peak = peak_of_torch(lambda: norm_partials([layer], ["w"]))
+
+    assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2

@@ -1,0 +1,87 @@
+"""`axsparse calibrate` on two ranks, and a plan by what it measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from support.mpirun import run_mpirun
+
+from axsparse.cli.machine_timing import _profile, calibrate
+from axsparse.config.load import load_config
+from axsparse.planner.cluster import load_cluster
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_OUTPUT, ConfigError
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+SMALL = [
+    *("--config", "quickstart.yaml", "--set", "model.hidden_size=64"),
+    *("--set", "model.num_layers=2"),
+]
+
+
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+    command = ["-m", "axsparse", "calibrate", *SMALL, "--out", "mine.yaml", "--steps", "2"]
+    done = run_mpirun(2, command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    machine = load_cluster(str(tmp_path / "mine.yaml"))
+    kinds = {name: origin.kind for name, origin in machine.origins.items()}
+    assert machine.gpus_per_node == 2
+    assert 0 < machine.efficiency <= 1
+    for name in ("intra_node_bandwidth", "ring_bandwidth", "compression_rate", "overhead_bytes"):
+        assert kinds[name] == "measured"
+        assert getattr(machine, name) > 0
+    assert "axsparse: wrote mine.yaml" in done.stdout
+
+    plan = ["-m", "axsparse", "plan", *SMALL, "--gpus", "2", "--cluster", "mine.yaml", "--json"]
+    done = run_mpirun(1, plan, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"][0]["rows"][0]["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["--out", "a.yaml", "--steps", "0"], EXIT_CONFIG, "--steps: '0' is no number of steps to"),
+        (["--steps", "1"], EXIT_CONFIG, "the following arguments are required: --out"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, args: list[str], code: int, text: str) -> None:
+    done = run_mpirun(1, ["-m", "axsparse", "calibrate", *SMALL, *args], cwd=tmp_path)
+
+    assert done.returncode == code
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+    hosts = itertools.count()
+    monkeypatch.setattr("socket.gethostname", lambda: f"host{next(hosts)}")
+    loaded = load_config("quickstart.yaml")
+
+    def main(rank: int) -> None:
+        calibrate(LocalTransport(world, rank), loaded, "mine", 1)
+
+    with pytest.raises(ConfigError, match="calibrate: the ranks stand on 2 hosts; start it on the"):
+        world.run(main)
+
+
+def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
+    asked = ["model.hidden_size=64", "model.num_layers=1", "spikes.rule=back"]
+    loaded = load_config("quickstart.yaml", [*asked, "layout.g_inter_pruned=1"])
+
+    profile = _profile(loaded, steps=1, size=1)
+
+    assert profile.trainer.steps_done == 2
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    out = ["--out", "nowhere/mine.yaml", "--steps", "1"]
+    done = run_mpirun(1, ["-m", "axsparse", "calibrate", *SMALL, *out], cwd=tmp_path)
+
+    assert done.returncode == EXIT_OUTPUT
+    assert "the cluster file cannot be written (No such file" in done.stderr

@@ -1,0 +1,147 @@
+"""The command: what it prints and writes, and its one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.unread import unread
+
+from axsparse.cli.plan import main
+from axsparse.observe.trace_file import read, step_seconds
+from axsparse.runtime.errors import EXIT_CONFIG
+
+SMALL = [
+    *("--config", "quickstart.yaml", "--cluster", "laptop"),
+    *("--set", "model.hidden_size=64", "--set", "model.num_layers=2"),
+]
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, screen and errors."""
+    with pytest.raises(SystemExit) as end:
+        main([*SMALL, *args])
+    screen = capsys.readouterr()
+    return int(end.value.code or 0), screen.out, screen.err
+
+
+def test_it_prints_a_recommendation_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, screen, _ = told(capsys, "--gpus", "4")
+
+    assert code == 0
+    assert "quickstart (samo) in bf16 on 4 devices of laptop, 3.0 GB each" in screen
+    assert "recommended: 1 stage × 4 replicas" in screen
+    assert "because the fewest stages fit: 0.3 GB of 3.0 GB" in screen
+    assert "step over slack: 0: " in screen
+
+
+def test_json_is_one_object_with_both_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    _, screen, _ = told(capsys, "--gpus", "2", "--compare", "dense,samo", "--json")
+
+    plans = json.loads(screen)["plans"]
+    assert [plan["method"] for plan in plans] == ["dense", "samo"]
+    first = [plan["rows"][0]["stages"][0]["memory"]["optimizer"] for plan in plans]
+    assert first[0] > first[1]
+
+
+def test_methods_are_laid_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    _, screen, _ = told(capsys, "--gpus", "2", "--compare", "dense,samo")
+
+    assert "(dense)" in screen and "(samo)" in screen
+    assert "reduction %" in screen
+
+
+def test_several_numbers_of_devices_are_a_scaling_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, screen, _ = told(capsys, "--gpus", "1,2,4")
+
+    rows = screen.splitlines()
+    assert [row.split()[1] for row in rows[2:]] == ["devices", "1", "2", "4"]
+    assert "efficiency %" in rows[2]
+
+
+def test_trace_and_page_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace, page = tmp_path / "step.json", tmp_path / "plan.html"
+    _, screen, _ = told(capsys, "--gpus", "2", "--json", "--trace", str(trace), "--html", str(page))
+
+    [plan] = json.loads(screen)["plans"]
+    assert step_seconds(read(trace)) == pytest.approx(plan["rows"][0]["step_seconds"])
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_only_the_microbatches_that_were_asked_for_are_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, screen, _ = told(capsys, "--gpus", "2", "--microbatch-size", "3,5", "--json")
+
+    [plan] = json.loads(screen)["plans"]
+    assert {row["microbatch_size"] for row in plan["rows"]} == {3}
+    assert "microbatches of 5 do not divide 24 samples" in {r["reason"] for r in plan["rejected"]}
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--gpus", "many"], "--gpus: 'many' is no number of at least 1, nor several with commas"),
+        (["--gpus", "0"], "--gpus: '0' is no number"),
+        (["--gpus", "2", "--microbatch-size", "-1"], "--microbatch-size: '-1' is no number"),
+        (["--gpus", "2", "--compare", "best"], "--compare: 'best' is no method to compare; choose"),
+        (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
+        (["--gpus", "2", "--set", "layout.memory_per_rank=1e-6"], "stage 0 needs "),
+        (
+            ["--gpus", "2", "--html", "/nowhere/plan.html"],
+            "--html /nowhere/plan.html: cannot be written (No such file or directory); "
+            "choose another place",
+        ),
+        ([], "the following arguments are required: --gpus"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], args: list[str], text: str
+) -> None:
+    code, _, errors = told(capsys, *args)
+
+    assert code != 0
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("axsparse: error: ")
+    assert text in errors
+
+
+def test_what_fits_nowhere_in_a_study_is_left_out_unless_all_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limit = "layout.memory_per_rank=0.0026"
+    dense = [
+        "--set",
+        limit,
+        "--set",
+        "pipeline.slack=1",
+        "--set",
+        "samo.enabled=false",
+        "--microbatch-size",
+        "1",
+    ]
+    code, screen, errors = told(capsys, "--gpus", "1,4", *dense)
+    nothing, _, _ = told(capsys, "--gpus", "1,2", "--set", "layout.memory_per_rank=1e-6")
+
+    assert (code, nothing) == (0, EXIT_CONFIG)
+    assert errors.startswith("axsparse: start: gpus: quickstart fits no layout of 1 devices")
+    assert [row.split()[1] for row in screen.splitlines()[2:]] == ["devices", "4"]
+
+
+def test_one_of_many_ranks_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+
+    assert told(capsys, "--gpus", "2") == (0, "", "")
+
+
+@pytest.mark.parametrize("asked", [["--gpus", "2"], ["--gpus", "2", "--json"], ["--gpus", "1,2"]])
+def test_a_reader_that_goes_away_is_no_mistake(asked: list[str], tmp_path: Path) -> None:
+    page = ("--html", "plan.html")
+
+    assert unread("plan", *SMALL, *asked, *page, cwd=tmp_path) == (0, b"")
+    assert (tmp_path / "plan.html").exists()

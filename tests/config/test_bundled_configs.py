@@ -1,0 +1,127 @@
+"""The bundled configs run as they are, and those of GPT-3 are the published ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from axsparse.config.load import bundled_configs, load_config
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_batch, check_config
+from axsparse.data.digits import VALIDATION_SAMPLES
+from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt import gpt
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.planner.auto_layout import resolve_grid
+
+GPT3 = {
+    # name: layers, width, heads, parameters, sequences of a batch, learning rate
+    "gpt3_xl": (24, 2048, 16, 1.3e9, 512, 2.0e-4),
+    "gpt3_2.7b": (32, 2560, 32, 2.7e9, 512, 1.6e-4),
+    "gpt3_6.7b": (32, 4096, 32, 6.7e9, 1024, 1.2e-4),
+    "gpt3_13b": (40, 5120, 40, 13e9, 2048, 1.0e-4),
+}
+WARM_UP_TOKENS, DECAY_TOKENS = 375e6, 260e9
+WORDS = 50257
+STUDY = {"gpt_wikitext103": "gpt3_xl", "gpt_bookcorpus": "gpt3_2.7b"}
+"""Models of the SAMO study that were trained to the end, and what they are otherwise."""
+IMAGENET = {
+    # name: model, parameters, learning rate, weight decay, steps, steps between falls
+    "vgg19": ("vgg19", 143_667_240, 1e-2, 5e-4, 370_000, 92_500),
+    "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
+}
+every_gpt3 = pytest.mark.parametrize("name", GPT3)
+
+
+def config_of(name: str) -> Config:
+    return load_config(f"{name}.yaml").config
+
+
+def test_these_are_all() -> None:
+    assert set(bundled_configs()) == {"quickstart", "digits_cnn", *IMAGENET, *GPT3, *STUDY}
+
+
+@pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
+    name: str, ranks: int
+) -> None:
+    loaded = load_config(name)
+
+    check_config(loaded)
+    check_batch(loaded, resolve_grid(loaded, ranks, loaded.config.model.num_layers + 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_digits_train_on_usual_numbers_of_ranks_and_are_evaluated_on_all_images(ranks: int) -> None:
+    loaded = load_config("digits_cnn")
+    config = loaded.config
+
+    check_config(loaded)
+    check_batch(loaded, resolve_grid(loaded, ranks, len(named_model(loaded).layers)))
+    assert config.train.eval_steps * config.batch.global_batch_size >= VALIDATION_SAMPLES
+
+
+@every_gpt3
+def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
+    layers, width, heads, parameters, _, _ = GPT3[name]
+    model = config_of(name).model
+
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, heads)
+    assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
+    assert 0 <= model.vocab_size - WORDS < 128
+    assert model.vocab_size % 128 == 0
+    counted = survey(gpt(model, model.sequence_length)).num_params
+    assert counted == pytest.approx(parameters, rel=0.03)
+
+
+@every_gpt3
+def test_models_are_trained_with_the_published_settings(name: str) -> None:
+    _, _, _, _, sequences, rate = GPT3[name]
+    config = config_of(name)
+    optimizer, schedule = config.optimizer, config.schedule
+    tokens = sequences * config.model.sequence_length
+
+    assert config.batch.global_batch_size == sequences
+    assert (optimizer.name, optimizer.learning_rate) == ("adamw", rate)
+    assert (optimizer.betas, optimizer.eps) == ((0.9, 0.95), 1e-8)
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
+    assert schedule.warmup_steps == round(WARM_UP_TOKENS / tokens)
+    assert schedule.decay_steps == config.train.steps == round(DECAY_TOKENS / tokens)
+    assert (schedule.decay, schedule.final_ratio) == ("cosine", 0.1)
+    assert config.precision == "bf16"
+    assert config.pipeline.checkpoint_activations == 1
+    assert config.pruning.sparsity == 0.9
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_image_models_are_the_published_ones_and_trained_with_the_published_settings(
+    name: str,
+) -> None:
+    model, parameters, rate, decay, steps, fall = IMAGENET[name]
+    loaded = load_config(name)
+    config = loaded.config
+    optimizer, schedule = config.optimizer, config.schedule
+    built = named_model(loaded)
+
+    assert (config.model.name, survey(built).num_params) == (model, parameters)
+    assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (rate, decay)
+    assert (optimizer.clip_norm, schedule.warmup_steps) == (0, 0)
+    assert (schedule.decay, schedule.step_every, schedule.step_factor) == ("step", fall, 0.1)
+    assert (config.batch.global_batch_size, config.train.steps) == (256, steps)
+    assert (config.data.source, config.data.image_size) == ("images", 224)
+    assert config.model.dropout == (0.5 if model == "vgg19" else 0.0)
+    assert config.train.eval_steps * 256 >= 50_000  # all of the validation images
+    check_config(loaded)
+    for ranks in (1, 2, 4, 8):
+        check_batch(loaded, resolve_grid(loaded, ranks, len(built.layers)))
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_the_models_of_the_study_are_gpt3s_on_prepared_text(name: str) -> None:
+    config, published = config_of(name), config_of(STUDY[name])
+
+    for section in ("model", "batch", "pipeline", "precision", "pruning", "optimizer"):
+        assert getattr(config, section) == getattr(published, section), section
+    assert config.schedule.warmup_steps == published.schedule.warmup_steps < config.train.steps
+    assert config.data.source == "tokens"

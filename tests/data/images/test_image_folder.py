@@ -1,0 +1,233 @@
+"""Image folders in ImageNet's layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from axsparse.data.batches import Batches
+from axsparse.data.images.augmentation import View, render
+from axsparse.data.images.decoders import Workers
+from axsparse.data.images.image_folder import MEAN, STD, ImageFolder, image_folders
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+
+CLASSES = {"cat": 3, "ant": 4, "bee": 1}
+
+
+def make_image(path: Path, shade: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((20, 30, 3), shade, dtype=np.uint8)
+    pixels[:, :10] //= 2
+    Image.fromarray(pixels).save(path)
+
+
+def make_split(root: Path, split: str) -> None:
+    for name, count in CLASSES.items():
+        for number in range(count):
+            make_image(root / split / name / f"{name}_{number}.png", 40 * number + len(name))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        make_split(tmp_path, split)
+    return tmp_path
+
+
+def folder(root: Path, split: str = "train", seed: int | None = 5, workers: int = 0) -> ImageFolder:
+    return ImageFolder(root, split, size=16, workers=Workers(workers), seed=seed)
+
+
+def test_samples_are_numbered_class_by_class_in_the_order_of_names(root: Path) -> None:
+    data = folder(root)
+
+    assert data.classes == ["ant", "bee", "cat"]
+    assert len(data) == 8
+    assert [data.path(n).relative_to(root / "train").as_posix() for n in range(8)] == [
+        *(f"ant/ant_{n}.png" for n in range(4)),
+        "bee/bee_0.png",
+        *(f"cat/cat_{n}.png" for n in range(3)),
+    ]
+    targets = data.targets(np.arange(8))
+    assert targets.tolist() == [0, 0, 0, 0, 1, 2, 2, 2]
+    assert targets.dtype == torch.int64
+
+
+def test_only_images_count(root: Path) -> None:
+    names = [data.path(n).name for data in [folder(root)] for n in range(len(data))]
+    (root / "train" / "ant" / "notes.txt").write_text("no image")
+    (root / "train" / "ant" / "._ant_0.png").write_text("left by a file manager")
+    (root / "train" / "README").write_text("no class")
+    (root / "train" / ".cache").mkdir()
+    make_image(root / "train" / "bee" / "bee_1.PNG", 9)
+    make_image(root / "train" / "bee" / "bee_2.JPEG", 9)
+
+    after = folder(root)
+
+    assert [after.path(n).name for n in range(len(after))] == [
+        *names[:5],
+        "bee_1.PNG",
+        "bee_2.JPEG",
+        *names[5:],
+    ]
+
+
+def test_names_in_any_alphabet_are_found_again(tmp_path: Path) -> None:
+    name = "größe_\udcff.png"  # as the system shows a byte that is no UTF-8
+    make_image(tmp_path / "train" / "Äpfel" / "a.png", 9)
+    (tmp_path / "train" / "Äpfel" / "a.png").rename(tmp_path / "train" / "Äpfel" / name)
+
+    assert folder(tmp_path).path(0) == tmp_path / "train" / "Äpfel" / name
+
+
+def test_a_million_names_are_held_in_few_bytes(root: Path) -> None:
+    data = folder(root)
+
+    held = data._names.__sizeof__() + data._name_ends.nbytes + data._class_ends.nbytes
+    assert held < 200  # for 8 names of 9 letters
+
+
+def test_the_fingerprint_covers_every_name_and_its_class(root: Path) -> None:
+    prints = {folder(root).fingerprint, folder(root, "val").fingerprint}
+    assert len(prints) == 1  # the same names
+
+    (root / "train" / "ant" / "ant_0.png").rename(root / "train" / "ant" / "ant_9.png")
+    prints.add(folder(root).fingerprint)
+    (root / "train" / "ant" / "ant_9.png").rename(root / "train" / "bee" / "ant_9.png")
+    prints.add(folder(root).fingerprint)
+    (root / "train" / "bee").rename(root / "train" / "bees")
+    prints.add(folder(root).fingerprint)
+
+    assert len(prints) == 4
+
+
+def test_inputs_are_normalised_channels_first(root: Path) -> None:
+    data = folder(root, "val", seed=None)
+
+    (images,) = data.start(np.array([1, 7]), np.zeros(2, dtype=np.int64))()
+
+    assert (images.shape, images.dtype) == ((2, 3, 16, 16), torch.float32)
+    assert images.is_contiguous()
+    for image, sample in zip(images, (1, 7), strict=True):
+        raw = np.frombuffer(render(View(str(data.path(sample)), 16, None)), dtype=np.uint8)
+        expected = raw.reshape(16, 16, 3) / 255
+        for channel in range(3):
+            shown = image[channel].double().numpy() * STD[channel] + MEAN[channel]
+            assert np.allclose(shown, expected[:, :, channel], atol=1e-6)
+
+
+def test_crops_and_flips_are_keyed_by_seed_epoch_and_sample(root: Path) -> None:
+    data = folder(root, seed=5)
+
+    (images,) = data.start(np.array([6, 2]), np.array([3, 4]))()
+
+    for image, key in zip(images, ((5, 3, 6), (5, 4, 2)), strict=True):
+        raw = render(View(str(data.path(key[2])), 16, key))
+        shown = image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+        assert (shown * 255).round().to(torch.uint8).permute(1, 2, 0).numpy().tobytes() == raw
+
+
+def batches_of(data: ImageFolder, replica: int, g_data: int) -> Batches:
+    return Batches(
+        data,
+        num_samples=len(data),
+        global_batch_size=6,
+        microbatch_size=1,
+        replica=replica,
+        g_data=g_data,
+        seed=7,
+    )
+
+
+def pixels(root: Path, step: int, *, workers: int = 0, g_data: int = 1) -> list[bytes]:
+    """Every microbatch of a step, of all replicas."""
+    found = []
+    for replica in range(g_data):
+        batches = batches_of(folder(root, workers=workers), replica, g_data)
+        found += [m.inputs[0].numpy().tobytes() for m in batches.training(step).microbatches]
+        batches.close()
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_step_is_the_same_in_any_layout_and_with_any_number_of_workers(
+    step: int, root: Path
+) -> None:
+    expected = pixels(root, step)
+
+    assert pixels(root, step, workers=2) == expected
+    assert pixels(root, step, g_data=3) == expected
+    assert pixels(root, step + 1) != expected
+
+
+def test_training_and_validation_share_processes_and_number_classes_alike(root: Path) -> None:
+    training, validation = image_folders(root, size=16, workers=3, seed=5, validate=True)
+
+    assert validation is not None
+    assert training._workers is validation._workers
+    assert (training._seed, validation._seed) == (5, None)
+    assert (training.name, validation.name) == (f"images {root}/train", f"images {root}/val")
+
+
+def test_without_evaluation_no_validation_images_are_needed(tmp_path: Path) -> None:
+    make_split(tmp_path, "train")
+
+    _, validation = image_folders(tmp_path, size=16, workers=0, seed=5, validate=False)
+
+    assert validation is None
+
+
+def test_a_missing_folder_is_named_with_the_layout_that_is_meant(tmp_path: Path) -> None:
+    make_split(tmp_path, "train")
+
+    with pytest.raises(
+        MissingInputError,
+        match=r"data\.path: there is no folder .*/val; images lie in train/<class>/ and "
+        r"val/<class>/ below data\.path \(train\.eval_steps 0 needs no val\)",
+    ):
+        image_folders(tmp_path, size=16, workers=0, seed=5, validate=True)
+
+
+def test_a_class_in_one_split_only_is_named(root: Path) -> None:
+    make_image(root / "val" / "dog" / "dog.png", 1)
+
+    with pytest.raises(
+        DataError, match=r"class dog is in val only, so that classes would be numbered differently"
+    ):
+        image_folders(root, size=16, workers=0, seed=5, validate=True)
+
+
+def test_a_split_without_classes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+
+    with pytest.raises(DataError, match=r"/train holds no folders; each class is one"):
+        folder(tmp_path)
+
+
+def test_an_empty_class_is_named(root: Path) -> None:
+    (root / "train" / "dog").mkdir()
+
+    with pytest.raises(DataError, match=r"class .*/train/dog holds no images \(files ending in"):
+        folder(root)
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("a file")
+
+    with pytest.raises(DataError, match=r"/train cannot be listed \(Not a directory\); make it"):
+        folder(tmp_path)
+
+
+def test_without_pillow_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"Pillow, which decodes images, is not installed; pip install 'axsparse\[images\]'",
+    ):
+        folder(root)

@@ -1,0 +1,171 @@
+"""Bytes and byte-pair encoding."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.data.prepare import tokenizers as prepare_tokenizers
+from axsparse.data.prepare.tokenizers import (
+    SEPARATOR,
+    ByteTokenizer,
+    Subwords,
+    check_readable,
+    describe,
+    import_tokenizers,
+    pieces,
+    train_bpe,
+)
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+
+WORDS = "the cat sat on the mat, the dog\n\n    did not (1,234 times)\tin its été "
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe([WORDS * 20], 300, path)
+    return path
+
+
+def opened(path: Path, separator: str = SEPARATOR) -> Subwords:
+    return Subwords(path, describe(path, "bpe"), separator)
+
+
+@given(st.text())
+@settings(deadline=None, derandomize=True)
+def test_bytes_are_those_of_utf8_and_never_the_separator(text: str) -> None:
+    ids = ByteTokenizer().encode(text)
+
+    assert ids.tobytes().decode() == text
+    assert ByteTokenizer.separator not in ids
+    assert ByteTokenizer.separator < ByteTokenizer.vocab_size
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.text())
+def test_byte_pairs_decode_to_the_text_and_never_hold_the_separator(
+    trained: Path, text: str
+) -> None:
+    import tokenizers
+
+    tokenizer = opened(trained)
+    text += SEPARATOR
+
+    ids = tokenizer.encode(text)
+
+    decoded = tokenizers.Tokenizer.from_file(str(trained)).decode(list(ids))
+    assert decoded == text
+    assert tokenizer.separator not in ids
+    assert ids.max(initial=0) < tokenizer.vocab_size <= 300
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    words=st.lists(
+        st.tuples(
+            st.text("ab1,'é\u3000", max_size=5).map("a".__add__),
+            st.sampled_from([" ", "\n", "  \n", "\n\n    ", "\t\t", " \u3000"]),
+        ),
+        max_size=40,
+    ),
+    size=st.integers(1, 40),
+)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    trained: Path, words: list[tuple[str, str]], size: int
+) -> None:
+    text = "".join(word + space for word, space in words)
+    tokenizer = opened(trained)
+    expected = tokenizer.encode(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_tokenizers, "PIECE", size)
+        patch.setattr(prepare_tokenizers, "SLACK", 24)  # there is a word's end within
+        assert "".join(pieces(text)) == text
+        assert all(len(piece) <= size + 24 for piece in pieces(text))
+        np.testing.assert_array_equal(tokenizer.encode(text), expected)
+
+
+def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_tokenizers, "PIECE", 4)
+    monkeypatch.setattr(prepare_tokenizers, "SLACK", 2)
+
+    assert list(pieces("abcdefghijklm")) == ["abcd", "efgh", "ijklm"]
+    assert list(pieces("abcde fghijk")) == ["abcde", " fgh", "ijk"]
+
+
+def test_learning_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from axsparse.data.prepare.tokenizers import *\n"
+        f"train_bpe([w * 3 for w in {WORDS!r}.split(' ')] * 200, 320, Path(sys.argv[1]))"
+    )
+    digests = set()
+    for threads in ("1", "4"):
+        path = tmp_path / threads
+        environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": threads}
+        subprocess.run([sys.executable, "-c", script, path], env=environment, check=True)
+        digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
+
+    assert len(digests) == 1
+
+
+def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
+    trained: Path, tmp_path: Path
+) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "cut.json"))
+
+    for text in (WORDS, "a"):
+        np.testing.assert_array_equal(
+            opened(tmp_path / "cut.json").encode(text), opened(trained).encode(text)
+        )
+
+
+def test_a_tokenizer_without_the_separator_is_refused(trained: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(trained, "</s>")
+
+    assert str(caught.value) == (
+        f"--separator: {trained} has no token '</s>' to put between documents; name one that it "
+        "has, such as '<|endoftext|>'"
+    )
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('{"a": 1}')
+
+    with pytest.raises(DataError, match=r"t.json holds no tokenizer \(.+\); name a tokenizer.json"):
+        opened(path)
+    with pytest.raises(MissingInputError) as caught:
+        check_readable(tmp_path / "missing")
+    assert str(caught.value) == (
+        f"--tokenizer: {tmp_path}/missing cannot be read (No such file or directory); name a "
+        "tokenizer.json"
+    )
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install 'axsparse\[text\]', or leave both out"):
+        import_tokenizers()

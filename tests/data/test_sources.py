@@ -1,0 +1,183 @@
+"""The data that configurations name, from the folder to metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.mpirun import Finished, run_mpirun
+
+from axsparse.config.load import load_config
+from axsparse.data.dataset import ArrayDataset
+from axsparse.data.images.image_folder import ImageFolder
+from axsparse.data.sources import open_datasets
+from axsparse.runtime.errors import ConfigError
+
+SHADES = {"dark": 40, "light": 220}
+IMAGES = [
+    *("model.name=cnn", "model.num_classes=2", "data.source=images", "data.image_size=8"),
+    *("batch.global_batch_size=8", "layout.g_inter=2", "pruning.sparsity=0.5", "precision=fp32"),
+    *("train.eval_every=3", "train.log_every=1", "train.peak_flops=1e12", "train.steps=6"),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two classes of noise, one dark and one light."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 10), ("val", 5)):
+        for name, shade in SHADES.items():
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(shade - 30, shade + 30, (14, 17, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return tmp_path / "images"
+
+
+def flags(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def train(ranks: int, folder: Path, *settings: str) -> Finished:
+    command = ["-m", "axsparse.train", "--run-dir", str(folder / "run"), *flags(*settings)]
+    return run_mpirun(ranks, command, cwd=folder)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_digits_are_opened_by_name() -> None:
+    settings = ["model.name=cnn", "model.channels=1", "model.num_classes=10", "data.source=digits"]
+
+    data = open_datasets(load_config(None, settings))
+
+    assert isinstance(data.training, ArrayDataset)
+    assert (data.training.name, len(data.training)) == ("digits train", 1437)
+    assert data.validation is not None
+    assert (data.validation.name, len(data.validation)) == ("digits validation", 360)
+
+
+def test_images_are_opened_as_the_settings_say(root: Path) -> None:
+    data = open_datasets(load_config(None, [*IMAGES, f"data.path={root}", "seed=3"]))
+
+    assert isinstance(data.training, ImageFolder)
+    (images,) = data.training.start(np.array([0]), np.array([0]))()
+    assert images.shape == (1, 3, 8, 8)
+    assert data.training._workers._count == 2
+    data.training.close()
+    other = open_datasets(load_config(None, [*IMAGES, f"data.path={root}", "seed=4"]))
+    assert isinstance(other.training, ImageFolder)
+    (otherwise,) = other.training.start(np.array([0]), np.array([0]))()
+    other.training.close()
+    assert not torch.equal(images, otherwise)
+    assert data.validation is not None
+    assert len(data.validation) == 10
+
+
+def test_without_evaluation_the_validation_images_are_not_looked_for(root: Path) -> None:
+    for file in (root / "val").rglob("*.png"):
+        file.unlink()
+
+    data = open_datasets(load_config(None, [*IMAGES, f"data.path={root}", "train.eval_steps=0"]))
+
+    assert data.validation is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            ["model.channels=1", "model.num_classes=9", "data.source=digits"],
+            r"model\.num_classes \(--set\): 9 is below the 10 classes of digits; choose 10",
+        ),
+        (["data.source=images", "model.num_classes=1"], r"1 is below the 2 classes of images .*;"),
+    ],
+)
+def test_a_model_has_an_output_for_every_class(settings: list[str], text: str, root: Path) -> None:
+    loaded = load_config(None, ["model.name=cnn", f"data.path={root}", *settings])
+
+    with pytest.raises(ConfigError, match=text):
+        open_datasets(loaded)
+
+
+def test_images_train_over_mpi_alike_in_all_layouts_and_with_any_workers(
+    root: Path, tmp_path: Path
+) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    many.mkdir()
+    settings = [*IMAGES, f"data.path={root}", "train.eval_first=true", "batch.microbatch_size=4"]
+
+    first = train(1, one, *settings, "layout.g_inter=1", "data.workers=0")
+    second = train(4, many, *settings, "data.workers=1")
+
+    assert first.returncode == 0, first
+    assert second.returncode == 0, second
+    for ours, reference in zip(records(many), records(one), strict=True):
+        if "loss" in reference:
+            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+    # Later ones depend on running statistics, which each replica keeps of its own samples.
+    assert records(many)[0] == records(one)[0]
+    evaluations = [record for record in records(many) if "eval_loss" in record]
+    assert [record["step"] for record in evaluations] == [0, 3, 6]
+    assert set(evaluations[0]) == {"step", "eval_loss", "top1"}
+    assert " samples/s  eta " in second.stdout
+    assert "validation loss" in second.stdout and "perplexity" not in second.stdout
+
+
+def test_a_broken_image_ends_the_job_with_its_path(root: Path, tmp_path: Path) -> None:
+    broken = root / "train" / "light" / "7.png"
+    broken.write_bytes(broken.read_bytes()[:300])
+
+    done = train(2, tmp_path, *IMAGES, f"data.path={root}")
+
+    assert done.returncode == 65, done
+    (line,) = done.errors
+    assert line.startswith(f"axsparse: error: rank 0 (stage 0, replica 0): {broken}: not an image")
+
+
+def test_a_worker_that_dies_ends_the_job(root: Path, tmp_path: Path) -> None:
+    # The decoder of each rank loads this at its start, and the rank does not.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, signal\n"
+        "if 'axsparse.data.images.decoders' in sys.orig_argv:"
+        " os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    settings = flags(*IMAGES, f"data.path={root}")
+    command = ["-m", "axsparse.train", "--run-dir", str(tmp_path / "run"), *settings]
+
+    done = run_mpirun(2, command, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+
+    assert done.returncode == 70, done
+    (line,) = done.errors
+    assert "rank 0 (stage 0, replica 0): data.workers: the process that decoded" in line
+    assert signal.Signals.SIGKILL.name in line
+
+
+def test_the_bundled_digits_configuration_trains_prunes_and_evaluates(tmp_path: Path) -> None:
+    settings = [
+        *("train.steps=6", "pruning.at_step=3", "schedule.warmup_steps=1", "train.eval_every=3"),
+        *("train.eval_first=true", "train.peak_flops=1e12"),
+    ]
+    command = ["-m", "axsparse.train", "--config", "digits_cnn.yaml", *flags(*settings)]
+
+    done = run_mpirun(4, [*command, "--run-dir", str(tmp_path / "run")], cwd=tmp_path)
+
+    assert done.returncode == 0, done
+    assert "4 ranks = 2 stages × 2 replicas" in done.stdout
+    found = [record for record in records(tmp_path) if "eval_loss" in record]
+    assert [record["step"] for record in found] == [0, 3, 6]
+    # All 360 images: a fraction of anything else would be no whole number of them.
+    for record in found:
+        assert 360 * record["top1"] == pytest.approx(round(360 * record["top1"]))
+    states = [record["model_state_bytes"] for record in records(tmp_path) if "loss" in record]
+    assert states[0] == states[2] > 2 * states[3]

@@ -1,0 +1,455 @@
+"""Summing a step's gradients: fixed order, ties first, exact bytes, and never for ever."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.oracle import Oracle
+from support.runs import (
+    assert_bitwise,
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.observe.phases import Phases
+from axsparse.runtime.communication import Op
+from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.ties import StageTie, Use
+
+NUMEL, KEPT = 20, 6
+
+
+@dataclass
+class Sum:
+    """An all-reduce under way that ends when the test says so: every entry doubled."""
+
+    buffer: Tensor
+    may_end: bool = False
+    ended: bool = False
+
+    def poll(self) -> bool:
+        if self.may_end and not self.ended:
+            self.buffer.mul_(2)
+            self.ended = True
+        return self.ended
+
+
+@dataclass
+class Members:
+    """A collective of two whose other member sends the same; records what is started."""
+
+    size: int = 2
+    rank: int = 0
+    bytes_sent: int = 0
+    patient: bool = False
+    """Whether operations wait for the test to let them end."""
+    started: list[Sum] = field(default_factory=list)
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Sum:
+        assert op is Op.ALL_REDUCE
+        work = Sum(buffer, may_end=not self.patient)
+        self.started.append(work)
+        self.bytes_sent += buffer.nbytes
+        return work
+
+
+class Impatient:
+    """A wait that must not happen, or that goes on for a few polls only."""
+
+    pauses = 0
+
+    def __init__(self, pauses: int = 0) -> None:
+        self.left = pauses
+        self.at_pause: list[Sum] = []
+
+    def pause(self) -> None:
+        assert self.left, "waits for ever"
+        self.left -= 1
+        for work in self.at_pause:
+            work.may_end = True
+
+    def reset(self) -> None:
+        """Every wait begins afresh."""
+
+
+def layer_state(
+    name: str, *, dtype: torch.dtype = torch.float32, owner: TensorState | None = None
+) -> LayerState:
+    weight = torch.zeros(NUMEL) if owner is None else owner.parameter.detach()
+    index = make_index(torch.arange(NUMEL) < KEPT)
+    tensor = TensorState(f"{name}.w", nn.Parameter(weight), index, decays=True, alias_of=owner)
+    state = LayerState(name, [tensor], moments=(), gradient_dtype=dtype, master="weight")
+    state.gradient.fill_(1.0)
+    return state
+
+
+def gradient_sync(
+    layers: Sequence[LayerState],
+    replicas: Members,
+    *,
+    ties: Sequence[StageTie] = (),
+    wire_dtype: torch.dtype = torch.float32,
+    backoff: Impatient | None = None,
+) -> GradientSync:
+    sync = GradientSync(
+        layers,
+        ties,
+        replicas=replicas,
+        wire_dtype=wire_dtype,
+        backoff=backoff or Impatient(),
+        phases=Phases(),
+    )
+    sync.begin()
+    return sync
+
+
+def started(members: Members, layers: Sequence[LayerState]) -> list[str]:
+    """The layers whose buffers have been given to the replicas, in this order."""
+    names = {layer.gradient.data_ptr(): layer.name for layer in layers}
+    return [names[work.buffer.data_ptr()] for work in members.started]
+
+
+def use(layer: LayerState) -> Use:
+    return Use(layer, layer.tensors[0])
+
+
+# -- order ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", list(itertools.permutations(range(3))))
+def test_buckets_start_last_layer_first_whatever_becomes_ready_when(
+    ready: tuple[int, ...],
+) -> None:
+    layers = [layer_state(name) for name in "abc"]
+    replicas = Members()
+    sync = gradient_sync(layers, replicas)
+
+    complete = set()
+    for number in ready:
+        sync.ready(layers[number])
+        complete.add(number)
+        in_order = itertools.takewhile(complete.__contains__, (2, 1, 0))
+        assert started(replicas, layers) == ["abc"[at] for at in in_order]
+    sync.finish()
+
+    assert [layer.gradient.unique().tolist() for layer in layers] == [[2.0]] * 3
+
+
+def test_every_step_starts_every_bucket_once() -> None:
+    layers = [layer_state(name) for name in "ab"]
+    replicas = Members()
+    sync = gradient_sync(layers, replicas)
+
+    for step in range(1, 4):
+        sync.begin()
+        for layer in reversed(layers):
+            sync.ready(layer)
+        sync.finish()
+        assert len(replicas.started) == 2 * step
+
+
+def test_a_bucket_under_way_does_not_hold_up_the_next() -> None:
+    layers = [layer_state(name) for name in "ab"]
+    replicas = Members(patient=True)
+    sync = gradient_sync(layers, replicas, backoff=Impatient(1))
+
+    for layer in reversed(layers):
+        sync.ready(layer)
+
+    assert started(replicas, layers) == ["b", "a"]
+
+
+def test_finish_waits_for_what_is_under_way() -> None:
+    layers = [layer_state("a")]
+    replicas, backoff = Members(patient=True), Impatient(2)
+    sync = gradient_sync(layers, replicas, backoff=backoff)
+    sync.ready(layers[0])
+    backoff.at_pause = replicas.started
+
+    sync.finish()
+
+    assert backoff.left == 1
+    assert layers[0].gradient.unique().tolist() == [2.0]
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
+    first = layer_state("first")
+    middle = layer_state("middle")
+    last = layer_state("last", owner=first.tensors[0])
+    layers = [first, middle, last]
+    last.gradient.fill_(10.0)
+    replicas = Members(patient=True)
+    backoff = Impatient(2)
+    ties = [StageTie((use(first), use(last)), None)]
+    sync = gradient_sync(layers, replicas, ties=ties, backoff=backoff)
+
+    sync.ready(last)
+    assert replicas.started == []
+    sync.ready(middle)
+    assert started(replicas, layers) == ["middle"]
+    sync.ready(first)
+    backoff.at_pause = replicas.started
+    sync.finish()
+
+    assert started(replicas, layers) == ["middle", "first"]
+    assert first.gradient.unique().tolist() == [2 * 11.0]
+
+
+def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
+    tied, free = layer_state("tied"), layer_state("free")
+    pair, replicas, backoff = Members(patient=True), Members(), Impatient(1)
+    ties = [StageTie((use(tied),), pair)]
+    sync = gradient_sync([free, tied], replicas, ties=ties, backoff=backoff)
+
+    sync.ready(tied)
+    sync.ready(free)
+    sync.advance()
+    assert started(replicas, [free, tied]) == ["free"]
+    assert pair.started == [], "the other stage may wait for what this backward has yet to send"
+    backoff.at_pause = pair.started
+    sync.finish()
+
+    assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
+    assert started(replicas, [free, tied]) == ["free", "tied"]
+    assert tied.gradient.unique().tolist() == [4.0]
+
+
+def test_ties_start_in_their_fixed_order() -> None:
+    layers = [layer_state(name) for name in "ab"]
+    works: list[Sum] = []
+    pairs = [Members(started=works), Members(started=works)]
+    ties = [StageTie((use(layer),), pair) for layer, pair in zip(layers, pairs, strict=True)]
+    sync = gradient_sync(layers, Members(size=1), ties=ties)
+
+    for layer in reversed(layers):
+        sync.ready(layer)
+    sync.finish()
+
+    assert [work.buffer.data_ptr() for work in works] == [one.gradient.data_ptr() for one in layers]
+
+
+def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
+    tensors = [
+        TensorState(
+            f"l.{key}", nn.Parameter(torch.zeros(4)), make_index(torch.ones(4).bool()), True
+        )
+        for key in "pq"
+    ]
+    layer = LayerState("l", tensors, moments=(), gradient_dtype=torch.float32, master="weight")
+    layer.gradient.fill_(1.0)
+    pair = Members()
+    sync = gradient_sync([layer], Members(size=1), ties=[StageTie((Use(layer, tensors[1]),), pair)])
+
+    sync.ready(layer)
+    sync.finish()
+
+    assert layer.gradient.tolist() == [1.0] * 4 + [2.0] * 4
+
+
+def test_bytes_of_ties_are_counted_apart_and_once_for_ties_of_the_same_pair() -> None:
+    layers = [layer_state(name) for name in "ab"]
+    pair, replicas = Members(), Members()
+    ties = [StageTie((use(layer),), pair) for layer in layers]
+    sync = gradient_sync(layers, replicas, ties=ties)
+
+    for layer in layers:
+        sync.ready(layer)
+    sync.finish()
+
+    assert sync.tie_bytes_sent == 2 * KEPT * 4
+    assert sync.gradient_bytes_sent == 2 * KEPT * 4
+
+
+# -- the wire -------------------------------------------------------------------------------
+
+
+def test_wide_accumulators_travel_in_half_and_take_what_comes_back() -> None:
+    layer = layer_state("a")
+    layer.gradient.fill_(1 + 2.0**-12)
+    replicas = Members(patient=True)
+    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
+
+    sync.ready(layer)
+    (work,) = replicas.started
+    assert (work.buffer.dtype, work.buffer.numel()) == (torch.bfloat16, KEPT)
+    work.may_end = True
+    sync.finish()
+
+    assert layer.gradient.dtype == torch.float32
+    assert layer.gradient.unique().tolist() == [2.0]
+
+
+def test_accumulators_of_the_wires_type_travel_without_a_copy() -> None:
+    layer = layer_state("a", dtype=torch.bfloat16)
+    replicas = Members(patient=True)
+    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
+
+    sync.ready(layer)
+
+    assert replicas.started[0].buffer.data_ptr() == layer.gradient.data_ptr()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_a_replica_knows_whether_its_own_gradients_were_finite(
+    value: float, wire: torch.dtype
+) -> None:
+    layer = layer_state("a")
+    sync = gradient_sync([layer], Members(), wire_dtype=wire)
+    layer.gradient[3] = value
+
+    sync.ready(layer)
+    layer.gradient.zero_()
+
+    assert not all(math.isfinite(one) for one in sync.own_extremes)
+    sync.begin()
+    sync.ready(layer)
+    assert all(math.isfinite(one) for one in sync.own_extremes) and sync.own_extremes
+
+
+def test_a_single_replica_sends_nothing() -> None:
+    layer = layer_state("a")
+    replicas = Members(size=1)
+    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
+    layer.gradient.fill_(1 + 2.0**-12)
+
+    sync.ready(layer)
+    sync.finish()
+
+    assert replicas.started == []
+    assert layer.gradient.unique().tolist() == [1 + 2.0**-12]
+
+
+def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
+    first = layer_state("first")
+    second = layer_state("second", owner=first.tensors[0])
+    replicas = Members()
+    sync = gradient_sync(
+        [first, second], replicas, ties=[StageTie((use(first), use(second)), None)]
+    )
+
+    for layer in (second, first):
+        sync.ready(layer)
+    sync.finish()
+
+    assert [work.buffer.numel() for work in replicas.started] == [KEPT]
+
+
+# -- whole runs -----------------------------------------------------------------------------
+
+
+def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> tuple[int, int, int]:
+    """Bytes that both of two replicas send in two steps; entries that are kept, and all."""
+    config = tiny_config(
+        precision=precision,
+        pruning={"sparsity": 0.8, "include": "all"},
+        samo={"enabled": pruned, "gradient": gradient},
+        model={"tie_embeddings": False},
+        train={"steps": 2},
+    )
+    ranks = train_in_process(1, 2, tiny_gpt(config), config, token_data())
+    sent = sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks)
+    tensors = [tensor for layer in ranks[0][0].parts.layers for tensor in layer.state.owned]
+    kept = sum(tensor.kept for tensor in tensors)
+    return sent, kept, sum(tensor.parameter.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
+def test_replicas_exchange_kept_entries_only(precision: str, itemsize: int) -> None:
+    pruned, kept, numel = gradient_bytes(precision, pruned=True)
+    dense, all_kept, _ = gradient_bytes(precision, pruned=False)
+
+    assert all_kept == numel
+    assert kept < 0.25 * numel
+    assert pruned == 2 * (2 * kept * itemsize)  # two steps, and each the ring's volume
+    assert dense == 2 * (2 * numel * itemsize)
+
+
+def test_fp32_accumulation_costs_no_bytes_on_the_wire() -> None:
+    half, fp32 = (
+        gradient_bytes("bf16", pruned=True, gradient=gradient)[0] for gradient in ("half", "fp32")
+    )
+
+    assert half == fp32
+
+
+class Unused(nn.Module):
+    """Its weight takes no part in anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("order", [None, 1])
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
+def test_nobody_waits_for_layers_that_get_no_gradient(
+    grid: tuple[int, int], order: int | None
+) -> None:
+    model = Model(
+        [
+            Layer("in", lambda: nn.Linear(16, 8), init=random_init),
+            Layer("unused", Unused, init=random_init),
+            Layer("still", lambda: nn.Linear(8, 8).requires_grad_(False), init=random_init),
+            Layer("act", nn.Tanh),
+            Layer("out", lambda: nn.Linear(8, 5), kind="head", init=random_init),
+            Layer("idle", Unused, init=random_init),
+        ],
+        loss=summed_loss,
+    )
+    config = tiny_config(train={"steps": 2})
+
+    ranks = train_in_process(*grid, model, config, vector_data(), order=order)
+
+    assert {tuple(trace.losses) for _, trace in ranks} == {tuple(ranks[0][1].losses)}
+
+
+class Twice(nn.Module):
+    """One weight, used two times within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        self.two = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(torch.tanh(self.one(x)))
+        return out
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (1, 2)])
+def test_a_tie_within_one_layer_trains_as_one_weight(g_inter: int, g_data: int) -> None:
+    model = Model(
+        [
+            Layer("twice", Twice, init=random_init),
+            Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init),
+        ],
+        loss=summed_loss,
+        ties=[Tie("twice.one.weight", "twice.two.weight")],
+    )
+    config = tiny_config(train={"steps": 3})
+    oracle = Oracle(model, config, vector_data(), g_data).run(3)
+
+    for _, trace in train_in_process(g_inter, g_data, model, config, vector_data()):
+        assert_bitwise(trace, oracle)

@@ -1,0 +1,90 @@
+"""Buffers of replicas: apart in training, the first one's in an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axsparse.data_parallel.running_statistics import RunningStatistics
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.shards import ALONE, Replicas
+
+
+class Odd(nn.Module):
+    """Buffers of several types, one of them a cache, one without elements, one transposed."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean = torch.full((3,), value / 3)
+        self.register_buffer("flags", torch.tensor([value > 0, False]))
+        self.register_buffer("narrow", torch.full((5,), float(value), dtype=torch.bfloat16))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t() * value)
+        self.register_buffer("nothing", torch.zeros(0, 4))
+        self.register_buffer("cache", torch.full((2,), float(value)), persistent=False)
+
+
+def values(*modules: nn.Module) -> list[dict[str, object]]:
+    return [{name: b.tolist() for name, b in module.named_buffers()} for module in modules]
+
+
+def on_replicas(count: int, main: Callable[[int, Replicas], None]) -> None:
+    world: LocalWorld[None] = LocalWorld(count, seed=1)
+
+    def rank_main(rank: int) -> None:
+        transport = LocalTransport(world, rank)
+        group = transport.collective("replicas", range(count))
+        main(rank, Replicas(group, transport.backoff))
+
+    world.run(rank_main)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_evaluation_sees_the_firsts_state_and_training_its_own_again(count: int) -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        modules = [Odd(rank), nn.Linear(2, 2), Odd(10 + rank)]
+        own, first = values(*modules), values(Odd(0), nn.Linear(2, 2), Odd(10))
+        for number in (0, 2):
+            first[number]["cache"] = own[number]["cache"]
+        types = [buffer.dtype for module in modules for buffer in module.buffers()]
+
+        with RunningStatistics(modules, replicas).of_first_replica():
+            assert values(*modules) == first
+            assert [b.dtype for module in modules for b in module.buffers()] == types
+
+        assert values(*modules) == own
+
+    on_replicas(count, main)
+
+
+def test_a_failed_evaluation_gives_the_buffers_back() -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        module = Odd(rank)
+        with (
+            pytest.raises(ZeroDivisionError),
+            RunningStatistics([module], replicas).of_first_replica(),
+        ):
+            raise ZeroDivisionError
+        assert values(module) == values(Odd(rank))
+
+    on_replicas(2, main)
+
+
+def test_a_skipped_step_takes_its_statistics_back() -> None:
+    module = Odd(1)
+    buffers = RunningStatistics([module], ALONE)
+    before = values(module)
+
+    buffers.begin()
+    module.norm(torch.full((4, 3), float("inf")))
+    assert values(module) != before
+    buffers.undo()
+
+    assert values(module) == before
+    statistics: Tensor | None = module.norm.running_var
+    assert statistics is not None
+    assert torch.isfinite(statistics).all()

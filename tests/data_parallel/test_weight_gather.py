@@ -1,0 +1,259 @@
+"""Optimizer state sharded over replicas: the same training in fewer bytes.
+
+The layers here have several blocks of kept entries, so that shares split tensors, and
+biases, so that there are blocks smaller than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.oracle import Trace
+from support.pruned import kept
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.models.layer import Model
+from axsparse.models.survey import survey
+from axsparse.samo.precision import DTYPES
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.training.trainer import Trainer
+
+WIDTH = 510
+LAYOUTS = [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)]
+Ranks = list[tuple[Trainer, Trace]]
+
+
+def wide_config(*, shard: bool, samo: dict[str, Any] | None = None, **sections: Any) -> Config:
+    return tiny_config(
+        **{
+            "batch": {"global_batch_size": 12, "microbatch_size": 1},
+            "pruning": {"sparsity": 0.4},
+            "optimizer": {"learning_rate": 1e-3, "clip_norm": 0.5},
+            "train": {"steps": 3},
+            **sections,
+            "samo": {**(samo or {}), "shard_optimizer": shard},
+        }
+    )
+
+
+def wide_run(g_inter: int, g_data: int, config: Config, *, spoilt: int | None = None) -> Ranks:
+    return train_in_process(
+        g_inter, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH, infinite=spoilt)
+    )
+
+
+def assert_same_training(ours: Ranks, theirs: Ranks) -> None:
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        assert_bitwise(mine, other)
+        assert mine.masters.keys() == other.masters.keys()
+        for name, master in mine.masters.items():
+            assert torch.equal(master, other.masters[name]), name
+
+
+def shares(ranks: Ranks) -> list[list[range]]:
+    """Per layer of the first stage, what each replica holds."""
+    trainers = [trainer for trainer, _ in ranks if trainer.parts.place.stage == 0]
+    return [
+        [trainer.parts.layers[number].state.held for trainer in trainers]
+        for number in range(len(trainers[0].parts.layers))
+    ]
+
+
+def test_shares_of_these_layers_split_a_tensor() -> None:
+    ranks = wide_run(1, 2, wide_config(shard=True))
+
+    first, second = shares(ranks)[0]
+    weight = ranks[0][0].parts.layers[0].state.owned[0]
+
+    assert weight.kept > 2 * BLOCK
+    assert 0 < first.stop == second.start < weight.kept
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_losses_weights_and_state_are_bitwise_those_of_whole_state(
+    g_inter: int, g_data: int, at_step: int
+) -> None:
+    pruning = {"sparsity": 0.4, "at_step": at_step}
+    whole, sharded = (
+        wide_run(g_inter, g_data, wide_config(shard=shard, pruning=pruning))
+        for shard in (False, True)
+    )
+
+    assert_same_training(sharded, whole)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "samo": {"split_master": True, "gradient": "fp32"}},
+        {"precision": "bf16", "samo": {"index": "mask", "gradient": "half"}},
+        {"precision": "fp16", "loss_scale": {"initial": 1024.0}},
+        {"optimizer": {"name": "lamb", "learning_rate": 1e-3}},
+        {"optimizer": {"name": "sgd", "nesterov": True}},
+        {"samo": {"enabled": False}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_every_precision_and_optimizer_shards_bitwise(
+    sections: dict[str, Any], at_step: int
+) -> None:
+    pruning = {"sparsity": 0.4, "at_step": at_step}
+    whole, sharded = (
+        wide_run(2, 3, wide_config(shard=shard, pruning=pruning, **sections))
+        for shard in (False, True)
+    )
+
+    assert_same_training(sharded, whole)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 2), (2, 2), (1, 4)])
+def test_layers_with_fewer_blocks_than_replicas_and_ties_shard_bitwise(
+    g_inter: int, g_data: int, tied: bool
+) -> None:
+    pruning = {"include": "all", "at_step": 2}
+    runs = []
+    for shard in (False, True):
+        config = tiny_config(
+            model={"tie_embeddings": tied}, pruning=pruning, samo={"shard_optimizer": shard}
+        )
+        runs.append(train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data()))
+
+    assert_same_training(runs[1], runs[0])
+
+
+def test_a_step_that_overflows_changes_nothing_in_sharded_state_either() -> None:
+    sections: dict[str, Any] = {"train": {"steps": 4}}
+    whole, sharded = (
+        wide_run(1, 2, wide_config(shard=shard, **sections), spoilt=3) for shard in (False, True)
+    )
+
+    assert set(whole[0][1].finite) == {False, True}
+    for _, trace in (*whole, *sharded):  # NaN equals nothing
+        trace.losses = [loss if math.isfinite(loss) else -1.0 for loss in trace.losses]
+        trace.norms = [norm if math.isfinite(norm) else -1.0 for norm in trace.norms]
+    assert_same_training(sharded, whole)
+
+
+def test_all_replicas_end_with_the_same_weights() -> None:
+    ranks = wide_run(1, 3, wide_config(shard=True, precision="bf16"))
+
+    for _, trace in ranks[1:]:
+        for name, weight in trace.weights.items():
+            assert torch.equal(weight, ranks[0][1].weights[name])
+
+
+@pytest.mark.parametrize("g_data", [2, 3])
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_as_many_bytes_travel_as_in_an_all_reduce(g_data: int, gradient: str) -> None:
+    sent = []
+    for shard in (False, True):
+        config = wide_config(shard=shard, precision="bf16", samo={"gradient": gradient})
+        ranks = wide_run(1, g_data, config)
+        sent.append(sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks))
+
+    assert sent[0] == sent[1] > 0
+
+
+def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None) -> int:
+    config = trainer.config
+    surveyed = survey(model)
+    names = {layer.spec.name for layer in trainer.parts.layers}
+    return stage_bytes(
+        [layer for layer in surveyed.layers if layer.name in names],
+        surveyed.ties,
+        kept(model, config.pruning),
+        dtype=DTYPES[config.precision],
+        gradient_dtype=trainer.parts.layers[0].state.gradient.dtype,
+        moments=len(trainer.parts.optimizer.moments),
+        index="uint16",
+        split_master=config.samo.split_master,
+        replicas=replicas,
+        replica=replica,
+    ).total
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize("samo", [{}, {"split_master": True}], ids=str)
+def test_every_rank_holds_what_the_formula_says(at_step: int, samo: dict[str, Any]) -> None:
+    pruning = {"sparsity": 0.4, "at_step": at_step}
+    config = wide_config(shard=True, precision="bf16", samo=samo, pruning=pruning)
+    ranks = wide_run(2, 3, config)
+
+    totals = [trainer.state_bytes().total for trainer, _ in ranks]
+
+    model = mlp(3, WIDTH)
+    places = [trainer.parts.place for trainer, _ in ranks]
+    assert totals == [
+        predicted(trainer, model, 3, place.replica)
+        for (trainer, _), place in zip(ranks, places, strict=True)
+    ]
+    assert len(set(totals)) > 2  # shares differ, so the formula has to know which is whose
+    for (trainer, _), place in zip(ranks, places, strict=True):
+        of_stage = [
+            total for total, at in zip(totals, places, strict=True) if at.stage == place.stage
+        ]
+        assert predicted(trainer, model, 3, None) == max(of_stage)
+
+
+def test_eight_replicas_hold_an_eighth_of_masters_and_moments_together_all() -> None:
+    config = wide_config(
+        shard=True,
+        precision="bf16",
+        batch={"global_batch_size": 8},
+        train={"steps": 1},
+    )
+    parts = [trainer.state_bytes() for trainer, _ in wide_run(1, 8, config)]
+    (whole,) = wide_run(1, 1, config)
+
+    assert sum(part.master for part in parts) == whole[0].state_bytes().master
+    assert sum(part.optimizer for part in parts) == whole[0].state_bytes().optimizer
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_a_replica_does_not_hold_cannot_be_read(shard: bool) -> None:
+    def read(trainer: Trainer) -> None:
+        state = trainer.parts.layers[0].state
+        weight = state.owned[0]
+        state.read_master(weight, 0, weight.kept)
+
+    config = wide_config(shard=shard, precision="bf16", train={"steps": 1})
+    data: Dataset = vector_data(24, WIDTH)
+    if shard:
+        with pytest.raises(AssertionError, match="another replica holds these"):
+            train_in_process(1, 2, mlp(3, WIDTH), config, data, before=read)
+    else:
+        train_in_process(1, 2, mlp(3, WIDTH), config, data, before=read)
+
+
+def test_master_and_moments_of_all_shares_are_gathered_whole() -> None:
+    seen: list[Sequence[int]] = []
+
+    def look(trainer: Trainer) -> None:
+        state = trainer.parts.layers[0].state
+        weight = state.owned[0]
+        master = state.master(weight.name)
+        seen.append((master.numel(), int((master == 0).sum()), weight.kept))
+
+    config = wide_config(shard=True, precision="bf16", train={"steps": 1})
+    train_in_process(1, 3, mlp(3, WIDTH), config, vector_data(24, WIDTH), before=look)
+
+    assert all(numel == kept and not zeros for numel, zeros, kept in seen)

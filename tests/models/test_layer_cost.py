@@ -1,0 +1,229 @@
+"""What layers cost, counted on the meta device against counts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from axsparse.models.layer import Layer, Model
+from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
+from axsparse.models.survey import FLOPS_PER_BYTE, costs_text, survey, with_costs
+from axsparse.runtime.errors import ConfigError
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def run(module: nn.Module, *shape: int, dtype: torch.dtype = FP32) -> tuple[float, Activations]:
+    return Tracer((torch.zeros(SAMPLES, *shape),), dtype).run("a", module)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> None:
+    flops, activations = run(nn.Linear(5, 7), 3, 5, dtype=dtype)
+
+    size = dtype.itemsize
+    assert flops == 2 * 3 * 5 * 7
+    assert activations == Activations(3 * 5 * size, 0, 3 * 7 * size)
+
+
+def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
+    flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
+
+    assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
+    assert activations == Activations(4 * 3 * 8 * 8, 0, 4 * 4 * 4 * 4)
+
+
+def test_what_a_backward_needs_inside_a_layer_counts_once() -> None:
+    class Cube(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            squared = x * x  # keeps x
+            return squared * x  # keeps both
+
+    _, activations = run(Cube(), 6)
+
+    assert activations == Activations(24, 24, 24)
+
+
+def test_every_layer_gets_what_the_one_before_gave() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, torch.zeros(x.shape[0], 5, dtype=torch.long, device=x.device)
+
+    class Pick(nn.Module):
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return x.gather(1, number)
+
+    tracer = Tracer((torch.zeros(SAMPLES, 6),), FP32)
+    _, first = tracer.run("a", Pair())
+    _, second = tracer.run("b", Pick())
+
+    assert first.outputs == second.inputs == 4 * 6 + 8 * 5
+    assert second.outputs == 4 * 5
+
+
+def test_weights_that_go_on_as_outputs_are_no_activations() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(100, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, self.weight
+
+    _, activations = run(Head(), 6)
+
+    assert activations.outputs == 24
+
+
+def test_batch_normalisation_and_dropout_can_be_counted() -> None:
+    state = torch.random.get_rng_state()
+
+    run(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)), 6)
+
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Attention(nn.Module):
+    """Of a sequence whose width is that of three heads each."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        query, key, value = x.view(samples, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mask = self._settings.get("attn_mask")
+        if mask is not None:
+            mask = mask(torch.ones(length, length, dtype=x.dtype, device=x.device))
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, **{**self._settings, "attn_mask": mask}
+        )
+        return mixed.transpose(1, 2).reshape(samples, length, -1)
+
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "whole": {"scale": 0.5},
+    "masked": {"attn_mask": lambda ones: ones.tril().bool()},
+    "biased": {"attn_mask": lambda ones: ones.tril()},
+    "dropping": {"is_causal": True, "dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("settings", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_keeps_what_it_keeps_on_a_cpu(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    length, width = 64, 16
+    attention = Attention(**settings)
+    inputs = torch.randn(SAMPLES, length, 3 * 4 * width, dtype=dtype, requires_grad=True)
+    kept: dict[int, Tensor] = {}
+    with saved_tensors_hooks(
+        lambda tensor: kept.setdefault(tensor.untyped_storage().data_ptr(), tensor),
+        lambda tensor: tensor,
+    ):
+        attention(inputs)
+    own = inputs.untyped_storage().data_ptr()
+
+    flops, found = run(attention, length, 3 * 4 * width, dtype=dtype)
+
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at != own)
+    assert found.saved == real // SAMPLES
+    scores = 4 * length**2 * dtype.itemsize
+    assert (found.saved > scores) == ("dropout_p" in settings)
+    assert flops == 4 * 4 * length**2 * width
+
+
+def test_a_layer_that_does_not_run_there_is_named() -> None:
+    class Peeks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+    said = r"layer a: \w+ on the meta device, where its cost is found: .*leave Model.example out"
+    with pytest.raises(ConfigError, match=said):
+        run(Peeks(), 6)
+
+
+def model(*, example: bool, flops: float | None = None) -> Model:
+    layers = [
+        Layer("a", lambda: nn.Linear(6, 6), flops=flops),
+        Layer("b", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh())),
+    ]
+    return Model(
+        layers,
+        loss=lambda output, target: output.sum(),
+        example=(lambda samples: (torch.zeros(samples, 6),)) if example else None,
+    )
+
+
+def test_a_survey_with_an_example_weighs_flops_and_bytes() -> None:
+    first, second = survey(model(example=True), BF16).layers
+
+    assert (first.flops, second.flops) == (72, 96)
+    assert first.work == 72 + FLOPS_PER_BYTE * 12
+    assert second.work == 96 + FLOPS_PER_BYTE * (16 + 16)
+
+
+def test_without_an_example_parameters_count() -> None:
+    first, second = survey(model(example=False)).layers
+
+    assert (first.work, second.work) == (2 * 42, 2 * 56)
+    assert first.activations is None
+
+
+def test_flops_that_a_layer_states_come_first() -> None:
+    assert survey(model(example=True, flops=5.0)).layers[0].flops == 5.0
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
+    found = survey(model(example=example), BF16)
+
+    assert with_costs(survey(model(example=False)), costs_text(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        (lambda samples: 1 / 0, "Model.example: ZeroDivisionError: division by zero; it is called"),
+        (lambda samples: torch.zeros(samples, 6), "Model.example: returned Tensor; return a tuple"),
+        (lambda samples: ([],), "Model.example: returned tuple; return a tuple of tensors"),
+    ],
+)
+def test_an_example_that_is_none_is_refused(
+    example: Callable[[int], tuple[Tensor, ...]], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        survey(replace(model(example=True), example=example))
+
+
+class Returns(nn.Module):
+    """Gives what a function makes of its input."""
+
+    def __init__(self, made: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self._made = made
+
+    def forward(self, x: Tensor) -> object:
+        return self._made(x)
+
+
+def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
+    listed, paired = run(Returns(lambda x: [x + 1, x]), 4), run(Returns(lambda x: (x + 1, x)), 4)
+
+    assert listed == paired
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    told = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
+    with pytest.raises(ConfigError, match=told):
+        run(Returns(lambda x: {"x": x}), 4)

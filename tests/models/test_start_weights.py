@@ -1,0 +1,320 @@
+"""Runs that start from a file: torchvision's names or ours, safetensors or torch's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.images import (
+    CLASSES,
+    assert_equal_tensors,
+    buffers_of,
+    image_config,
+    image_data,
+    small_vgg,
+    small_wide_resnet,
+    write_safetensors,
+)
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor
+
+from axsparse.models.layer import Layer, Model
+from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
+from axsparse.models.survey import survey
+from axsparse.models.zoo.wide_resnet import name_of_torchvision, torchvision_name
+from axsparse.runtime.errors import DataError, MissingInputError
+
+STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
+
+
+def random_tensors(model: Model, called: Callable[[str], str] = str) -> dict[str, Tensor]:
+    """A state dict for a model, under the names of a library."""
+    generator = torch.Generator().manual_seed(9)
+    state = {}
+    for layer in survey(model).layers:
+        for parameter in layer.parameters:
+            state[called(parameter.name)] = torch.randn(parameter.shape, generator=generator)
+        for buffer in layer.buffers:
+            state[called(buffer.name)] = (
+                torch.rand(buffer.shape, generator=generator) + 0.5
+                if buffer.dtype.is_floating_point
+                else torch.tensor(7)
+            )
+    return state
+
+
+def save(path: Path, state: dict[str, Tensor]) -> Path:
+    if path.suffix == ".safetensors":
+        return write_safetensors(path, state)
+    torch.save(state, path, _use_new_zipfile_serialization=path.stem != "old")
+    return path
+
+
+# -- a run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["new.safetensors", "new.pt", "old.pth"])
+@pytest.mark.parametrize("g_inter", [1, 3])
+def test_a_run_starts_at_what_a_file_of_torchvisions_names_holds(
+    file: str, g_inter: int, tmp_path: Path
+) -> None:
+    plain = small_wide_resnet()
+    state = random_tensors(plain, torchvision_name)
+    path = save(tmp_path / file, state)
+    model = start_from(plain, open_weights(path), named=torchvision_name)
+    config = image_config(train={"steps": 1}, pruning={"sparsity": 0.0}, optimizer=STILL)
+
+    ranks = train_in_process(g_inter, 1, model, config, image_data(33))
+
+    weights = {name: weight for _, trace in ranks for name, weight in trace.weights.items()}
+    expected = {name_of_torchvision(name): tensor for name, tensor in state.items()}
+    counts = buffers_of(ranks)
+    assert_equal_tensors(weights, {name: expected[name] for name in weights})
+    assert set(weights) | set(counts) == set(expected)
+    assert counts["stem.bn1.num_batches_tracked"].item() == 7 + 3
+    assert not torch.equal(counts["stem.bn1.running_mean"], torch.zeros(4))
+
+
+def test_masks_are_those_of_the_files_weights(tmp_path: Path) -> None:
+    plain = small_vgg()
+    state = random_tensors(plain)
+    model = start_from(plain, open_weights(save(tmp_path / "w.safetensors", state)))
+    config = image_config(train={"steps": 1}, optimizer=STILL)
+
+    [(_, trace)] = train_in_process(1, 1, model, config, image_data(16))
+
+    ours, full = trace.weights["features.5.weight"], state["features.5.weight"]
+    kept = ours != 0
+    assert kept.sum() == ours.numel() - round(0.8 * ours.numel())
+    assert torch.equal(ours[kept], full[kept])
+    assert full[kept].abs().min() >= full[~kept].abs().max()
+
+
+def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:
+    config = tiny_config(train={"steps": 1}, pruning={"sparsity": 0.0}, optimizer=STILL)
+    plain = tiny_gpt(config)
+    state = random_tensors(plain)
+    del state["head.weight"]
+    once = start_from(plain, open_weights(save(tmp_path / "once.pt", state)))
+    state["head.weight"] = state["embed.token.weight"].clone()
+    start_from(plain, open_weights(save(tmp_path / "twice.pt", state)))
+
+    ranks = train_in_process(2, 1, once, config, token_data())
+
+    [head] = [trace.weights["head.weight"] for _, trace in ranks if "head.weight" in trace.weights]
+    assert torch.equal(head, state["embed.token.weight"])
+    state["head.weight"][0, 0] += 1
+    with pytest.raises(
+        DataError,
+        match=r"two.pt: 'embed.token.weight' and 'head.weight' differ, and are one weight in the "
+        r"model; take them apart in the model \(model.tie_embeddings: false\)$",
+    ):
+        start_from(plain, open_weights(save(tmp_path / "two.pt", state)))
+
+
+def test_a_conversion_makes_a_files_tensors_those_of_the_model(tmp_path: Path) -> None:
+    plain = small_vgg()
+    state = random_tensors(plain)
+    other = {f"net.{name}": tensor for name, tensor in state.items()}
+    other["net.classifier.6.weight"] = other["net.classifier.6.weight"].t().contiguous()
+    other["net.cache"] = torch.zeros(3)
+
+    def turned(name: str, tensor: Tensor) -> Tensor:
+        return tensor.t() if name == "classifier.6.weight" else tensor
+
+    model = start_from(
+        plain,
+        open_weights(save(tmp_path / "w.safetensors", other)),
+        named=lambda name: f"net.{name}",
+        convert=turned,
+        ignored=lambda name: name == "net.cache",
+    )
+
+    assert model.start is not None
+    read = model.start.read("classifier.6.weight")
+    assert read is not None
+    assert torch.equal(read, state["classifier.6.weight"])
+
+
+def test_half_precision_files_and_empty_tensors_are_read(tmp_path: Path) -> None:
+    state = {
+        "a": torch.randn(3, 2).bfloat16(),
+        "b": torch.randn(4).half(),
+        "none": torch.zeros(0, 5),
+        "one": torch.tensor(3),
+    }
+
+    file = open_weights(write_safetensors(tmp_path / "w.safetensors", state))
+
+    assert_equal_tensors({name: file.read(name) for name in file.shapes}, state)
+    assert [file.read(name).dtype for name in state] == [t.dtype for t in state.values()]
+
+
+def test_counts_that_older_files_lack_start_at_zero(tmp_path: Path) -> None:
+    plain = small_wide_resnet()
+    state = random_tensors(plain, torchvision_name)
+    old = {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
+
+    model = start_from(plain, open_weights(save(tmp_path / "old.pth", old)), named=torchvision_name)
+
+    assert model.start is not None
+    assert model.start.read("stem.bn1.num_batches_tracked") is None
+    assert model.start.read("stem.bn1.running_var") is not None
+
+
+def test_ranks_compare_what_they_start_at(tmp_path: Path) -> None:
+    state = random_tensors(small_vgg())
+    one = save(tmp_path / "one.safetensors", state)
+    state["classifier.6.bias"][0] += 1
+    two = save(tmp_path / "two.safetensors", state)
+
+    assert fingerprint(one) != fingerprint(two)
+    assert (
+        survey(start_from(small_vgg(), open_weights(one))).start == f"{one.name} {fingerprint(one)}"
+    )
+
+
+def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
+    reads = []
+
+    class Watched:
+        def __init__(self, path: Path) -> None:
+            self.file = open_weights(path)
+            self.path, self.files, self.shapes = path, [path], self.file.shapes
+
+        def read(self, name: str) -> Tensor:
+            reads.append(name)
+            return self.file.read(name)
+
+    path = save(tmp_path / "w.safetensors", random_tensors(small_vgg()))
+    model = start_from(small_vgg(), Watched(path))
+    assert reads == []  # names and shapes are checked by the header alone
+    config = image_config(train={"steps": 1})
+
+    train_in_process(3, 1, model, config, image_data(16))
+
+    twice = [f"features.{n}.weight" for n in (2, 5, 7, 10, 12)]  # for the mask and for the state
+    twice += ["classifier.0.weight", "classifier.3.weight"]
+    assert sorted(reads) == sorted([*random_tensors(small_vgg()), *twice])
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        MissingInputError,
+        match=r"^weights '.*nothing.pt': cannot be read \(No such file or directory\); name a "
+        r"safetensors file or a state dict of torch's$",
+    ):
+        open_weights(tmp_path / "nothing.pt")
+
+
+def header(**entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("contents", "told"),
+    [
+        (b"", "no safetensors file, or cut short; get it anew"),
+        (b"PK\x03\x04 something else", "no safetensors file, or cut short; get it anew"),
+        (header(a=1)[:-2], "no safetensors file, or cut short; get it anew"),
+        (b"\x02\0\0\0\0\0\0\0[]", r"its safetensors header cannot be read \(TypeError"),
+        (b"\x02\0\0\0\0\0\0\0{a", r"its safetensors header cannot be read \(JSONDecodeError"),
+        (header(a=1), r"its safetensors header cannot be read \(TypeError"),
+        (
+            header(a={"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}),
+            r"its safetensors header cannot be read \(KeyError\('F9'\)\); get it anew",
+        ),
+        (
+            header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}) + b"1234",
+            r"its safetensors header cannot be read \(ValueError\('\(2,\) of F32 in bytes 0 to 4",
+        ),
+        (
+            header(a={"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}) + b"1234567",
+            "ends before the last of its tensors; get it anew",
+        ),
+    ],
+)
+def test_broken_safetensors_are_refused(contents: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(contents)
+
+    with pytest.raises(DataError, match=f"^{path}: {told}"):
+        open_weights(path)
+
+
+def test_what_torch_does_not_take_for_weights_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.pt"
+    text.write_text("not weights at all")
+    module = tmp_path / "module.pt"
+    torch.save(torch.nn.Linear(2, 2), module)
+    nested = tmp_path / "nested.pt"
+    torch.save({"model": {"a": torch.zeros(1)}, "epoch": 3}, nested)
+
+    for path in (text, module):
+        with pytest.raises(
+            DataError,
+            match=rf"^{path}: torch cannot read it as weights \(UnpicklingError: .*\); save a "
+            r"state dict: torch.save\(model.state_dict\(\), path\)$",
+        ):
+            open_weights(path)
+    with pytest.raises(
+        DataError,
+        match=rf"^{nested}: holds other things than tensors by name; save a state dict: "
+        r"torch.save\(model.state_dict\(\), path\)$",
+    ):
+        open_weights(nested)
+
+
+def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
+    state = random_tensors(small_vgg())
+
+    def refusal(changed: dict[str, Tensor]) -> str:
+        path = save(tmp_path / "w.pt", changed)
+        with pytest.raises(DataError) as told:
+            start_from(small_vgg(), open_weights(path))
+        return str(told.value).removeprefix(f"{path}: ")
+
+    assert refusal({name: t for name, t in state.items() if name != "features.5.bias"}) == (
+        "has no tensor 'features.5.bias', which is features.5.bias of the model; take the file of "
+        "a vgg model"
+    )
+    assert refusal({**state, "features.99.weight": torch.zeros(1), "x": torch.zeros(1)}) == (
+        "holds 'features.99.weight' and 1 more, which the model lacks; take the file of a vgg model"
+    )
+    path = save(tmp_path / "w.pt", state)
+    with pytest.raises(
+        DataError,
+        match=rf"'classifier.6.weight' has shape \({CLASSES}, 16\), classifier.6.weight of the "
+        r"model has \(9, 16\); make the model's settings those of the file$",
+    ):
+        start_from(small_vgg(num_classes=9), open_weights(path))
+
+
+def test_start_values_come_before_those_of_layers_without_init(tmp_path: Path) -> None:
+    plain = Model([Layer("one", lambda: torch.nn.BatchNorm1d(3))], lambda out, target: out.sum())
+    state = {
+        f"one.{name}": tensor + 2 for name, tensor in torch.nn.BatchNorm1d(3).state_dict().items()
+    }
+    model = start_from(plain, open_weights(save(tmp_path / "w.pt", state)))
+
+    assert isinstance(model.start, FromFile)
+    assert replace(model, start=None) == plain
+    assert survey(model).start.startswith("w.pt ")
+
+
+def test_a_torch_that_may_run_code_of_a_file_does_not_open_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "w.pt", {"a": torch.zeros(1)})
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+
+    with pytest.raises(DataError, match=r"may run code that it finds in such a file; take torch"):
+        open_weights(path)

@@ -1,0 +1,212 @@
+"""The GPT family: parameter counts, start values, flops, and what its layers compute."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axsparse.config.schema import ModelConfig
+from axsparse.models.layer import Model, Tie
+from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt import gpt, init_parameter
+from axsparse.runtime.seeds import keyed_generator
+
+
+def config(
+    *, layers: int = 3, hidden: int = 32, dropout: float = 0.0, tied: bool = True
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=4,
+        sequence_length=10,
+        vocab_size=50,
+        tie_embeddings=tied,
+        dropout=dropout,
+    )
+
+
+def modules(model: Model) -> list[nn.Module]:
+    """All layers with real start values."""
+    built = []
+    for layer in model.layers:
+        module = layer.build()
+        for name, parameter in module.named_parameters():
+            assert layer.init is not None
+            generator = keyed_generator(1, layer.name, name)
+            with torch.no_grad():
+                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
+        built.append(module)
+    return built
+
+
+def logits(model: Model, tokens: Tensor) -> Tensor:
+    *body, head = modules(model)
+    x = tokens
+    for module in body:
+        x = module(x)
+    return F.linear(*head(x))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("hidden", [16, 32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_number_of_parameters_follows_its_formula(layers: int, hidden: int, tied: bool) -> None:
+    v, s, h = 50, 10, hidden
+    expected = 12 * layers * h * h + 13 * layers * h + (v + s) * h + 2 * h
+
+    counted = survey(gpt(config(layers=layers, hidden=hidden, tied=tied), 10)).num_params
+
+    assert counted == expected + (0 if tied else v * h)
+
+
+def test_gpt3_2_7b_has_its_size() -> None:
+    big = ModelConfig(
+        num_layers=32, hidden_size=2560, num_heads=32, sequence_length=2048, vocab_size=50304
+    )
+
+    assert survey(gpt(big, 2048)).num_params == pytest.approx(2.65e9, rel=0.01)
+
+
+def test_the_layers_are_embedding_blocks_and_head_by_name() -> None:
+    layers = gpt(config(), 10).layers
+
+    assert [layer.name for layer in layers] == ["embed", "block0", "block1", "block2", "head"]
+    assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "head"]
+
+
+def test_the_head_is_tied_to_the_token_embedding_if_asked_for() -> None:
+    assert gpt(config(), 10).ties == [Tie("embed.token.weight", "head.weight")]
+    assert gpt(config(tied=False), 10).ties == []
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    s, h, v = 7, 32, 50
+    matrices = 2 * s * (3 * h * h + h * h + 4 * h * h + 4 * h * h)
+    attention = 2 * (2 * s * s * h)
+
+    flops = [layer.flops for layer in survey(gpt(config(), s)).layers]
+
+    assert flops == [0, *[matrices + attention] * 3, 2 * s * h * v]
+
+
+def test_tokens_go_in_and_what_makes_logits_comes_out() -> None:
+    tokens = torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(0))
+
+    embedding, block, *_, head = modules(gpt(config(), 10))
+
+    embedded = embedding(tokens)
+    assert embedded.shape == (2, 7, 32)
+    assert block(embedded).shape == (2, 7, 32)
+    hidden, weight = head(block(embedded))
+    assert hidden.shape == (2, 7, 32)
+    assert weight is head.weight
+    assert weight.shape == (50, 32)
+
+
+def test_the_loss_at_the_start_is_that_of_chance() -> None:
+    model = gpt(config(), 10)
+    tokens = torch.randint(50, (4, 10), generator=torch.Generator().manual_seed(0))
+    *body, head = modules(model)
+    x = tokens
+    for module in body:
+        x = module(x)
+
+    loss = model.loss(*head(x), tokens.roll(-1, dims=1)) / tokens.numel()
+
+    assert loss.item() == pytest.approx(math.log(50), rel=0.02)
+
+
+def test_positions_are_told_apart() -> None:
+    embedded = modules(gpt(config(), 10))[0](torch.zeros(1, 3, dtype=torch.int64))
+
+    assert not torch.equal(embedded[0, 0], embedded[0, 1])
+
+
+def test_no_token_sees_those_after_it() -> None:
+    model = gpt(config(), 10)
+    tokens = torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 50
+
+    before, after = logits(model, tokens), logits(model, changed)
+
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5], after[:, 5])
+    assert not torch.allclose(before[:, 7], after[:, 7])
+
+
+def test_attention_is_the_textbook_one() -> None:
+    attention = modules(gpt(config(), 10))[1].get_submodule("attention")
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    query, key, value = F.linear(
+        x, attention.get_parameter("qkv.weight"), attention.get_parameter("qkv.bias")
+    ).split(32, dim=-1)
+    heads = []
+    for head in range(4):
+        q, k, v = (t[..., 8 * head : 8 * head + 8] for t in (query, key, value))
+        scores = q @ k.transpose(1, 2) / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    expected = F.linear(
+        torch.cat(heads, dim=-1),
+        attention.get_parameter("proj.weight"),
+        attention.get_parameter("proj.bias"),
+    )
+
+    torch.testing.assert_close(attention(x), expected)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    block = modules(gpt(config(dropout=0.5), 10))[1]
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+
+    block.train()
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("fc1.weight", 0.02),
+        ("attention.qkv.weight", 0.02),
+        ("token.weight", 0.02),
+        ("attention.proj.weight", 0.02 / math.sqrt(2 * 8)),
+        ("fc2.weight", 0.02 / math.sqrt(2 * 8)),
+    ],
+)
+def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: float) -> None:
+    values = init_parameter(8, name, (300, 300), keyed_generator(1, name))
+
+    assert values.dtype == torch.float32
+    assert values.mean().item() == pytest.approx(0, abs=std / 50)
+    assert values.std().item() == pytest.approx(std, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("norm1.weight", 1.0), ("norm.weight", 1.0), ("norm2.bias", 0.0), ("fc1.bias", 0.0)],
+)
+def test_norms_start_as_identity_and_biases_at_zero(name: str, value: float) -> None:
+    assert init_parameter(8, name, (5,), keyed_generator(1)).tolist() == [value] * 5
+
+
+def test_attention_is_the_one_that_torch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+    fused = F.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        heard.append(is_causal)
+        return fused(query, key, value, is_causal=is_causal)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+
+    logits(gpt(config(layers=2), 10), torch.zeros(1, 10, dtype=torch.long))
+
+    assert heard == [True, True]

@@ -1,0 +1,464 @@
+"""What a GPU's time went to, by the clock of a stand-in and with its host ahead of it or behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.standin_device import Hardware, StandInDevice
+from support.threaded_device import ThreadDevice
+
+from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
+from axsparse.observe.phases import PHASES, Phases
+from axsparse.observe.trace_file import Span, read
+from axsparse.observe.trace_recorder import TraceRecorder
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+WORK = ("data", "compute", "compress", "optimizer")
+
+
+class Gpu(StandInDevice):
+    """A device whose operations run in `finish` only, or when somebody waits for them."""
+
+    def __init__(self, rank: int = 0, *, seed: int = 0) -> None:
+        super().__init__(Hardware(LocalWorld(1), seed), rank)
+        self.hardware.frozen = True
+        self.phases = DevicePhases(self, clock=lambda: self.now)
+
+    def finish(self) -> None:
+        self.hardware.finish()
+
+    def spend(self, phase: str, seconds: float, *, work: float = 0.0) -> None:
+        """The host is in a phase for so long, and enqueues work at its begin."""
+        with self.phases(phase):
+            if work:
+                self.work(work)
+            self.now += seconds
+
+
+def times(**seconds: float) -> dict[str, float]:
+    """The result of a step whose other phases are zero."""
+    return {**dict.fromkeys(PHASES, 0.0), **seconds, "step": sum(seconds.values())}
+
+
+def test_a_host_that_runs_ahead_is_told_what_its_gpu_did() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 0.001, work=4)
+    gpu.spend("compress", 0.001, work=2)
+    gpu.spend("p2p", 0.001)
+    gpu.spend("compute", 0.001, work=8)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == pytest.approx(times(compute=12, compress=2))
+
+
+def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("optimizer", 1, work=4)
+    seconds = gpu.phases.end_step()  # a frozen device that is waited for is an error
+
+    assert list(seconds) == [*PHASES, "step"] and len(seconds) == 9
+    with pytest.raises(AssertionError, match="waits for a device that stands still"):
+        seconds["optimizer"]
+    gpu.hardware.frozen = False
+    assert seconds["optimizer"] == 4
+
+
+def test_the_bubble_is_what_the_gpu_stands_idle_for() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=6)
+    gpu.spend("bubble", 10)  # of which the GPU is busy for five
+    gpu.spend("compute", 1, work=2)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(compute=8, bubble=5)
+
+
+def test_an_idle_gpu_is_divided_among_what_its_host_waited_in() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=5)
+    gpu.spend("p2p", 2)
+    gpu.spend("bubble", 4)
+    gpu.spend("collective", 1)
+    gpu.now += 1
+    gpu.spend("compute", 1, work=1)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    # 8 s of waiting, for 4 of which the GPU had nothing to do
+    assert seconds == times(compute=6, p2p=1, bubble=2, collective=0.5, other=0.5)
+
+
+def test_each_wait_is_divided_by_itself() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=3)
+    gpu.spend("p2p", 4)  # the GPU is busy for two of them
+    gpu.spend("compute", 1, work=1)
+    gpu.spend("bubble", 4)
+    gpu.spend("compute", 1, work=1)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(compute=5, p2p=2, bubble=4)
+
+
+def test_a_step_may_end_in_a_wait() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("p2p", 1)
+    gpu.now += 3
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(p2p=1, other=3)
+
+
+def test_time_in_which_the_host_gives_the_gpu_nothing_is_the_works_own() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("data", 3)
+    gpu.spend("compute", 5, work=2)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(data=3, compute=5)
+
+
+def test_waits_that_the_host_did_not_see_are_those_of_the_phase_that_ended() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    with gpu.phases("collective"):
+        gpu.work(3)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(other=3)
+
+
+def test_hooks_within_a_backward_interrupt_it() -> None:
+    gpu = Gpu()
+    leaf = torch.ones(1, requires_grad=True)
+
+    def compress(_: torch.Tensor) -> None:
+        with gpu.phases("compress"):
+            gpu.work(2)
+            with gpu.phases("collective"):
+                gpu.work(1)
+
+    leaf.register_post_accumulate_grad_hook(compress)
+    loss = leaf.clone()
+    loss.register_hook(lambda _: gpu.work(4))
+    gpu.phases.begin_step()
+    with gpu.phases("compute"):
+        loss.backward()
+        gpu.now += 0.5
+        gpu.work(8)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(compute=12, compress=2, collective=1)
+
+
+def test_polling_sets_no_marks() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=1)
+    for _ in range(10_000):
+        gpu.spend("p2p", 1)
+        with gpu.phases("bubble"):
+            gpu.spend("collective", 1)
+            gpu.now += 2
+    gpu.spend("compute", 1, work=1)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert gpu.marks == 6  # begin, twice in and out of work, end
+    assert seconds == times(compute=2, p2p=10_000, bubble=20_000, collective=10_000)
+
+
+def test_marks_are_set_again_once_they_are_read() -> None:
+    gpu = Gpu()
+    steps: list[LateSeconds] = []
+
+    for _ in range(5):
+        gpu.phases.begin_step()
+        gpu.spend("compute", 1, work=3)
+        steps.append(gpu.phases.end_step())
+        gpu.finish()
+        assert all(step["compute"] == 3 for step in steps[:-1])
+
+    assert gpu.marks == 8  # begin, in, out and end of two steps, however many follow
+
+
+def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
+    gpu = Gpu()
+    for _ in range(3):
+        gpu.phases.begin_step()
+        gpu.spend("compute", 1, work=3)
+        gpu.spend("p2p", 8)
+    gpu.phases.begin_step()
+    gpu.spend("bubble", 1)
+    gpu.spend("compute", 1, work=3)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(compute=3, bubble=1)
+    assert gpu.marks == 4
+
+
+def test_nothing_between_steps_is_marked_or_counts() -> None:
+    gpu = Gpu()
+    gpu.spend("compute", 1, work=3)
+    assert gpu.marks == 0
+
+    gpu.phases.begin_step()
+    gpu.now += 5
+    first = gpu.phases.end_step()
+    gpu.spend("bubble", 7)
+    gpu.phases.begin_step()
+    gpu.spend("p2p", 1)
+    second = gpu.phases.end_step()
+    gpu.finish()
+
+    # For the first two seconds the GPU was in what came before.
+    assert [dict(first), dict(second)] == [times(other=3), times(p2p=1)]
+
+
+def test_a_step_of_a_gpu_that_never_began_cannot_end() -> None:
+    with pytest.raises(AssertionError, match="end_step without begin_step"):
+        Gpu().phases.end_step()
+
+
+def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
+    gpu = Gpu()
+    pulse = Pulse(gpu.phases, SleepingBackoff(), list)
+    gpu.phases.begin_step()
+    before = pulse.beats
+
+    with gpu.phases("p2p"), gpu.phases("bubble"):
+        assert (pulse.phase, pulse.beats) == ("bubble", before)
+    gpu.phases.action = "F3"
+    with gpu.phases("compute"):
+        assert (pulse.phase, pulse.action) == ("compute", "F3")
+        assert pulse.beats > before
+
+    assert pulse.phase == "other"
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.integers(0, 100),
+    st.lists(
+        st.tuples(
+            st.sampled_from((*PHASES, "leave")),
+            st.floats(0, 1e3),
+            st.sampled_from((0.0, 0.5, 30.0, 2e3)),
+        ),
+        max_size=40,
+    ),
+)
+def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
+    seed: int, moves: list[tuple[str, float, float]]
+) -> None:
+    gpu = Gpu(seed=seed)
+    gpu.hardware.frozen = False
+    entered, idle, busy_until = ["other"], 0.0, 0.0
+
+    gpu.phases.begin_step()
+    for move, seconds, work in moves:
+        if move != "leave":
+            entered.append(move)
+            gpu.phases(move).__enter__()
+        elif len(entered) > 1:
+            gpu.phases(entered.pop()).__exit__()
+        if entered[-1] in WORK:
+            gpu.work(work)
+            busy_until = max(busy_until, gpu.now) + work
+        else:
+            idle += max(0.0, gpu.now + seconds - max(gpu.now, busy_until))
+        gpu.now += seconds
+    found = dict(gpu.phases.end_step())
+
+    step = found.pop("step")
+    assert step == pytest.approx(max(gpu.now, busy_until), abs=1e-6)
+    assert sum(found.values()) == pytest.approx(step)
+    assert min(found.values()) >= 0
+    assert sum(found[name] for name in found if name not in WORK) == pytest.approx(idle, abs=1e-6)
+
+
+# -- traces -----------------------------------------------------------------------------------
+
+
+def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
+    """Four steps of a GPU that is busy for 2 s after its host; rank r computes r + 5 seconds."""
+    gpu = Gpu(rank)
+    gpu.now = 1000.0 * (rank + 1)
+    transport, phases = LocalTransport(world, rank), gpu.phases
+    tracing = TraceRecorder(
+        transport,
+        Grid(2, 1).place(rank),
+        phases,
+        folder,
+        first=2,
+        last=3,
+        clock=lambda: gpu.now,
+    )
+    for step in range(1, 5):
+        gpu.hardware.frozen = step != 2  # where the GPU's clock is tied to the host's
+        tracing.begin(step)
+        gpu.hardware.frozen = True
+        phases.begin_step()
+        phases.action = "F0"
+        gpu.spend("compute", 1, work=rank + 5)
+        for _ in range(4):
+            gpu.spend("bubble", 1)
+            gpu.spend("p2p", 1)
+        phases.action = "B0"
+        gpu.spend("compute", 0, work=2)
+        phases.action = ""
+        phases.end_step()
+        gpu.hardware.frozen = step != 3  # where the trace is written
+        tracing.end(step)
+
+
+def test_a_trace_has_the_gpus_stretches_on_the_hosts_axis(tmp_path: Path) -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+    world.run(lambda rank: play(rank, world, tmp_path))
+
+    [path] = (tmp_path / "trace").iterdir()
+    # Both begin 2 s after the agreement on time, when their GPUs have ended step 1.
+    assert read(path) == [
+        Span(2, 0, 0, "compute", "F0", 2.0, 7.0),
+        Span(2, 0, 0, "p2p", "p2p", 7.0, 9.0),
+        Span(2, 0, 0, "bubble", "bubble", 9.0, 11.0),
+        Span(2, 0, 0, "compute", "B0", 11.0, 13.0),
+        Span(3, 0, 0, "compute", "F0", 13.0, 18.0),
+        Span(3, 0, 0, "p2p", "p2p", 18.0, 19.0),
+        Span(3, 0, 0, "bubble", "bubble", 19.0, 20.0),
+        Span(3, 0, 0, "compute", "B0", 20.0, 22.0),
+        Span(2, 0, 1, "compute", "F0", 2.0, 8.0),
+        Span(2, 0, 1, "p2p", "p2p", 8.0, 9.5),
+        Span(2, 0, 1, "bubble", "bubble", 9.5, 11.0),
+        Span(2, 0, 1, "compute", "B0", 11.0, 13.0),
+        Span(3, 0, 1, "compute", "F0", 13.0, 19.0),
+        Span(3, 0, 1, "p2p", "p2p", 19.0, 19.5),
+        Span(3, 0, 1, "bubble", "bubble", 19.5, 20.0),
+        Span(3, 0, 1, "compute", "B0", 20.0, 22.0),
+    ]
+
+
+def test_spans_are_kept_of_steps_that_begin_after_they_are_asked_for() -> None:
+    gpu = Gpu()
+    gpu.hardware.frozen = False
+    gpu.phases.start_spans()
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=3)
+    gpu.phases.end_step()
+    assert [*gpu.phases.take_spans()] == [("compute", "compute", 0.0, 3.0)]
+
+    gpu.phases.begin_step()
+    gpu.phases.start_spans()
+    gpu.spend("compute", 1, work=3)
+    gpu.phases.end_step()
+    assert [*gpu.phases.take_spans()] == []
+
+    with pytest.raises(AssertionError, match="take_spans without start_spans"):
+        gpu.phases.take_spans()
+
+
+# -- ranges for a profiler --------------------------------------------------------------------
+
+
+class Ranges:
+    """What a profiler would draw."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def range_push(self, name: str, /) -> None:
+        self.open.append(name)
+        self.seen.append(" > ".join(self.open))
+
+    def range_pop(self) -> None:
+        self.open.pop()
+
+
+def test_phases_and_actions_are_ranges_that_nest() -> None:
+    gpu, ranges = Gpu(), Ranges()
+    phases = DevicePhases(gpu, ranges=ranges, clock=lambda: gpu.now)
+
+    phases.begin_step()
+    with phases("p2p"):
+        pass
+    phases.action = "B1"
+    with phases("compute"), phases("compress"):
+        gpu.work(2)
+    phases.action = "F2"
+    with pytest.raises(ZeroDivisionError), phases("compute"):
+        raise ZeroDivisionError
+    assert ranges.open == ["F2"]
+    phases.action = ""
+    seconds = phases.end_step()
+    gpu.finish()
+
+    assert ranges.open == []
+    assert ranges.seen == [
+        *("p2p", "B1", "B1 > compute", "B1 > compute > compress", "F2", "F2 > compute"),
+    ]
+    assert seconds == times(compress=2)
+
+
+def test_a_rank_without_a_gpu_asks_its_hosts_clock() -> None:
+    assert type(make_phases(None, nvtx=False)) is Phases
+
+
+def test_a_rank_with_a_gpu_asks_the_gpu_and_names_ranges_if_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranges = Ranges()
+    monkeypatch.setattr(torch.cuda, "nvtx", ranges)
+
+    for nvtx, seen in ((False, []), (True, ["compute"])):
+        phases = make_phases(Gpu(), nvtx=nvtx)
+        with phases("compute"):
+            pass
+        assert isinstance(phases, DevicePhases)
+        assert ranges.seen == seen
+
+
+def test_marks_of_a_device_that_runs_beside_its_host_add_up() -> None:
+    device = ThreadDevice()
+    phases = DevicePhases(device)
+
+    for _ in range(3):
+        phases.begin_step()
+        with phases("compute"):
+            device.compute.enqueue(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
+        seconds = dict(phases.end_step())
+
+    assert seconds["compute"] > 0
+    assert sum(seconds[name] for name in PHASES) == pytest.approx(seconds["step"])

@@ -1,0 +1,399 @@
+"""A run that hangs is ended by one report; a run that gets on is not."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from axsparse.config.schema import WatchdogConfig
+from axsparse.observe.phases import Phases
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Board, Heartbeat
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.watchdog import REPORT_FILE, THREAD, Watchdog, open_watchdog
+from axsparse.runtime.errors import OutputError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+TIMEOUT = 20.0
+"""So that a watchdog looks once a second."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 500.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waits:
+    """A back-off that only counts."""
+
+    pauses = 0
+
+    def pause(self) -> None:
+        self.pauses += 1
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+class Rank:
+    """One rank of a job that is played: what it does, and its watchdog."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.does = "works"
+        self.backoff = Waits()
+        self.phases = Phases(job.clock)
+        self.awaited: list[str] = []
+        self.pulse = Pulse(self.phases, self.backoff, lambda: self.awaited)
+        self.pulse.at("training", 7)
+        self.pulse.steps = 6
+        self.dog = Watchdog(
+            Board(job.folder / HEARTBEATS, number),
+            self.pulse,
+            job.grid.place(number),
+            timeout=TIMEOUT,
+            run_dir=job.folder,
+            leave=lambda code: job.left.append((number, code)),
+            clock=job.clock,
+        )
+
+    def second(self) -> None:
+        if self.does == "works":
+            with self.phases("compute"):
+                pass
+        elif self.does == "waits":
+            with self.phases("p2p"):
+                self.backoff.pause()
+        if self.does != "is stopped":
+            self.dog.look()
+
+
+class Job:
+    def __init__(self, folder: Path, *, g_inter: int = 3, g_data: int = 1) -> None:
+        self.folder = folder
+        self.grid = Grid(g_inter, g_data)
+        self.clock = Clock()
+        self.left: list[tuple[int, int]] = []
+        Board.clear(folder / HEARTBEATS)
+        self.ranks = [Rank(self, number) for number in range(self.grid.size)]
+
+    def do(self, *what: str) -> None:
+        for rank, does in zip(self.ranks, what, strict=True):
+            rank.does = does
+
+    def run(self, seconds: int) -> int:
+        """Let time pass until somebody ends the job; how many seconds did."""
+        for second in range(seconds):
+            if self.left:
+                return second
+            self.clock.now += 1
+            for rank in self.ranks:
+                rank.second()
+        return seconds
+
+    @property
+    def report(self) -> str:
+        return (self.folder / REPORT_FILE).read_text()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    played = Job(tmp_path)
+    played.run(3)
+    return played
+
+
+@pytest.fixture(autouse=True)
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """What would end this process."""
+    begun: list[tuple[float, int]] = []
+
+    class Timer:
+        def __init__(self, seconds: float, _: object, arguments: tuple[int]) -> None:
+            self.begins = (seconds, *arguments)
+
+        def start(self) -> None:
+            begun.append(self.begins)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    return begun
+
+
+def test_a_run_is_left_alone_as_long_as_any_rank_gets_on(job: Job) -> None:
+    job.do("waits", "waits", "works")
+
+    assert job.run(200) == 200
+
+
+def test_a_rank_that_gets_on_slowly_is_left_alone(job: Job) -> None:
+    job.do("waits", "waits", "hangs")
+
+    for _ in range(6):
+        job.run(18)
+        job.ranks[2].pulse.beat()
+
+    assert job.left == []
+
+
+def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
+    job: Job, capsys: pytest.CaptureFixture[str], timers: list[tuple[float, int]]
+) -> None:
+    job.ranks[0].awaited = ["gradient 2 from rank 1"]
+    job.ranks[1].phases.action = "B2"
+    job.do("waits", "hangs", "waits")
+
+    with job.ranks[1].phases("compute"):
+        seconds = job.run(100)
+
+    assert [code for _, code in job.left] == [70]
+    assert TIMEOUT < seconds < 1.5 * TIMEOUT
+    assert timers == [(10.0, 70)], "MPI may be what hangs"
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == (
+        "axsparse: error: rank 1 (stage 1, replica 0): hangs in compute (B2) of step 7, no "
+        "progress for 21 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
+        f"in {job.folder / REPORT_FILE}; --resume auto goes on from the last checkpoint, and a "
+        "larger watchdog.timeout waits longer"
+    )
+
+
+def test_the_report_has_every_rank_and_its_stacks_the_laggards_first(job: Job) -> None:
+    job.do("waits", "waits", "hangs")
+
+    job.run(100)
+
+    line, states, *stacks = job.report.split("\n\nrank ")
+    assert line.startswith("rank 2 (stage 2, replica 0): hangs in other of step 7")
+    assert [" waits in " in state for state in states.splitlines()] == [True, True, False]
+    assert [each[0] for each in stacks] == ["2", "0", "1"]
+    assert all("thread MainThread:" in each and "test_watchdog.py" in each for each in stacks)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_by_one_that_runs(
+    job: Job, capsys: pytest.CaptureFixture[str], stopped: int
+) -> None:
+    does = ["waits", "waits", "waits"]
+    does[stopped] = "is stopped"
+    job.do(*does)
+
+    seconds = job.run(100)
+
+    assert [code for _, code in job.left] == [70]
+    assert seconds < 1.5 * TIMEOUT
+    *_, line = capsys.readouterr().err.splitlines()
+    assert f"error: rank {stopped} (stage {stopped}, replica 0): hangs, last seen in " in line
+    assert "of step 7: its Python does not run; the stacks" in line
+    assert f"rank {stopped} (stage {stopped}, replica 0):\nno stacks: it did" in job.report
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on(job: Job) -> None:
+    job.do("waits", "waits", "hangs")
+    job.run(5)
+
+    job.clock.now += 10_000
+
+    assert job.run(5) == 5
+
+
+def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
+    for rank in job.ranks:
+        rank.pulse.steps = 0
+    job.do("waits", "waits", "hangs")
+
+    assert job.run(int(4.9 * TIMEOUT)) == int(4.9 * TIMEOUT)
+    assert job.run(100) < TIMEOUT
+
+
+def test_what_a_thread_writes_counts_as_progress(job: Job) -> None:
+    job.do("waits", "waits", "waits")
+
+    for _ in range(10):
+        job.run(15)
+        job.ranks[1].pulse.beat()
+
+    assert job.left == []
+
+
+def test_ranks_that_all_wait_are_told_of_as_such(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.do("works", "waits", "works")
+    job.run(4)
+    job.do("waits", "waits", "waits")
+
+    job.run(100)
+
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "rank 1 (stage 1, replica 0): hangs in other of step 7" in line
+    assert ", and so do all others, waiting for each other; the stacks" in line
+
+
+def test_a_report_that_cannot_be_written_is_printed_as_a_whole(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job.folder / REPORT_FILE).mkdir()
+    job.do("waits", "hangs", "waits")
+
+    job.run(100)
+
+    said = capsys.readouterr().err
+    assert said.count("thread MainThread:") == 3
+    assert said.count("hangs in") == 1
+
+
+def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.do("waits", "hangs", "waits")
+    claim = job.folder / HEARTBEATS / "hang"
+    while not claim.exists():
+        job.run(1)
+    reporter = int(claim.read_text().removeprefix("rank-").removesuffix(".json"))
+    job.ranks[reporter].does = "is stopped"
+
+    job.run(100)
+
+    assert job.left
+    assert all(rank != reporter and code == 70 for rank, code in job.left)
+    assert "hangs in other of step 7, and no rank reports it" in capsys.readouterr().err
+
+
+def test_a_rank_that_has_left_does_not_hang(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.ranks[0].dog.close()
+    job.do("is stopped", "hangs", "waits")
+
+    job.run(100)
+
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "error: rank 1" in line
+    assert "rank 0 (stage 0, replica 0): has left, or never began to train" in job.report
+
+
+def test_nobody_reads_heartbeats_while_all_get_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def count(self: Board, rank: int) -> Heartbeat | None:
+        read.append(rank)
+        return None
+
+    monkeypatch.setattr(Board, "read", count)
+
+    job.run(100)
+
+    assert read == []
+
+
+def test_a_disk_that_fails_for_a_while_ends_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Board, heartbeat: Heartbeat) -> None:
+        raise OSError
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Board, "write", fail)
+        job.run(50)
+    job.do("waits", "waits", "works")
+
+    assert job.run(100) == 100
+
+
+def test_a_disk_that_hangs_with_training_ends_the_job(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = job.ranks[1]
+    looks = int(2 * TIMEOUT)
+
+    for _ in range(looks):
+        rank.dog.look_at_looking()
+    rank.pulse.beat()
+    for _ in range(looks):
+        rank.dog.look_at_looking()
+    rank.dog.look()
+    for _ in range(looks):
+        rank.dog.look_at_looking()
+    assert job.left == [], "either training or its disk got on"
+    rank.dog.look_at_looking()
+
+    assert job.left == [(1, 70)]
+    assert capsys.readouterr().err == (
+        "axsparse: error: rank 1 (stage 1, replica 0): hangs, and so does the disk of "
+        f"{job.folder}, where it would be reported; --resume auto goes on from the last "
+        "checkpoint\n"
+    )
+
+
+def test_on_a_full_disk_what_is_known_is_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Board) -> bool:
+        raise OSError
+
+    monkeypatch.setattr(Board, "claim", fail)
+    job.do("waits", "hangs", "waits")
+
+    assert job.run(100) < 1.5 * TIMEOUT
+
+    assert job.left[0][1] == 70
+    assert "error: rank 1 (stage 1, replica 0): hangs in other of step 7" in capsys.readouterr().err
+
+
+def test_a_rank_by_itself_is_watched_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, g_inter=1)
+    job.run(3)
+    job.do("hangs")
+
+    assert job.run(100) < 1.5 * TIMEOUT
+
+    assert "error: rank 0 (stage 0, replica 0): hangs in other of step 7" in capsys.readouterr().err
+
+
+def test_a_place_without_room_for_heartbeats_is_refused(tmp_path: Path) -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+    (tmp_path / HEARTBEATS).write_text("no folder")
+
+    def main(rank: int) -> None:
+        place = Grid(2, 1).place(rank)
+        pulse = Pulse(Phases(), Waits(), list)
+        transport = LocalTransport(world, rank)
+
+        def watch(timeout: float) -> Watchdog | None:
+            settings = WatchdogConfig(timeout=timeout)
+            return open_watchdog(settings, tmp_path, place=place, pulse=pulse, transport=transport)
+
+        assert watch(0.0) is None
+        with pytest.raises(OutputError) as caught:
+            watch(1.0)
+        assert str(caught.value) == (
+            f"{tmp_path / HEARTBEATS}: cannot be written (File exists); choose another --run-dir, "
+            "or set watchdog.timeout to 0"
+        )
+
+    world.run(main)
+
+
+def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_path: Path) -> None:
+    job = Job(tmp_path, g_inter=2)
+    first, second = (rank.dog for rank in job.ranks)
+    first.interval = 1e-3
+    first.start()
+    board = Board(tmp_path / HEARTBEATS, 1)
+
+    while board.read(0) is None:
+        threading.Event().wait(1e-3)
+    first.close()
+    first.close()
+    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    assert (tmp_path / HEARTBEATS).is_dir()
+    second.close()
+
+    assert not (tmp_path / HEARTBEATS).exists()

@@ -1,0 +1,152 @@
+"""Plans of a configuration: what is planned, for which layouts, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.planner_cases import cluster
+from support.runs import mlp, tiny_config, tiny_gpt
+
+import axsparse
+from axsparse.config.load import LoadedConfig
+from axsparse.planner.layout_search import Plan
+from axsparse.planner.plan_model import Subject, plan_for, subject
+from axsparse.runtime.errors import ConfigError, MissingInputError
+
+MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
+
+
+def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
+    config = tiny_config(**sections)
+    return subject(LoadedConfig(config, "tiny", origins or {}), MACHINE, tiny_gpt(config))
+
+
+def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
+    return asked(**sections).plan(method, MACHINE, gpus)
+
+
+def grids(found: Plan) -> set[tuple[int, int]]:
+    return {(row.grid.g_inter, row.grid.g_data) for row in found.rows}
+
+
+def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
+    assert grids(planned()) == {(1, 4), (2, 2), (4, 1)}
+    assert grids(planned(layout={"g_inter": 2})) == {(2, 2)}
+    assert grids(planned(layout={"g_data": 4})) == {(1, 4)}
+    assert grids(planned(layout={"split": [1, 3]})) == {(2, 2)}
+
+
+def test_replicas_that_do_not_divide_the_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layout.g_data \(default\): 3 replicas do not divide"):
+        planned(layout={"g_data": 3})
+
+
+def test_a_split_that_leaves_layers_out_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout.split \(default\): \[1, 2\] places 3 layers of 4"
+    ):
+        planned(layout={"split": [1, 2]})
+
+
+def test_a_split_for_another_number_of_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[1, 1, 2\] is for 3 stages, g_inter is 2"):
+        planned(layout={"g_data": 2, "split": [1, 1, 2]})
+
+
+def test_a_run_is_planned_as_it_starts() -> None:
+    pruned, later = asked(), asked(pruning={"sparsity": 0.8, "at_step": 3})
+
+    assert pruned.workload("start").is_pruned
+    assert not pruned.workload("dense").is_pruned
+    assert not later.workload("start").is_pruned
+    assert later.workload("samo").is_pruned
+    assert later.notes[0].startswith("magnitude starts dense, and so it has to fit; ")
+    assert pruned.notes == []
+
+
+def test_without_pruning_there_is_no_samo_to_compare() -> None:
+    with pytest.raises(ConfigError, match="nothing is pruned, so that there is no SAMO to compare"):
+        asked(samo={"enabled": False}).workload("samo")
+
+
+def test_a_limit_of_memory_comes_on_top_of_the_overhead() -> None:
+    limited = asked(layout={"memory_per_rank": 2.0})
+
+    assert limited.room(MACHINE) == 2e9 + 1e6
+    assert asked().room(MACHINE) == MACHINE.memory_bytes
+
+
+def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
+    small = replace(MACHINE, memory_bytes=1.6e6)
+    sections: dict[str, Any] = {"model": {"num_layers": 6}, "samo": {"enabled": False}}
+    with pytest.raises(
+        ConfigError, match=r"fits no layout of 1 devices of .*; (\d) devices would"
+    ) as told:
+        asked(**sections).plan("start", small, 1)
+    enough = int(str(told.value).split("; ")[-1].split()[0])
+
+    asked(**sections).plan("start", small, enough)
+    with pytest.raises(ConfigError, match=r"or prune more$"):
+        asked(**sections).plan("start", replace(MACHINE, memory_bytes=1.0), 1)
+
+
+def test_half_a_precision_is_exchanged_where_the_devices_lack_it() -> None:
+    volta = cluster(peak_bf16=None, host_memory_bytes=None)
+    config = tiny_config(precision="bf16")
+    model = tiny_gpt(config)
+
+    swapped = subject(LoadedConfig(config, "tiny", {}), volta, model)
+    assert swapped.workload("start").precision == "fp16"
+    assert swapped.notes == ["summit has no bf16: planned as precision=fp16"]
+    kept = subject(LoadedConfig(config, "tiny", {"precision": "--set"}), volta, model)
+    with pytest.raises(ConfigError, match="have no peak_bf16"):
+        kept.plan("start", volta, 2)
+
+
+def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
+    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "buffer": 2.0}}
+    config = tiny_config(**saves)
+    gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
+
+    there = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))
+    assert there.notes == [
+        "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
+        "(checkpoint.buffer) and 0.2 GB for messages where they go through it"
+    ]
+    assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
+    assert there.workload("dense").checkpoint_buffer == 0
+    assert planned(2, **saves).recommended.memory[0].checkpoint > 0
+
+
+def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
+    gpus = replace(MACHINE, host_memory_bytes=1e9, host_bandwidth=1e10)
+    rows = []
+    for offload in (False, True):
+        config = tiny_config(precision="bf16", samo={"offload": offload})
+        found = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config)).plan(
+            "start", gpus, 1
+        )
+        rows.append(found.rows[0].memory[0])
+    here, offloaded = rows
+
+    assert offloaded.master == 0 < here.master
+    assert 0 < offloaded.optimizer < here.master + here.optimizer  # room for two layers
+    with pytest.raises(ConfigError, match=r"samo.offload .*: true takes state off a GPU"):
+        asked(samo={"offload": True})
+
+
+def test_a_model_without_example_cannot_be_planned() -> None:
+    with pytest.raises(ConfigError, match="model mlp: it has no example, so that nobody knows"):
+        plan_for(mlp(), "laptop", 2)
+
+
+def test_the_python_api_plans_a_model() -> None:
+    config = tiny_config()
+    found = axsparse.plan_for(tiny_gpt(config), "laptop", 4, config)
+
+    assert found.recommended.grid.g_inter == 1
+    assert found.cluster.name == "laptop"
+    with pytest.raises(MissingInputError, match="no such file and no bundled cluster"):
+        axsparse.plan_for(tiny_gpt(config), "nowhere", 4, config)

@@ -1,0 +1,151 @@
+"""Bytes of a stage: its activations, and all it needs of a device."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+
+from axsparse.models.layer_cost import Activations
+from axsparse.models.survey import LayerInfo
+from axsparse.pipeline.policy import Policy
+from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.planner.simulator import Durations, simulate
+from axsparse.planner.stage_memory import (
+    HeldActivations,
+    gigabytes,
+    held_activations,
+    most_in_flight,
+    needed,
+    stage_memory,
+)
+from axsparse.planner.workload import StageLoad
+from axsparse.samo.state_bytes import StateBytes
+
+LAYERS = [
+    LayerInfo("a", "block", (), 1.0, activations=Activations(10, 100, 20)),
+    LayerInfo("b", "block", (), 1.0, activations=Activations(20, 300, 30)),
+    LayerInfo("c", "block", (), 1.0, activations=Activations(30, 200, 40)),
+]
+
+
+@pytest.mark.parametrize(
+    ("every", "kept", "working"),
+    [
+        (0, 10 + 100 + 20 + 300 + 30 + 200 + 40, 0),
+        (1, 10 + 20 + 30 + 40, 300),
+        (2, 10 + 20 + 300 + 30 + 40, 200),
+    ],
+)
+def test_recomputed_layers_keep_inputs_and_need_one_layers_room(
+    every: int, kept: int, working: int
+) -> None:
+    assert held_activations(LAYERS, every) == HeldActivations(kept, working)
+
+
+def test_layers_without_an_example_count_nothing() -> None:
+    layers = [LayerInfo("a", "block", (), 1.0)]
+
+    assert held_activations(layers, 1) == HeldActivations(0, 0)
+
+
+def load_of(**fields: float) -> StageLoad:
+    return StageLoad(
+        layers="",
+        flops=0.0,
+        moved=0.0,
+        again_flops=0.0,
+        again_moved=0.0,
+        trained=0,
+        kept=0,
+        state=StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
+        held=10.0,
+        working=100.0,
+        logits=1000.0,
+        outputs=0.0,
+        **{"temporary": 0.0, "building": 0.0, "saved": 0.0, **fields},
+    )
+
+
+def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
+    load = load_of(temporary=10_000.0, building=12_259.0)
+
+    found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
+
+    assert (found.weight, found.index, found.gradient, found.master, found.optimizer) == (
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
+    assert (found.activations, found.working, found.logits) == (2 * 3 * 10, 2 * 100, 2 * 1000)
+    assert found.total == 15 + 60 + 200 + 2000 + 10_000 + 100_000
+
+
+def test_where_a_tensor_takes_more_to_make_than_to_train_that_is_the_peak() -> None:
+    load = load_of(temporary=10_000.0, building=50_000.0)
+
+    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0).total == 15 + 50_000
+
+
+def test_copies_for_a_checkpoint_come_on_top_while_training_goes_on() -> None:
+    load = load_of(building=50_000.0, saved=700.0)
+    found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0)
+
+    assert found.checkpoint == 700
+    assert found.total == 15 + 50_000 + 700
+
+
+def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:
+    return schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", ["message-driven", "1f1b", "gpipe"])
+def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: ScheduleName) -> None:
+    for g_inter, microbatches, slack in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
+        schedule = Schedule(name, slack, "alternate")
+        run = simulate(
+            partial(_policy, schedule, g_inter, microbatches),
+            # Slow backwards fill every stage.
+            Durations.uniform(g_inter, microbatches, 1, 50),
+        )
+        for stage, done in enumerate(run.stages):
+            bound = most_in_flight(
+                schedule, stage=stage, g_inter=g_inter, microbatches=microbatches
+            )
+            assert done.most_in_flight <= bound
+            if stage == 0 and g_inter > 1:
+                assert done.most_in_flight == bound
+
+
+@pytest.mark.parametrize(
+    ("need", "room", "text"),
+    [
+        (18.24e9, 16e9, "18.2 GB of 16.0"),
+        (17.184e9, 17.18e9, "17.184 GB of 17.180"),
+        (3.2e6, 3e6, "0.0032 GB of 0.0030"),
+    ],
+)
+def test_a_need_is_told_apart_from_the_room(need: float, room: float, text: str) -> None:
+    assert needed(need, room) == text
+    assert gigabytes(12.34e9) == "12.3"
+    assert gigabytes(1_234_000) == "0.0012"
+
+
+def test_the_last_stage_holds_one_microbatch_and_no_stage_more_than_is_counted() -> None:
+    schedule = Schedule("message-driven", 3, "alternate")
+    run = simulate(
+        lambda stage: schedule.policy(stage=stage, g_inter=3, microbatches=8),
+        Durations.uniform(3, 8, 1.0, 2.0),
+    )
+    counted = [
+        most_in_flight(schedule, stage=stage, g_inter=3, microbatches=8) for stage in range(3)
+    ]
+
+    assert counted == [6, 5, 1]
+    assert all(
+        stage.most_in_flight <= most for stage, most in zip(run.stages, counted, strict=True)
+    )
+    assert run.stages[2].most_in_flight == 1

@@ -1,0 +1,163 @@
+"""What a pruning method says where settings leave it nothing to do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.runs import (
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.config.load import load_config
+from axsparse.config.validate import check_config
+from axsparse.models.layer import Layer, Model
+from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
+
+
+def refusal(g_inter: int = 2, **sections: Any) -> AxsparseError:
+    config = tiny_config(**sections)
+    with pytest.raises(AxsparseError) as caught:
+        train_in_process(g_inter, 1, tiny_gpt(config), config, token_data())
+    return caught.value
+
+
+def test_an_interval_that_does_not_fit_is_refused_before_the_first_step() -> None:
+    error = refusal(
+        pruning={"method": "gradual", "at_step": 2, "interval": 4, "until_step": 5},
+    )
+
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        "pruning.interval (configure): 4 steps do not fit between pruning.at_step 2 and "
+        "pruning.until_step 5; choose at most 3"
+    )
+
+
+def test_a_search_that_ends_before_its_last_look_is_refused_and_told_of_the_warm_up() -> None:
+    error = refusal(
+        pruning={"method": "early-bird", "interval": 1, "until_step": 6},
+        schedule={"warmup_steps": 2},
+    )
+
+    assert str(error) == (
+        "pruning.interval (configure): 6 looks, one every 1 steps from step 2 on (after warm-up "
+        "and pruning.at_step), end at 7, after pruning.until_step 6; look more often, or search "
+        "longer"
+    )
+
+
+def test_masks_that_would_never_move_are_refused() -> None:
+    error = refusal(pruning={"method": "rigl", "interval": 6, "until_step": 6})
+
+    assert str(error) == (
+        "pruning.interval (configure): 6 steps bring no move before pruning.until_step 6; choose "
+        "at most 5, or train longer"
+    )
+
+
+def test_settings_that_leave_nothing_to_prune_are_refused() -> None:
+    assert "pruning.exclude: no tensor is left to prune; leave some in" in str(
+        refusal(pruning={"exclude": ("*",)})
+    )
+    config = tiny_config()
+    heads = Model(
+        [Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)],
+        loss=summed_loss,
+    )
+    with pytest.raises(ConfigError, match=r"pruning\.include: blocks, but no block of this model"):
+        train_in_process(1, 1, heads, config, vector_data())
+
+
+def test_a_sparsity_of_zero_beside_others_is_checked_like_any_other() -> None:
+    settings = ["pruning.sparsity=0", "pruning.pattern=2:4", "pruning.method=gradual"]
+
+    with pytest.raises(ConfigError, match="is drawn once, and pruning"):
+        check_config(load_config(None, settings))
+
+
+def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was() -> None:
+    error = refusal(
+        pruning={
+            **{"method": "early-bird", "interval": 1, "until_step": 7},
+            **{"threshold": 1e-6},
+        },
+    )
+
+    assert isinstance(error, TrainingError) and error.on_all_ranks
+    assert str(error).startswith(
+        "step 7: early-bird: no mask has settled by pruning.until_step (last: churn 0."
+    )
+    assert "pruning.threshold is above); search longer, raise the threshold" in str(error)
+
+
+def test_a_search_may_draw_what_has_not_settled_if_told_so() -> None:
+    config = tiny_config(
+        pruning={
+            **{"method": "early-bird", "interval": 1, "until_step": 7},
+            **{"threshold": 1e-6, "undrawn": "draw"},
+        },
+    )
+
+    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
+
+    kept = sum(t.kept for layer in trainer.parts.layers for t in layer.state.owned)
+    assert kept < 0.6 * trainer.parts.survey.num_params
+
+
+def test_a_run_whose_skipped_steps_left_no_room_for_a_search_fails_at_its_end() -> None:
+    """Every step but a few overflows: sample 17 is infinite and part of most batches."""
+    config = tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 3},
+        pruning={"method": "early-bird", "interval": 1, "until_step": 7},
+        loss_scale={"patience": 100},
+    )
+
+    with pytest.raises(TrainingError, match="early-bird drew no mask: skipped steps do not count"):
+        train_in_process(1, 1, mlp(), config, vector_data(infinite=17))
+
+
+def test_a_score_of_ones_own_has_to_be_given_and_to_be_wanted() -> None:
+    config = tiny_config(pruning={"method": "custom"})
+
+    with pytest.raises(ConfigError, match="custom needs a score of your own; give it to build in"):
+        train_in_process(1, 1, tiny_gpt(config), config, token_data())
+    magnitude = tiny_config()
+    with pytest.raises(ConfigError, match="magnitude has a score already; choose custom, or a"):
+        train_in_process(1, 1, tiny_gpt(magnitude), magnitude, token_data(), score=_score)
+
+
+def test_a_score_of_ones_own_decides_in_every_layout() -> None:
+    config = tiny_config(pruning={"method": "custom", "distribution": "global"})
+    masks = []
+    for g_inter, g_data in ((1, 1), (3, 1), (2, 2)):
+        ranks = train_in_process(
+            g_inter, g_data, tiny_gpt(config), config, token_data(), score=_score
+        )
+        masks.append(
+            {
+                tensor.name: tensor.index.positions().tolist()
+                for trainer, _ in ranks
+                for layer in trainer.parts.layers
+                for tensor in layer.state.owned
+                if tensor.name != "head.weight"  # the embedding's second use, on some stages
+            }
+        )
+
+    assert masks[0] == masks[1] == masks[2]
+    assert masks[0]["block0.fc2.weight"][:3] == [0, 1, 2]
+
+
+def _score(name: str, weight: Tensor) -> Tensor:
+    """Early columns first, whatever their weights."""
+    return torch.arange(weight.shape[1], 0, -1).float().expand_as(weight)

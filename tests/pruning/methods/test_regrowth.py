@@ -1,0 +1,379 @@
+"""Masks that move between steps train as a dense network does whose masks move by sorting."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.allocated import peak_of
+from support.moving import EXACT, MovingOracle, Plan, masks_of, moving
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.pruning.methods.regrowth import Regrowth, moved_entries
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo import growth_candidates as growth
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.shards import ALONE, BLOCK, Replicas
+from axsparse.samo.tensor_state import TensorState
+from axsparse.training.trainer import Trainer
+
+STEPS = 5
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]
+GRADIENT, CHANCE = Plan("gradient"), Plan("chance")
+
+
+def config_of(**sections: Any) -> Config:
+    settings: dict[str, Any] = {
+        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 8},
+        "batch": {"global_batch_size": 4, "microbatch_size": 1},
+        "train": {"steps": STEPS},
+    }
+    return tiny_config(**{**settings, **sections})
+
+
+def run(config: Config, plan: Plan, layout: tuple[int, int] = (1, 1), **others: Any) -> Any:
+    data = token_data(length=8)
+    return train_in_process(*layout, tiny_gpt(config), config, data, before=moving(plan, **others))
+
+
+def oracle_of(config: Config, plan: Plan, g_data: int = 1) -> MovingOracle:
+    oracle = MovingOracle(tiny_gpt(config), config, token_data(length=8), g_data, plan=plan)
+    oracle.run(STEPS)
+    return oracle
+
+
+# -- against the oracle ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("include", ["blocks", "all"])
+@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
+def test_every_layout_is_bitwise_the_dense_oracle_that_sorts(
+    layout: tuple[int, int], include: str, plan: Plan
+) -> None:
+    """With `all`, the tied embedding moves too: an alias at 1x1, a pair of stages elsewhere."""
+    config = config_of(pruning={"include": include})
+    oracle = oracle_of(config, plan, layout[1])
+
+    ranks = run(config, plan, layout)
+
+    for _, trace in ranks:
+        assert_bitwise(trace, oracle.trace)
+    found = masks_of(ranks)
+    assert oracle.masks
+    for name, mask in oracle.masks.items():
+        assert torch.equal(found[name], mask.view(-1).nonzero().view(-1)), name
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_with_room_for_all_candidates_the_choice_is_that_of_the_whole_gradient(
+    layout: tuple[int, int],
+) -> None:
+    plan = Plan("gradient", capacity=EXACT)
+    config = config_of(pruning={"include": "all"})
+    oracle = oracle_of(config, plan, layout[1])
+
+    for _, trace in run(config, plan, layout):
+        assert_bitwise(trace, oracle.trace)
+
+
+def test_positions_that_need_64_bits_travel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = run(config_of(), GRADIENT, (1, 2))
+    monkeypatch.setattr(growth, "fits_int32", lambda numel: False)
+
+    for (_, ours), (_, theirs) in zip(run(config_of(), GRADIENT, (1, 2)), reference, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_one_microbatch_of_one_replica_is_exact_whatever_the_capacity() -> None:
+    config = config_of(
+        batch={"global_batch_size": 4, "microbatch_size": 4}, pruning={"include": "blocks"}
+    )
+    oracle = oracle_of(config, Plan("gradient", capacity=EXACT))
+
+    [(_, trace)] = run(config, GRADIENT)
+
+    assert_bitwise(trace, oracle.trace)
+
+
+@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
+def test_masks_move_at_every_chance_and_other_seeds_move_them_elsewhere(plan: Plan) -> None:
+    still = masks_of(run(config_of(), Plan(plan.by, at=())))
+    one, again, other = (masks_of(run(config_of(seed=seed), plan)) for seed in (11, 11, 12))
+
+    pruned = [name for name in still if name.endswith("weight") and "block" in name]
+    moved = [name for name in pruned if not torch.equal(still[name], one[name])]
+    assert len(moved) >= 8
+    for name in moved:
+        assert torch.equal(one[name], again[name])
+        assert not torch.equal(one[name], other[name])
+
+
+# -- what a move changes --------------------------------------------------------------------
+
+
+def dense_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Weight, master and moments of every tensor and its mask, dense."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for layer in trainer.parts.layers:
+        for tensor in layer.state.owned:
+            at, numel = tensor.index.positions(), tensor.parameter.numel()
+            values = {
+                "master": layer.state.master(tensor.name),
+                **{name: layer.state.moment(tensor.name, name) for name in layer.state.moments_K},
+                "mask": torch.ones(tensor.kept),
+            }
+            dense = {name: torch.zeros(numel) for name in values}
+            for name, kept in values.items():
+                dense[name][at] = kept
+            found[tensor.name] = {**dense, "weight": tensor.weight_D.clone()}
+    return found
+
+
+@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
+@pytest.mark.parametrize(
+    ("precision", "samo"),
+    [
+        ("fp32", {"index": "mask"}),
+        ("fp32", {"shard_optimizer": True}),
+        ("bf16", {"gradient": "half", "index": "int32"}),
+        ("bf16", {"split_master": True, "index": "uint16", "shard_optimizer": True}),
+        ("fp16", {"shard_optimizer": True}),
+    ],
+)
+def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_train(
+    plan: Plan, precision: str, samo: dict[str, Any]
+) -> None:
+    config = config_of(precision=precision, samo=samo)
+    plan = Plan(plan.by, at=(2,))
+    states: defaultdict[int, list[dict[str, dict[str, Tensor]]]] = defaultdict(list)
+    counts: list[dict[str, int]] = []
+
+    def install(trainer: Trainer) -> None:
+        moving(plan, lambda trainer, moved: counts.append(moved))(trainer)
+        inner_update, step = trainer._stepper._update, trainer.step
+
+        def noting_update(verdict: Any) -> None:
+            inner_update(verdict)
+            states[trainer.parts.place.replica].append(dense_state(trainer))
+
+        def noting_step() -> Any:
+            verdict = step()
+            states[trainer.parts.place.replica].append(dense_state(trainer))
+            return verdict
+
+        vars(trainer._stepper)["_update"] = noting_update
+        vars(trainer)["step"] = noting_step
+
+    train_in_process(1, 2, tiny_gpt(config), config, token_data(length=8), before=install)
+
+    # Of every step: after the update, and after a move if there was one.
+    before, after, later = states[0][4], states[0][5], states[0][7]
+    assert len(states[0]) == 2 * STEPS
+    assert counts[0] == counts[1]
+    moved = {name: count for name, count in counts[0].items() if count}
+    assert len(moved) == 8
+    for name, count in moved.items():
+        old, new = before[name], after[name]
+        stays, grown = old["mask"] * new["mask"] > 0, new["mask"] > old["mask"]
+        assert new["mask"].sum() == old["mask"].sum()
+        assert int(grown.sum()) == count == round(0.3 * float(old["mask"].sum()))
+        dropped = old["mask"] > new["mask"]
+        assert old["master"][dropped].abs().max() <= old["master"][stays].abs().min()
+        for kind in set(old) - {"mask"}:
+            assert torch.equal(new[kind][stays], old[kind][stays]), (name, kind)
+            assert not new[kind][~stays].any(), (name, kind)
+            assert later[name][kind][grown].count_nonzero() > 0.5 * count, (name, kind)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_sharded_state_moves_as_whole_state_does(precision: str) -> None:
+    whole, sharded = (
+        config_of(precision=precision, samo={"shard_optimizer": shard}, pruning={"include": "all"})
+        for shard in (False, True)
+    )
+    reference = run(whole, GRADIENT, (2, 2))
+
+    for (_, ours), (_, theirs) in zip(run(sharded, GRADIENT, (2, 2)), reference, strict=True):
+        assert_bitwise(ours, theirs)
+        for name, master in theirs.masters.items():
+            assert torch.equal(ours.masters[name], master)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
+def test_no_number_of_stages_changes_a_bit_in_half_precision(precision: str, plan: Plan) -> None:
+    config = config_of(precision=precision, pruning={"include": "all"})
+    [(_, one)] = run(config, plan)
+
+    for layout in ((2, 1), (3, 1)):
+        for _, trace in run(config, plan, layout):
+            assert_bitwise(trace, one)
+
+
+# -- skipped steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("by", ["gradient", "chance"])
+def test_a_skipped_step_moves_nothing_and_the_next_good_one_does(
+    layout: tuple[int, int], by: str
+) -> None:
+    config = tiny_config(batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 7})
+    data = vector_data(infinite=17)
+    still = MovingOracle(mlp(), config, data, layout[1], plan=Plan(by, at=()))
+    bad = still.run(7).finite.index(False)
+    plan = Plan(by, at=(bad,))
+    oracle = MovingOracle(mlp(), config, data, layout[1], plan=plan)
+    expected = oracle.run(7)
+    assert expected.finite[bad + 1]
+    moved: list[int] = []
+
+    ranks = train_in_process(
+        *layout,
+        mlp(),
+        config,
+        data,
+        before=moving(plan, lambda trainer, counts: moved.append(trainer.steps_done)),
+    )
+
+    assert moved == [bad + 2] * len(ranks)
+    for _, trace in ranks:
+        assert trace.finite == expected.finite
+        for name, weight in trace.weights.items():
+            assert torch.equal(weight, expected.weights[name]), name
+
+
+# -- one tensor ---------------------------------------------------------------------------------
+
+
+def one_tensor(
+    numel: int, density: float = 0.1, dtype: torch.dtype = torch.bfloat16
+) -> tuple[LayerState, GradientCollector]:
+    """A layer of one matrix with equal masters, and its collector."""
+    kept = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < density
+    weight = nn.Parameter(torch.zeros(numel // 8, 8, dtype=dtype))
+    tensor = TensorState("w", weight, make_index(kept, "uint16"), decays=True)
+    layer = LayerState(
+        "layer",
+        [tensor],
+        moments=("exp_avg", "exp_avg_sq"),
+        gradient_dtype=dtype,
+        master="fp32" if dtype != torch.float32 else "weight",
+        index_kind="uint16",
+    )
+    layer.write_master(tensor, 0, torch.full((tensor.kept,), 0.5))
+    return layer, GradientCollector([layer], lambda layer: None, nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("kept", "numel", "fraction", "moved"),
+    [(10, 100, 0.3, 3), (10, 100, 0.0, 0), (10, 100, 1.0, 10), (90, 100, 0.3, 10), (7, 7, 0.5, 0)],
+)
+def test_a_fraction_of_the_kept_entries_moves_or_as_many_as_are_pruned(
+    kept: int, numel: int, fraction: float, moved: int
+) -> None:
+    assert moved_entries(kept, numel, fraction) == moved
+
+
+def test_of_equal_weights_the_higher_positions_go_and_of_equal_gradients_the_lower_ones_grow() -> (
+    None
+):
+    layer, collector = one_tensor(800)
+    tensor = layer.tensor("w")
+    before = tensor.index.positions()
+    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+
+    regrowth.arm(0.25)
+    collector.begin()
+    tensor.parameter.sum().backward()
+    counts = regrowth.regrow(1)
+
+    count = round(0.25 * len(before))
+    pruned = torch.tensor([at for at in range(800) if at not in set(before.tolist())])
+    expected = torch.cat([before[:-count], pruned[:count]]).sort().values
+    assert counts == {"w": count}
+    assert torch.equal(tensor.index.positions(), expected)
+    assert not regrowth.is_armed
+    assert collector.candidate_bytes == 0
+
+
+def test_the_gradients_of_replicas_are_added_in_rank_order() -> None:
+    """In fp32, (1 + 1e8) − 1e8 is 0, less than the 0.25 beside it; in other orders it is 1."""
+    world: LocalWorld[list[int]] = LocalWorld(3)
+
+    def replica(rank: int) -> list[int]:
+        transport = LocalTransport(world, rank)
+        replicas = Replicas(transport.collective("column", range(3)), transport.backoff)
+        layer, collector = one_tensor(800, dtype=torch.float32)
+        tensor = layer.tensor("w")
+        regrowth = Regrowth([layer], [], {}, replicas, collector=collector, seed=1)
+        regrowth.arm(1 / tensor.kept)
+        collector.begin()
+        gradient = torch.zeros(800)
+        gradient[3], gradient[5] = (1.0, 1e8, -1e8)[rank], (0.25, 0.0, 0.0)[rank]
+        (tensor.parameter.view(-1) * gradient).sum().backward()
+        assert not torch.isin(torch.tensor([3, 5]), tensor.index.positions()).any()
+        assert regrowth.regrow(1) == {"w": 1}
+        return torch.isin(torch.tensor([3, 5]), tensor.index.positions()).tolist()
+
+    assert world.run(replica) == [[False, True]] * 3
+
+
+def test_a_tensor_that_no_gradient_reached_keeps_its_mask() -> None:
+    layer, collector = one_tensor(800)
+    before = layer.tensor("w").index.positions()
+    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+
+    regrowth.arm(0.25)
+    collector.begin()
+
+    assert regrowth.regrow(1) == {"w": 0}
+    assert torch.equal(layer.tensor("w").index.positions(), before)
+
+
+def test_dense_tensors_stay_dense() -> None:
+    layer, collector = one_tensor(800, density=2.0)
+    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+
+    regrowth.arm(0.25)
+    collector.begin()
+    layer.tensor("w").parameter.sum().backward()
+
+    assert collector.candidate_bytes == 0
+    assert regrowth.regrow(1) == {"w": 0}
+
+
+@pytest.mark.parametrize("by", ["gradient", "chance"])
+def test_a_move_needs_bytes_in_proportion_to_one_tensor(by: str) -> None:
+    """16 bytes an entry at a tenth kept, 8 of them where an index is made of a mask; torch's most
+    and numpy's together, which do not fall into one moment."""
+    numel = 64 * BLOCK
+    layer, collector = one_tensor(numel)
+    tensor = layer.tensor("w")
+    chosen = collector if by == "gradient" else None
+    regrowth = Regrowth([layer], [], {}, ALONE, collector=chosen, seed=1)
+
+    def move() -> None:
+        regrowth.arm(0.3)
+        collector.begin()
+        tensor.parameter.sum().backward()
+        assert regrowth.regrow(1)["w"] > 0
+
+    assert 5 * numel < peak_of(move) < 13 * numel + 50 * tensor.kept

@@ -1,0 +1,266 @@
+"""The Early-Bird search: distances by hand, when it draws, and that it can be interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axsparse.pruning import mask_distance as early_bird
+from axsparse.pruning.criteria import kept_entries
+from axsparse.pruning.mask_distance import Judgement, Metric, SearchState, SettledMask
+from axsparse.samo.selection import largest
+
+examples = settings(max_examples=100, deadline=None, derandomize=True)
+Round = Mapping[str, Tensor]
+
+EVERY = 10
+
+
+def search(
+    metric: Metric = "churn", max_steps: int = 10_000, threshold: float = 0.1
+) -> SettledMask:
+    return SettledMask(
+        interval=EVERY, start_step=0, max_steps=max_steps, threshold=threshold, metric=metric
+    )
+
+
+def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
+    mask = torch.zeros(numel, dtype=torch.bool)
+    mask[list(kept)] = True
+    return mask
+
+
+def judge(searches: Iterable[SettledMask], step: int, masks: Round) -> list[Judgement]:
+    """One round over stages: each has its share of the tensors, and the integers are summed."""
+    searches = list(searches)
+    mismatched = sum(
+        searches[number % len(searches)].compare(name, mask)
+        for number, (name, mask) in enumerate(masks.items())
+    )
+    total = sum(mask.numel() for mask in masks.values())
+    kept = sum(int(mask.sum()) for mask in masks.values())
+    return [one.judge(step, mismatched, total, kept) for one in searches]
+
+
+def play(one: SettledMask, churns: Iterable[int], start: int = 0) -> list[str]:
+    """Outcomes of judging distances of so many hundredths, with 50 of 1,000 entries kept."""
+    return [
+        one.judge(start + EVERY * number, churn, 1000, 50).outcome
+        for number, churn in enumerate(churns)
+    ]
+
+
+# -- distances ------------------------------------------------------------------------------
+
+
+def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
+    one = search()
+    rounds = [
+        {"a": mask_of(range(10)), "b": mask_of(range(10), 60)},
+        {"a": mask_of(range(2, 12)), "b": mask_of(range(10), 60)},  # two left, two came
+        {"a": mask_of(range(2, 12)), "b": mask_of(range(50, 60), 60)},  # all of b's exchanged
+    ]
+
+    found = [judge([one], EVERY * number, masks)[0] for number, masks in enumerate(rounds)]
+
+    assert found == [
+        Judgement("search", None, None),
+        Judgement("search", 4 / 160, 4 / 40),
+        Judgement("search", 20 / 160, 20 / 40),
+    ]
+
+
+@examples
+@given(st.integers(1, 40), st.integers(1, 5), st.data())
+def test_packed_masks_differ_where_masks_do(numel: int, chunk: int, data: st.DataObject) -> None:
+    bits = st.lists(st.booleans(), min_size=numel, max_size=numel).map(torch.tensor)
+    before, after = data.draw(bits), data.draw(bits)
+    one = search()
+    one.compare("w", before)
+    one.judge(0, 0, numel, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early_bird, "CHUNK", chunk)
+        mismatched = one.compare("w", after)
+
+    assert mismatched == int((before != after).sum())
+
+
+def test_masks_are_kept_as_one_bit_an_entry() -> None:
+    one = search()
+
+    one.compare("w", mask_of([0, 9], 1001).view(7, 11, 13))
+
+    (packed,) = one.state().masks.values()
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == 126
+    assert np.unpackbits(packed.numpy(), bitorder="little").nonzero()[0].tolist() == [0, 9]
+
+
+# -- when it draws --------------------------------------------------------------------------
+
+
+def test_six_masks_must_be_seen_however_alike_they_are() -> None:
+    assert play(search(), [0] * 6) == ["search"] * 5 + ["draw"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_spike_keeps_the_search_going_for_exactly_five_rounds(at: int) -> None:
+    churns = [0] * 20
+    churns[at] = 50
+
+    outcomes = play(search(), churns)
+
+    assert outcomes.index("draw") == at + 5
+
+
+def test_a_distance_at_the_threshold_is_not_below_it() -> None:
+    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 10]) == ["search"] * 6
+    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 9]) == ["search"] * 5 + ["draw"]
+
+
+def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_by_churn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel, keep = 40_000, kept_entries(40_000, 0.95)
+    masks = [{"w": largest(torch.rand(numel, generator=generator), keep)} for _ in range(12)]
+
+    def outcomes(metric: Metric) -> list[str]:
+        one = search(metric)
+        return [judge([one], EVERY * at, round_)[0].outcome for at, round_ in enumerate(masks)]
+
+    assert outcomes("hamming")[5] == "draw"
+    assert outcomes("churn") == ["search"] * 12
+
+
+def test_constant_weights_keep_the_exact_count_and_settle() -> None:
+    one = search()
+    keep = kept_entries(1003, 0.9)
+
+    def mask() -> Tensor:
+        return largest(torch.full((1003,), 0.5), keep)
+
+    found = [judge([one], EVERY * at, {"w": mask()})[0] for at in range(6)]
+
+    assert mask().nonzero().view(-1).tolist() == list(range(keep))
+    assert found[-1] == Judgement("draw", 0.0, 0.0)
+
+
+def test_stages_that_share_their_sums_judge_as_one_does_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(500, generator=generator) for name in "abc"}
+    rounds = []
+    for at in range(15):
+        for weight in weights.values():
+            weight += torch.randn(500, generator=generator) * 0.5**at
+        rounds.append({name: largest(weight.abs(), 50) for name, weight in weights.items()})
+
+    def played(stages: int) -> list[list[Judgement]]:
+        searches = [search() for _ in range(stages)]
+        return [judge(searches, EVERY * at, masks) for at, masks in enumerate(rounds)]
+
+    alone = [judgement for (judgement,) in played(1)]
+
+    assert "draw" in [judgement.outcome for judgement in alone[6:]]
+    for stages in (2, 3, 4):  # of four, one has no tensor
+        assert played(stages) == [[judgement] * stages for judgement in alone]
+
+
+# -- when it looks, and when it gives up ----------------------------------------------------
+
+
+def test_rounds_stand_at_every_interval_from_the_start_step_on() -> None:
+    one = SettledMask(interval=10, start_step=25, max_steps=100)
+
+    assert [step for step in range(70) if one.due(step)] == [25, 35, 45, 55, 65]
+
+
+def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
+    one = search()
+    one.judge(0, 0, 1000, 50)
+    one.judge(EVERY, 0, 1000, 50)
+
+    assert not one.due(EVERY)  # the next step overflowed
+    assert one.due(2 * EVERY)
+
+
+@pytest.mark.parametrize("max_steps", [70, 79])
+def test_without_a_draw_the_last_round_says_so(max_steps: int) -> None:
+    one = search(max_steps=max_steps)
+
+    assert play(one, [50] * 8) == ["search"] * 7 + ["exhausted"]
+
+
+def test_a_mask_that_settles_in_the_last_round_is_drawn() -> None:
+    assert play(search(max_steps=50), [0] * 6)[-1] == "draw"
+
+
+def test_masks_that_keep_nothing_have_settled() -> None:
+    found = search(max_steps=50)
+
+    outcomes = [found.judge(10 * step, 0, 100, 0).outcome for step in range(6)]
+
+    assert outcomes == ["search"] * 5 + ["draw"]
+
+
+def test_a_search_needs_room_for_a_draw() -> None:
+    SettledMask(interval=100, start_step=200, max_steps=700)
+
+    with pytest.raises(AssertionError, match="no draw would be possible"):
+        SettledMask(interval=100, start_step=200, max_steps=699)
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_a_search_resumed_in_mid_queue_draws_at_the_same_step(stop: int) -> None:
+    exchanged = [0, 4, 9, 2, 1, 0, 0, 1, 0, 0]  # of ten kept entries; churns 0.4, 0.9, 0.2, …
+    kept = list(range(10))
+    rounds = []
+    for count in exchanged:
+        kept = kept[count:] + [(kept[-1] + 1 + more) % 100 for more in range(count)]
+        rounds.append({"w": mask_of(kept)})
+
+    def outcomes(one: SettledMask, numbers: Iterable[int]) -> list[Judgement]:
+        return [judge([one], EVERY * at, rounds[at])[0] for at in numbers]
+
+    whole = outcomes(search(threshold=0.25), range(10))
+    first, second = search(threshold=0.25), search(threshold=0.25)
+    before = outcomes(first, range(stop))
+    second.restore(first.state())
+    assert not second.due(EVERY * (stop - 1))
+    after = outcomes(second, range(stop, 10))
+
+    assert before + after == whole
+    assert [judgement.outcome for judgement in whole].index("draw") == 7
+
+
+def test_a_state_taken_earlier_does_not_move_with_the_search() -> None:
+    one = search()
+    judge([one], 0, {"w": mask_of(range(10))})
+    judge([one], EVERY, {"w": mask_of(range(5, 15))})
+    state = one.state()
+    packed = state.masks["w"].clone()
+
+    judge([one], 2 * EVERY, {"w": mask_of(range(20, 30))})
+
+    assert torch.equal(state.masks["w"], packed)
+    assert (state.queue, state.last_step) == ([0.5], EVERY)
+
+
+def test_two_searches_restored_from_one_state_do_not_meet() -> None:
+    state = SearchState({"w": torch.zeros(13, dtype=torch.uint8)}, [0.2], 0)
+    one, other = search(), search()
+    one.restore(state)
+    other.restore(state)
+
+    judge([one], EVERY, {"w": mask_of(range(10))})
+
+    assert other.state().queue == [0.2]
+    assert not bool(other.state().masks["w"].any())

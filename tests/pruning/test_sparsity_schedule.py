@@ -1,0 +1,91 @@
+"""Sparsity and drop fraction by step: published formulas, exact ends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.pruning.sparsity_schedule import drop_fraction, gradual_sparsity, iterative_sparsity
+
+examples = settings(max_examples=150, deadline=None, derandomize=True)
+finals = st.floats(0, 1, exclude_max=True)
+
+
+# -- gradual --------------------------------------------------------------------------------
+
+
+def test_gradual_pruning_follows_the_cubic_of_the_paper() -> None:
+    steps = (0, 100, 125, 150, 175, 200, 1000)
+
+    found = [gradual_sparsity(t, final=0.8, begin=100, end=200, every=25) for t in steps]
+
+    assert found == pytest.approx(
+        [0, 0, 0.8 * (1 - 0.75**3), 0.8 * (1 - 0.5**3), 0.8 * (1 - 0.25**3), 0.8, 0.8]
+    )
+
+
+def test_between_two_prunings_nothing_changes() -> None:
+    def sparsity(step: int) -> float:
+        return gradual_sparsity(step, final=0.9, begin=10, end=45, every=10)
+
+    changes = [step for step in range(1, 60) if sparsity(step) != sparsity(step - 1)]
+
+    assert changes == [20, 30, 40, 45]
+
+
+@examples
+@given(finals, st.integers(0, 50), st.integers(0, 100), st.integers(1, 30))
+def test_gradual_pruning_never_brings_back_and_ends_exactly(
+    final: float, begin: int, length: int, every: int
+) -> None:
+    end = begin + length
+    found = [
+        gradual_sparsity(step, final=final, begin=begin, end=end, every=every)
+        for step in range(end + 3)
+    ]
+
+    assert found == sorted(found)
+    assert set(found[:begin]) <= {0.0}
+    assert found[end:] == [final] * 3
+
+
+# -- iterative ------------------------------------------------------------------------------
+
+
+def test_each_round_removes_the_same_share_of_what_is_left() -> None:
+    density = [1 - iterative_sparsity(number, final=0.9, rounds=4) for number in range(5)]
+
+    assert density[0] == 1
+    assert [after / before for before, after in itertools.pairwise(density)] == (
+        pytest.approx([0.1**0.25] * 4)
+    )
+
+
+@examples
+@given(finals, st.integers(1, 20))
+def test_the_last_round_ends_at_the_sparsity_that_was_asked_for(final: float, rounds: int) -> None:
+    found = [iterative_sparsity(number, final=final, rounds=rounds) for number in range(rounds + 1)]
+
+    assert found[0] == 0
+    assert found[-1] == final
+    assert all(0 <= sparsity < 1 for sparsity in found)
+
+
+# -- drop and grow --------------------------------------------------------------------------
+
+
+def test_the_drop_fraction_falls_as_half_a_cosine() -> None:
+    found = [drop_fraction(step, alpha=0.3, end=100) for step in (0, 25, 50, 75, 99)]
+
+    assert found == pytest.approx(
+        [0.3, 0.15 * (1 + math.sqrt(0.5)), 0.15, 0.15 * (1 - math.sqrt(0.5)), 7.4e-5], rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("step", [100, 101, 250])
+def test_from_the_end_on_nothing_is_dropped(step: int) -> None:
+    assert drop_fraction(step, alpha=0.3, end=100) == 0.0

@@ -1,0 +1,114 @@
+"""Tickets of runs: drawn under one layout, used under any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+
+from axsparse.config.schema import Config
+from axsparse.runtime.errors import ConfigError
+from axsparse.training.trainer import Trainer
+
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]
+
+
+def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer]:
+    """Train, and have all ranks save their masks at the end."""
+    trainers: dict[int, Trainer] = {}
+    world_size = g_inter * g_data
+
+    def note(trainer: Trainer) -> None:
+        trainers[trainer.parts.place.rank] = trainer
+        close = trainer.close
+
+        def save_and_close() -> None:
+            if trainer.steps_done == config.train.steps:
+                trainer.save_ticket(path)
+            close()
+
+        trainer.close = save_and_close  # type: ignore[method-assign]  # the last moment of a run
+
+    train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), before=note)
+    return [trainers[rank] for rank in range(world_size)]
+
+
+def positions(trainers: list[Trainer]) -> dict[str, list[int]]:
+    return {
+        tensor.name: tensor.index.positions().tolist()
+        for trainer in trainers
+        for layer in trainer.parts.layers
+        for tensor in layer.state.owned
+    }
+
+
+@pytest.mark.parametrize("include", ["blocks", "all"])
+def test_a_ticket_is_the_same_file_in_every_layout_and_gives_the_same_run(
+    tmp_path: Path, include: str
+) -> None:
+    search = tiny_config(
+        pruning={
+            **{"method": "early-bird", "interval": 1, "until_step": 7},
+            **{"threshold": 0.5, "include": include},
+        },
+        schedule={"warmup_steps": 1},
+    )
+    files = []
+    for g_inter, g_data in LAYOUTS:
+        path = tmp_path / f"{g_inter}x{g_data}"
+        masks = positions(drawn(path, search, g_inter, g_data))
+        files.append(path)
+    # Replicas add in another order, but the draw does not hang on their last bits here.
+    assert len({path.read_bytes() for path in files}) == 1
+
+    start = tiny_config(pruning={"ticket": str(files[0]), "include": include}, train={"steps": 4})
+    [(_, reference)] = train_in_process(1, 1, tiny_gpt(start), start, token_data())
+    for g_inter, g_data in LAYOUTS[1:3]:
+        ranks = train_in_process(g_inter, g_data, tiny_gpt(start), start, token_data())
+        for trainer, trace in ranks:
+            assert_bitwise(trace, reference)
+            for name, kept in positions([trainer]).items():
+                assert kept == masks[name], name
+
+
+def test_a_moving_mask_goes_on_from_a_ticket(tmp_path: Path) -> None:
+    path = tmp_path / "ticket"
+    first = tiny_config(train={"steps": 1})
+    before = positions(drawn(path, first, 1, 1))
+    moving = tiny_config(
+        pruning={"method": "set", "interval": 1, "until_step": 4, "ticket": str(path)},
+        train={"steps": 5},
+    )
+
+    [(trainer, _)] = train_in_process(2, 1, tiny_gpt(moving), moving, token_data())[:1]
+
+    after = positions([trainer])["block0.fc1.weight"]
+    assert after != before["block0.fc1.weight"]
+    assert len(after) == len(before["block0.fc1.weight"])
+    assert set(after) & set(before["block0.fc1.weight"])
+
+
+def test_a_model_of_which_nothing_is_pruned_has_no_ticket(tmp_path: Path) -> None:
+    config = tiny_config(samo={"enabled": False}, train={"steps": 1})
+
+    with pytest.raises(ConfigError, match=r"ticket: nothing of this model is pruned; set pruning"):
+        drawn(tmp_path / "ticket", config, 1, 1)
+
+
+def test_worlds_of_several_ranks_refuse_a_ticket_of_another_model_alike(tmp_path: Path) -> None:
+    path = tmp_path / "ticket"
+    drawn(path, tiny_config(train={"steps": 1}), 1, 1)
+    other = tiny_config(model={"num_layers": 3}, pruning={"ticket": str(path)})
+
+    with pytest.raises(ConfigError, match="drawn from another model, which has no parameter"):
+        train_in_process(2, 1, tiny_gpt(other), other, token_data())
+
+
+def test_a_ticket_of_a_tied_model_is_not_one_of_the_untied(tmp_path: Path) -> None:
+    path = tmp_path / "ticket"
+    drawn(path, tiny_config(train={"steps": 1}), 1, 1)
+    untied = tiny_config(model={"tie_embeddings": False}, pruning={"ticket": str(path)})
+
+    with pytest.raises(ConfigError, match=r"which has no parameter head\.weight"):
+        train_in_process(1, 1, tiny_gpt(untied), untied, token_data())

@@ -1,0 +1,385 @@
+"""Tickets are read one mask at a time, refused for other models, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.images import write_safetensors
+from support.tickets import PARAMETERS, PRUNED, forge, small_ticket, some_masks, write_masks
+
+from axsparse.pruning.ticket import ticket_reader as module
+from axsparse.pruning.ticket.ticket_manifest import hash_of
+from axsparse.pruning.ticket.ticket_reader import Ticket, count_kept, open_ticket, pack
+from axsparse.pruning.ticket.ticket_writer import TicketOrigin
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.files.safetensors import SafetensorsFile
+from axsparse.samo.masks import Masks
+
+Forgery = Callable[[dict[str, Any], dict[str, Any], bytearray], None]
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+def test_masks_are_read_as_they_were_written(tmp_path: Path) -> None:
+    masks = some_masks()
+
+    ticket = open_ticket(str(small_ticket(tmp_path)))
+
+    assert list(ticket.kept) == list(PRUNED)
+    for name, mask in masks.items():
+        assert torch.equal(ticket.mask(name), mask)
+        assert ticket.mask(name).dtype == torch.bool
+        assert ticket.kept[name] == mask.sum()
+    with pytest.raises(KeyError):
+        ticket.mask("block0.fc.bias")
+
+
+@given(st.integers(0, 70), st.integers(0, 2**70))
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_bits_are_packed_in_order_highest_first(numel: int, seed: int) -> None:
+    mask = [bool(seed >> at & 1) for at in range(numel)]
+
+    packed = pack(torch.tensor(mask, dtype=torch.bool))
+
+    digits = "".join("1" if bit else "0" for bit in mask)
+    digits += "0" * (-numel % 8)
+    assert packed.tolist() == [int(digits[at : at + 8], 2) for at in range(0, len(digits), 8)]
+    assert count_kept(packed) == sum(mask)
+
+
+def test_counting_goes_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 3)
+
+    assert count_kept(torch.arange(256, dtype=torch.uint8)) == 1024
+
+
+def test_a_tensor_without_entries_and_one_that_is_whole_or_empty_are_kept_so(
+    tmp_path: Path,
+) -> None:
+    shapes = {"a": (0, 3), "b": (9,), "c": (8, 2)}
+    masks = {"a": torch.zeros(0).bool(), "b": torch.ones(9).bool(), "c": torch.zeros(16).bool()}
+    path = tmp_path / "t"
+
+    ticket = open_ticket(write_masks(path, masks, TicketOrigin("random", 0, 0, shapes, shapes)))
+
+    assert ticket.kept == {"a": 0, "b": 9, "c": 0}
+    assert all(torch.equal(ticket.mask(name), mask) for name, mask in masks.items())
+
+
+def test_the_format_is_what_other_libraries_read(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="comes with transformers")
+    masks = some_masks()
+    path = small_ticket(tmp_path)
+
+    with safetensors.safe_open(path, "np") as file:
+        assert sorted(file.keys()) == sorted(masks)
+        for name, mask in masks.items():
+            bits = np.unpackbits(file.get_tensor(name), count=mask.numel()).astype(bool)
+            assert np.array_equal(bits, mask.numpy())
+        assert file.metadata().keys() == {"format", "ticket", "ticket_hash"}
+
+
+def test_it_is_a_source_of_masks_like_others_and_asks_for_no_weights(tmp_path: Path) -> None:
+    masks: Masks = open_ticket(small_ticket(tmp_path))
+
+    def weight() -> torch.Tensor:
+        raise AssertionError("what is kept is in the ticket")
+
+    found = masks.mask("block0.fc.weight", (5, 4), weight, within=torch.arange(20))
+    assert torch.equal(found, some_masks()["block0.fc.weight"])
+    with pytest.raises(AssertionError, match=r"check\(\) comes first"):
+        masks.mask("block0.fc.weight", (4, 5), weight)
+    with pytest.raises(AssertionError, match="is pruned already"):
+        masks.mask("block0.fc.weight", (5, 4), weight, within=(~found).nonzero().view(-1))
+
+
+def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = SafetensorsFile.read
+
+    def noted(self: SafetensorsFile, name: str) -> torch.Tensor:
+        read.append(name)
+        return original(self, name)
+
+    ticket = open_ticket(small_ticket(tmp_path))
+    monkeypatch.setattr(SafetensorsFile, "read", noted)
+
+    assert ticket.kept["block1.fc.weight"] > 0
+    ticket.check(PARAMETERS)
+    assert read == []
+    ticket.mask("block1.fc.weight")
+    assert read == ["block1.fc.weight"]
+
+
+# -- for which model ------------------------------------------------------------------------
+
+
+def refused_for(shapes: dict[str, tuple[int, ...]], folder: Path) -> str:
+    ticket = open_ticket(small_ticket(folder))
+    with pytest.raises(ConfigError) as told:
+        ticket.check(shapes)
+    said = str(told.value)
+    assert said.endswith("; make the model's settings those, or draw a ticket from this model")
+    return said.partition("; ")[0].removeprefix(f"{ticket.path}: ")
+
+
+def test_a_ticket_is_taken_for_its_own_model_only(tmp_path: Path) -> None:
+    open_ticket(small_ticket(tmp_path)).check({name: [*s] for name, s in PARAMETERS.items()})
+
+
+def test_the_first_shape_that_differs_is_named_also_where_nothing_is_pruned(tmp_path: Path) -> None:
+    changed = {**PARAMETERS, "head.weight": (8, 4), "block0.fc.bias": (6,)}
+
+    assert refused_for(changed, tmp_path) == (
+        "drawn from another model, in which block0.fc.bias has shape (5,) and not (6,)"
+    )
+
+
+def test_the_first_parameter_that_the_ticket_lacks_is_named(tmp_path: Path) -> None:
+    more = {"front.weight": (3, 2), **PARAMETERS, "head.bias": (7,), "embed.weight": (8, 4)}
+
+    assert refused_for(more, tmp_path) == (
+        "drawn from another model, which has no parameter front.weight (3, 2)"
+    )
+
+
+def test_the_first_parameter_that_the_model_lacks_is_named(tmp_path: Path) -> None:
+    fewer = {name: shape for name, shape in PARAMETERS.items() if not name.startswith("block2")}
+    del fewer["head.weight"]
+
+    assert refused_for(fewer, tmp_path) == (
+        "drawn from another model, which has a parameter block2.conv.weight (2, 1, 3, 3) "
+        "that this one lacks"
+    )
+
+
+# -- damage ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["nothing", "folder", "lost"])
+def test_a_file_that_cannot_be_read_is_missing(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "ticket.safetensors"
+    if what == "folder":
+        path.mkdir()
+    elif what == "lost":
+        ticket = open_ticket(small_ticket(tmp_path))
+        path.unlink()
+
+    with pytest.raises(
+        MissingInputError,
+        match=rf"^ticket '{path}': cannot be read \(.+\); name a file that pruning wrote$",
+    ):
+        ticket.mask("block0.fc.weight") if what == "lost" else open_ticket(path)
+
+
+def test_what_is_cut_short_is_refused_wherever_that_is(tmp_path: Path) -> None:
+    path = small_ticket(tmp_path)
+    whole = path.read_bytes()
+
+    for length in {*range(12), *range(12, len(whole), 41), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=rf"^{path}: .*; get it anew$"):
+            open_ticket(path)
+
+
+def opened_unless_refused(path: Path) -> Ticket | None:
+    """A ticket, or None where one line says what is wrong with the file."""
+    try:
+        return open_ticket(path)
+    except DataError as error:
+        refused = str(error)
+    assert refused.startswith(f"{path}: ")
+    assert "\n" not in refused
+    return None
+
+
+@given(st.data())
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_byte_that_changed_is_told_or_changes_nothing(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    path = small_ticket(tmp_path)
+    before = open_ticket(path)
+    whole = bytearray(path.read_bytes())
+    bits = data.draw(st.booleans())
+    start = 8 + int.from_bytes(whole[:8], "little") if bits else 0
+    at = data.draw(st.integers(start, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(whole)
+
+    ticket = opened_unless_refused(path)
+    if ticket is None:
+        return
+    assert not bits
+    assert ticket.manifest == before.manifest
+    assert all(torch.equal(ticket.mask(name), mask) for name, mask in some_masks().items())
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from([10**400, 2**63, 2**31, -1]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_value_that_was_forged_is_refused_in_one_line_or_harmless(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    def change(manifest: dict[str, Any], header: dict[str, Any], _: bytearray) -> None:
+        tree: Any = data.draw(st.sampled_from([manifest, header]))
+        while True:
+            key = data.draw(
+                st.sampled_from([*(tree if isinstance(tree, dict) else range(len(tree)))])
+            )
+            child = tree[key]
+            if not isinstance(child, (dict, list)) or not child or data.draw(st.booleans()):
+                break
+            tree = child
+        if tree is header and key == "__metadata__":
+            return
+        tree[key] = data.draw(JSON)
+
+    path = forge(small_ticket(tmp_path), change)
+
+    ticket = opened_unless_refused(path)
+    if ticket is not None:
+        assert all(torch.equal(ticket.mask(name), mask) for name, mask in some_masks().items())
+
+
+def forgery(folder: Path, change: Forgery) -> str:
+    path = forge(small_ticket(folder), change)
+    with pytest.raises(DataError) as told:
+        open_ticket(path)
+    return str(told.value).removeprefix(f"{path}: ")
+
+
+def hash_of_json(value: object) -> str:
+    return hash_of(json.dumps(value).encode())
+
+
+def sealed(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+    """Give a manifest the hashes that the bits of its first tensor, and all of them, have."""
+    first = manifest["tensors"]["block0.fc.weight"]
+    begin, end = header["block0.fc.weight"]["data_offsets"]
+    first["hash"] = hash_of(bytes(data[begin:end]))
+    rows = [[name, e["shape"], e["hash"]] for name, e in manifest["tensors"].items()]
+    manifest["hash"] = hash_of_json(rows)
+
+
+def test_bits_that_changed_are_told_by_their_hash(tmp_path: Path) -> None:
+    def flip(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        data[0] ^= 1
+
+    assert forgery(tmp_path, flip) == (
+        "damaged: the mask of block0.fc.weight has another hash than the manifest says; get the "
+        "ticket anew"
+    )
+
+
+def test_bits_that_changed_after_opening_are_told_as_well(tmp_path: Path) -> None:
+    ticket = open_ticket(small_ticket(tmp_path))
+    contents = bytearray(ticket.path.read_bytes())
+    contents[-1] ^= 128
+    ticket.path.write_bytes(contents)
+
+    ticket.mask("block0.fc.weight")
+    with pytest.raises(DataError, match=r"the mask of block2.conv.weight has another hash"):
+        ticket.mask("block2.conv.weight")
+
+
+def test_counts_have_to_be_those_of_the_bits(tmp_path: Path) -> None:
+    kept = int(some_masks()["block0.fc.weight"].sum())
+
+    def swap(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        data[0] ^= 1
+        sealed(manifest, header, data)
+
+    assert forgery(tmp_path, swap).startswith("damaged: the mask of block0.fc.weight keeps ")
+    assert forgery(tmp_path, swap).endswith(f" entries and not {kept}; get the ticket anew")
+
+
+@pytest.mark.parametrize("bit", [1, 2, 4, 8])
+def test_nothing_may_stand_behind_the_last_entry(bit: int, tmp_path: Path) -> None:
+    def pad(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        data[2] |= bit
+        sealed(manifest, header, data)
+
+    assert forgery(tmp_path, pad) == (
+        "damaged: the mask of block0.fc.weight has bits behind its last entry; get the ticket anew"
+    )
+
+
+@pytest.mark.parametrize("where", ["file", "manifest"])
+def test_the_file_has_to_hold_the_tensors_of_the_manifest(where: str, tmp_path: Path) -> None:
+    def drop(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        if where == "file":
+            del header["block1.fc.weight"]
+        else:
+            header["more"] = header["block1.fc.weight"]
+
+    name = "block1.fc.weight" if where == "file" else "more"
+    assert forgery(tmp_path, drop) == (
+        f"{name!r} is in its manifest or among its masks, but not in both; get the ticket anew"
+    )
+
+
+@pytest.mark.parametrize("size", [2, 10**15, 2**62])
+def test_sizes_are_compared_with_the_file_before_anything_is_made(
+    size: int, tmp_path: Path
+) -> None:
+    def grow(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        manifest["tensors"]["block0.fc.weight"]["shape"] = [size, 4]
+        manifest["parameters"]["block0.fc.weight"] = [size, 4]
+        entry = manifest["tensors"]["block0.fc.weight"]
+        entry["sparsity"] = 1 - entry["kept"] / (4 * size)
+        kept = sum(e["kept"] for e in manifest["tensors"].values())
+        manifest["sparsity"] = 1 - kept / (4 * size + 16 + 18)
+        manifest["model_hash"] = hash_of_json(list(manifest["parameters"].items()))
+        sealed(manifest, header, data)
+
+    assert forgery(tmp_path, grow) == (
+        "the mask of block0.fc.weight is a tensor of shape (3,), which does not fit its "
+        f"{4 * size} entries; get the ticket anew"
+    )
+
+
+def test_bits_of_another_type_are_refused(tmp_path: Path) -> None:
+    def retype(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        header["block0.fc.weight"]["dtype"] = "I8"
+
+    assert "of shape (3,), which does not fit its 20 entries" in forgery(tmp_path, retype)
+
+
+def test_a_file_of_weights_is_no_ticket(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "w.safetensors", {"a": torch.zeros(3)})
+
+    with pytest.raises(DataError, match="no ticket, since it has no manifest"):
+        open_ticket(path)

@@ -1,0 +1,87 @@
+"""What keeps two jobs out of one run directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from axsparse.runtime.errors import OutputError
+from axsparse.runtime.files.run_lock import RunLock
+
+
+def test_the_file_says_who_has_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LSB_JOBID", "12")
+    (tmp_path / "run.lock").write_text("x" * 5_000)
+
+    RunLock(tmp_path)
+
+    said = json.loads((tmp_path / "run.lock").read_text())
+    assert said == {"host": socket.gethostname(), "process": os.getpid(), "job": "12"}
+
+
+def test_a_holder_is_named_with_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    lock = RunLock(tmp_path)
+
+    with pytest.raises(OutputError) as caught:
+        RunLock(tmp_path)
+
+    assert str(caught.value) == (
+        f"{tmp_path}: is in use by job 4711, process {os.getpid()} on {socket.gethostname()}; "
+        "wait for its end, or choose another --run-dir"
+    )
+    lock.release()
+
+
+def test_a_holder_that_says_nothing_is_another_process(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    (tmp_path / "run.lock").write_text("[]")
+
+    with pytest.raises(OutputError, match="is in use by another process; wait"):
+        RunLock(tmp_path)
+
+    lock.release()
+
+
+def test_it_is_free_again_once_nobody_knows_of_it(tmp_path: Path) -> None:
+    RunLock(tmp_path)
+
+    RunLock(tmp_path).release()
+
+
+def test_a_place_without_locks_is_told_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(number: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+    RunLock(tmp_path).release()
+
+    assert capsys.readouterr().err == (
+        f"axsparse: warning: {tmp_path}/run.lock: cannot be locked (No locks available); see that "
+        "no other job has this --run-dir\n"
+    )
+
+
+def test_a_place_that_cannot_be_written_is_an_output_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OutputError, match=r"gone/run.lock: cannot be written \(No such file"):
+        RunLock(tmp_path / "gone")
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OutputError, match=r"run.lock: cannot be written \(No space left"):
+        RunLock(tmp_path)

@@ -1,0 +1,191 @@
+"""The collectives of GPUs over stand-in devices: the contract of `Collective`, and more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collective_contract import CONTRACT, a_buffer_lives_until_its_operation_is_done
+from support.standin_device import Hardware, StandInDevice
+from support.standin_transport import StandIn, Way
+from torch import Tensor
+
+from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait
+from axsparse.runtime.gpu.gpu_transport import TwoWayCollective
+from axsparse.runtime.gpu.staged_collective import StagedCollective
+from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
+from axsparse.runtime.rank_order import sum_in_rank_order
+
+BY_HOSTS = (a_buffer_lives_until_its_operation_is_done,)
+"""Ranks meet here while others are in the middle of an operation of theirs."""
+
+
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(
+    way=st.sampled_from(["nccl", "pinned"]),
+    ranks=st.integers(2, 3),
+    seed=st.integers(0, 1 << 16),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+)
+def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start(
+    way: Way, ranks: int, seed: int, sizes: list[int]
+) -> None:
+    """Any race between compute, copies, hosts and NCCL is an error of the stand-in."""
+    world: LocalWorld[None] = LocalWorld(ranks, seed=seed)
+    hardware = Hardware(world, seed)
+
+    def part(rank: int, number: int) -> Tensor:
+        return torch.arange(sizes[number], dtype=torch.float32) * (rank + 1) + number
+
+    def main(rank: int) -> None:
+        transport = StandIn(hardware, rank, way)
+        group = transport.collective("gradients", range(ranks))
+        device = transport.device
+        under_way = []
+        for number, size in enumerate(sizes):
+            buffer = device.later(part(rank, number))
+            op = Op.REDUCE_SCATTER if size % 3 == 0 else Op.ALL_REDUCE
+            under_way.append((group.start(op, buffer), buffer, number))
+            transport.backoff.pause()
+        while under_way:
+            work, buffer, number = under_way.pop()
+            while not work.poll():
+                transport.backoff.pause()
+            total = sum_in_rank_order([part(other, number) for other in range(ranks)])
+            bounds = shard_bounds(sizes[number], ranks)
+            own = slice(bounds[rank], bounds[rank + 1]) if sizes[number] % 3 == 0 else slice(None)
+            assert torch.equal(device.read(buffer)[own], total[own])
+        transport.close()
+
+    world.run(main)
+    assert not any(queue.pending for queue in hardware.queues)
+
+
+@pytest.mark.parametrize("way", ["nccl", "pinned"])
+@pytest.mark.parametrize("bounds", [[0, 3, 6], [0, 2, 6]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.BROADCAST])
+def test_remainders_of_masters_are_exchanged_although_nccl_has_no_such_type(
+    op: Op, bounds: list[int], way: Way
+) -> None:
+    world: LocalWorld[Tensor] = LocalWorld(2, seed=6)
+    hardware = Hardware(world, seed=6)
+    values = torch.arange(6, dtype=torch.int16) - 3
+
+    def main(rank: int) -> Tensor:
+        transport = StandIn(hardware, rank, way)
+        group = transport.collective("state", range(2))
+        own = torch.zeros_like(values)
+        whole = slice(None) if op is Op.BROADCAST and rank == 0 else slice(0)
+        part = slice(*bounds[rank : rank + 2]) if op is Op.ALL_GATHER else whole
+        own[part] = values[part]
+        buffer = transport.device.later(own)
+        wait(group.start(op, buffer, bounds), transport.backoff)
+        found = transport.device.read(buffer)
+        transport.close()
+        return found
+
+    assert all(torch.equal(found, values) for found in world.run(main))
+
+
+@pytest.mark.parametrize("way", ["nccl", "pinned"])
+def test_a_gradient_lives_until_its_sum_is_there_although_nobody_else_holds_it(way: Way) -> None:
+    world: LocalWorld[None] = LocalWorld(2, seed=4)
+    hardware = Hardware(world, seed=4)
+
+    def main(rank: int) -> None:
+        transport = StandIn(hardware, rank, way)
+        group = transport.collective("gradients", range(2))
+        for _ in range(3):
+            work = group.start(Op.ALL_REDUCE, transport.device.later(torch.ones(5)))
+            wait(work, transport.backoff)
+        transport.close()
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("way", ["nccl", "pinned"])
+def test_closing_waits_for_gradients_that_are_under_way(way: Way) -> None:
+    world: LocalWorld[float] = LocalWorld(2, seed=4)
+    hardware = Hardware(world, seed=4)
+
+    def main(rank: int) -> float:
+        transport = StandIn(hardware, rank, way)
+        buffer = transport.device.later(torch.ones(5))
+        transport.collective("gradients", range(2)).start(Op.ALL_REDUCE, buffer)
+        transport.close()
+        return float(buffer[4])
+
+    assert world.run(main) == [2.0, 2.0]
+
+
+class Noted:
+    """A collective that keeps what it was to do, and does nothing."""
+
+    rank, size, bytes_sent = 0, 1, 7
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        self.buffers.append(buffer)
+        return self
+
+    def poll(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_hosts_get_operations_in_the_order_of_their_start(seed: int) -> None:
+    world: LocalWorld[None] = LocalWorld(1)
+    hosts, device = Noted(), StandInDevice(Hardware(world, seed), 0)
+    group = StagedCollective(hosts, device, TurnBackoff(world, 0))
+    works = [group.start(Op.ALL_REDUCE, device.later(torch.ones(size))) for size in range(1, 9)]
+
+    while not all(work.poll() for work in reversed(works)):
+        pass
+
+    assert [buffer.numel() for buffer in hosts.buffers] == list(range(1, 9))
+
+
+def test_buffers_of_the_hosts_stay_with_the_hosts() -> None:
+    """Small agreements are not sent through a GPU."""
+    hosts, devices = Noted(), Noted()
+    group = TwoWayCollective(hosts, devices, "meta")
+    here, there = torch.zeros(1), torch.zeros(1, device="meta")
+
+    group.start(Op.ALL_REDUCE, here)
+    group.start(Op.ALL_REDUCE, there)
+
+    assert hosts.buffers[0] is here and devices.buffers[0] is there
+    assert (len(hosts.buffers), len(devices.buffers)) == (1, 1)
+    assert (group.rank, group.size, group.bytes_sent) == (0, 1, 14)
+
+
+def test_a_group_of_one_makes_no_communicator() -> None:
+    transport = StandIn(Hardware(LocalWorld(1), 0), 0, "nccl")
+
+    assert not isinstance(transport.collective("alone", [0]), TwoWayCollective)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("way", ["nccl", "pinned"])
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_collective_of_gpus_keeps_the_contract(
+    promise: Callable[[Transport], None], way: Way, ranks: int
+) -> None:
+    world: LocalWorld[None] = LocalWorld(ranks, seed=ranks)
+    hardware = Hardware(world, ranks)
+
+    def main(rank: int) -> None:
+        transport = StandIn(hardware, rank, way)
+        hosts = transport.world
+        if promise not in BY_HOSTS:
+            transport.world = transport.collective("all", range(ranks))
+        promise(transport)
+        transport.world = hosts
+        transport.close()
+
+    world.run(main)

@@ -1,0 +1,178 @@
+"""Who speaks for all ranks, and that MPI's size is the launcher's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.mpirun import LONGEST_SECONDS, run_mpirun
+
+from axsparse.runtime.connection import connect
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.launcher import (
+    JOB_SIZE,
+    LAUNCHER_VARIABLES,
+    SIZE_VARIABLES,
+    SRUN_SIZE,
+    check_size,
+    speaks,
+)
+
+ABORT = """
+import threading
+import mpi4py
+mpi4py.rc.thread_level = {level!r}
+from mpi4py import MPI
+from axsparse.local import LocalWorld
+from axsparse.transport import LocalTransport, MpiTransport, thread_level
+
+class Comm:
+    def Abort(self, code):
+        print("MPI ends the job", flush=True)
+
+transport = MpiTransport(MPI.COMM_WORLD) if {mpi} else LocalTransport(LocalWorld(1), 0)
+vars(transport)["_comm"] = Comm()
+print(thread_level(), flush=True)
+threading.Thread(target=lambda: transport.abort(70)).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpi", "level", "said"),
+    [
+        (True, "multiple", "multiple\nMPI ends the job\n"),
+        (True, "funneled", "funneled\n"),
+        (False, "funneled", "funneled\n"),
+    ],
+)
+def test_a_thread_ends_the_job_though_the_main_thread_waits(
+    mpi: bool, level: str, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT.format(mpi=mpi, level=level)],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (70, said), done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHER_VARIABLES, *SIZE_VARIABLES, SRUN_SIZE, JOB_SIZE, "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", [*SIZE_VARIABLES, SRUN_SIZE])
+def test_ranks_that_do_not_find_each_other_do_not_start(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "4")
+
+    with pytest.raises(ConfigError) as caught:
+        check_size(1)
+
+    assert str(caught.value) == (
+        f"MPI: size 1, but {name} is 4: launcher and MPI library do not know each other; start "
+        "with the mpirun of the library that mpi4py loads, or with another srun --mpi (srun "
+        "--mpi=list names them)"
+    )
+    check_size(4)
+
+
+def test_ranks_below_a_daemon_that_srun_started_are_counted_by_mpirun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As read off MPICH's mpirun in a SLURM job: the daemon's variables are the ranks', too.
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv(SRUN_SIZE, "1")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+
+    check_size(4)
+
+
+def test_a_job_script_has_as_many_ranks_as_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv(JOB_SIZE, "4")
+
+    with pytest.raises(ConfigError) as caught:
+        check_size(2)
+
+    assert str(caught.value) == (
+        "MPI: size 2, but the job asked for 4 ranks (AXSPARSE_RANKS); start as many"
+    )
+
+
+def test_a_process_by_itself_may_start_within_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+
+    check_size(1)
+
+
+def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert connect().name == "local"
+
+    monkeypatch.setenv(SRUN_SIZE, "4")
+    with pytest.raises(ConfigError, match="MPI: size 1, but SLURM_STEP_NUM_TASKS is 4: "):
+        connect()
+
+
+@pytest.mark.parametrize("name", LAUNCHER_VARIABLES)
+def test_the_first_rank_speaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    assert speaks()
+
+    monkeypatch.setenv(name, "1")
+    assert not speaks()
+
+
+def test_without_a_pmi_the_first_process_of_srun_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert speaks(), "a variable of a job's shell"
+
+    monkeypatch.setenv(SRUN_SIZE, "4")
+    assert not speaks()
+
+    # Below mpirun it is the number of a daemon.
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert speaks()
+
+
+def test_worlds_of_size_1_are_refused_once() -> None:
+    """As `srun --mpi=none` starts them."""
+    command = [sys.executable, "-m", "axsparse.train"]
+    said = [
+        subprocess.run(
+            command,
+            env={**os.environ, SRUN_SIZE: "2", "SLURM_PROCID": rank, "SLURM_NTASKS": "2"},
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_SECONDS,
+            check=False,
+        )
+        for rank in "01"
+    ]
+
+    assert [one.returncode for one in said] == [78, 78]
+    assert said[0].stderr.startswith(
+        "axsparse: error: MPI: size 1, but SLURM_STEP_NUM_TASKS is 2: "
+    )
+    assert [one.stderr.count("\n") for one in said] == [1, 0]
+
+
+def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:
+    job = run_mpirun(2, ["-m", "axsparse.train"], env={JOB_SIZE: "4"})
+
+    assert job.errors == [
+        "axsparse: error: MPI: size 2, but the job asked for 4 ranks (AXSPARSE_RANKS); start as "
+        "many"
+    ], str(job)
+    assert job.returncode == 78, str(job)

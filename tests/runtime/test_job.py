@@ -1,0 +1,90 @@
+"""Transports of trainers that come and go in one job, and the last words of a rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from typing import NoReturn
+
+import pytest
+
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.job import Job, _last_words
+from axsparse.runtime.local.local_transport import Local, LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+
+class Closable(LocalTransport):
+    """Notes which of its branches were closed, by their numbers."""
+
+    def __init__(self, world: LocalWorld[list[int]], rank: int) -> None:
+        super().__init__(world, rank)
+        self.closed: list[int] = []
+        self.opened = [0]
+        self.number = 0
+
+    def branch(self: Local) -> Local:
+        branch = copy.copy(self)
+        assert isinstance(self, Closable) and isinstance(branch, Closable)
+        self.opened[0] += 1
+        branch.number = self.opened[0]
+        return branch
+
+    def close(self) -> None:
+        self.closed.append(self.number)
+
+
+class Owner:
+    """A trainer's parts, which know of each other."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_all_ranks_have_let_go_of_is_closed_on_all_of_them() -> None:
+    world: LocalWorld[list[int]] = LocalWorld(3)
+
+    def body(rank: int) -> list[int]:
+        transport = Closable(world, rank)
+        job = Job(transport)
+        job.branch()
+        first = Owner()
+        job.keep_branch(first)
+        job.branch()
+        second = Owner()
+        job.keep_branch(second)
+        assert not transport.closed
+        if rank != 1:
+            del first
+        del second
+        job.branch()
+        assert transport.closed == [2]  # rank 1 still has the first
+        first = Owner()
+        job.branch()
+        return transport.closed
+
+    # What no trainer came of, the third, goes as well.
+    assert world.run(body) == [[2, 1, 3]] * 3
+
+
+def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = []
+
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    class Ending(LocalTransport):
+        def abort(self, code: int) -> NoReturn:
+            sys.exit(code)
+
+    world: LocalWorld[None] = LocalWorld(1)
+    monkeypatch.setattr(sys, "stderr", Pieces())
+    with pytest.raises(SystemExit):
+        _last_words(Job(Ending(world, 0)), ConfigError("seed: 1"))
+
+    assert pieces == ["axsparse: error: rank 0: seed: 1\n"]

@@ -1,0 +1,49 @@
+"""Memory of this process and its machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from axsparse.runtime.process_memory import (
+    host_memory_bytes,
+    peak_gpu_memory_bytes,
+    peak_memory_bytes,
+    resident_memory_bytes,
+)
+
+
+def test_resident_memory_is_at_most_its_peak_and_grows_with_what_is_held() -> None:
+    before = resident_memory_bytes()
+    held = torch.ones(50_000_000, dtype=torch.uint8)
+
+    assert resident_memory_bytes() >= before + 40_000_000
+    assert peak_memory_bytes() >= before + len(held) * 0.8
+
+
+def test_the_peak_of_a_gpu_is_what_torch_has_reserved_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved = {torch.device("cuda", 0): 1_000, torch.device("cuda", 1): 2_000}
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
+
+    assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 2_000
+
+
+def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:
+    assert resident_memory_bytes(tmp_path / "none") == peak_memory_bytes()
+
+
+def test_a_container_has_what_its_cgroup_leaves(tmp_path: Path) -> None:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory_bytes(tmp_path) == whole
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory_bytes(tmp_path) == whole
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
+    assert host_memory_bytes(tmp_path) == 1_000_000
+    (tmp_path / "memory.max").write_text("500000\n")
+    assert host_memory_bytes(tmp_path) == 500_000

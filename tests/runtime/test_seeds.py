@@ -1,0 +1,61 @@
+"""Random numbers keyed by what they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
+
+keys = st.lists(
+    st.one_of(st.integers(), st.text(st.characters(exclude_characters="\x1f", codec="utf-8"))),
+    max_size=4,
+)
+
+
+def test_a_seed_is_the_same_on_every_machine() -> None:
+    assert keyed_seed(1234, "block3.fc1.weight", "init") == 6869386338117839387
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(keys, keys)
+def test_different_keys_give_different_seeds(one: list[int | str], other: list[int | str]) -> None:
+    assert (keyed_seed(*one) == keyed_seed(*other)) == (one == other)
+
+
+def test_a_number_is_not_its_text_and_parts_do_not_run_together() -> None:
+    assert len({keyed_seed(1), keyed_seed("1"), keyed_seed(11), keyed_seed(1, 1)}) == 4
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(keys)
+def test_a_seed_has_63_bits(key: list[int | str]) -> None:
+    assert 0 <= keyed_seed(*key) < 2**63
+
+
+def test_a_generator_draws_its_own_numbers_whatever_others_draw() -> None:
+    first = torch.rand(4, generator=keyed_generator(1, "a"))
+    torch.rand(3)
+    again = torch.rand(4, generator=keyed_generator(1, "a"))
+    other = torch.rand(4, generator=keyed_generator(1, "b"))
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_torchs_own_generator_is_put_back_even_after_a_failure() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    def draw_and_fail() -> None:
+        with preserved_rng():
+            torch.rand(100)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+
+    assert torch.equal(torch.rand(2), expected)

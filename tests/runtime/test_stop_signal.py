@@ -1,0 +1,118 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from axsparse.runtime.stop_signal import StopRequest
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    left = threading.Event()
+    request = StopRequest(lambda code: left.set())
+    vars(request)["left"] = left
+    yield request
+    request.release()
+
+
+def wait_for(request: StopRequest) -> None:
+    while not request.is_set:
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) -> None:
+    stop.listen()
+    stop.listen()  # once is enough
+
+    os.kill(os.getpid(), number)
+
+    wait_for(stop)
+    assert stop.reason == number.name
+    assert not vars(stop)["left"].is_set()
+
+
+def test_a_second_signal_leaves_at_once(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop.echo_seconds = 0.0
+    stop.listen()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_for(stop)
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert vars(stop)["left"].wait(60)
+    assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGTERM\n"
+
+
+def test_one_signal_that_several_pass_on_is_one(stop: StopRequest) -> None:
+    for _ in range(3):
+        stop.hear(signal.SIGUSR1)
+
+    assert stop.reason == "SIGUSR1"
+    assert not vars(stop)["left"].is_set()
+
+
+def test_other_signals_mean_nothing_to_it(stop: StopRequest) -> None:
+    stop.hear(signal.SIGINT)
+
+    assert not stop.is_set
+
+
+def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
+    before = [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)]
+
+    stop.listen()
+    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] != before
+    stop.release()
+
+    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    stop.release()
+
+
+def test_only_the_main_thread_takes_signals(stop: StopRequest) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    other = threading.Thread(target=stop.listen)
+
+    other.start()
+    other.join()
+
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c() -> None:
+    """There Python runs no handler: the thread that reads the pipe has to."""
+    waiting = (
+        "import ctypes; from axsparse.runtime.stop_signal import StopRequest\n"
+        "stop = StopRequest(); stop.echo_seconds = 0.0\n"
+        "stop.listen(); print('ready', flush=True)\n"
+        "mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)\n"
+        # The second call waits for ever, whatever signals come.
+        "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", waiting],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+    assert "leaving at once, by a second SIG" in process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()

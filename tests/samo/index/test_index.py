@@ -1,0 +1,393 @@
+"""Kept positions in every encoding: any mask, on tensors of one to five dimensions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo import state_bytes as memory
+from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import uint16 as index_uint16
+from axsparse.samo.index.base import FullIndex, Index, Int32Index, make_index
+from axsparse.samo.index.bitmask import MaskIndex, move_bits
+from axsparse.samo.index.numba_loops import FEW, compiled
+from axsparse.samo.index.pieces import PIECE, read_dtype
+from axsparse.samo.index.uint16 import Uint16Index, move_low
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
+from axsparse.samo.tensor_state import TensorState
+
+KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
+DENSER_CLASSES: dict[str, type[Uint16Index | MaskIndex]] = {
+    "uint16": Uint16Index,
+    "mask": MaskIndex,
+}
+MODULES = {"uint16": index_uint16, "mask": index_mask}
+LOOPS = {"uint16": move_low, "mask": move_bits}
+examples = settings(max_examples=60, deadline=None, derandomize=True)
+masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
+kinds = st.sampled_from(KINDS)
+EDGES = [
+    at + near
+    for at in (MASK_BLOCK, UINT16_BLOCK, 2 * UINT16_BLOCK, 3 * UINT16_BLOCK)
+    for near in (-1, 0, 1)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine_code_for_all() -> Iterator[None]:
+    """Small tensors, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES.values():
+            patch.setattr(module, "FEW", 0)
+        yield
+
+
+@pytest.fixture(
+    params=[
+        ("uint16", "numpy"),
+        ("uint16", "machine code"),
+        ("mask", "numpy"),
+        ("mask", "machine code"),
+    ],
+    ids=" by ".join,
+)
+def denser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> IndexKind:
+    """An encoding that is decoded as it is used, with and without a compiler."""
+    kind: IndexKind
+    kind, by = request.param
+    if by == "numpy":
+        monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: None)
+    elif compiled(LOOPS[kind]) is None:
+        pytest.skip("numba is not installed")
+    return kind
+
+
+def numbers(count: int) -> Tensor:
+    """Distinct values, none of them zero."""
+    return torch.arange(1.0, count + 1)
+
+
+def random_mask(numel: int, density: float) -> Tensor:
+    return torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < density
+
+
+@examples
+@given(masks, st.integers(0, 80), st.integers(0, 80), kinds)
+def test_gathering_gives_a_stretch_of_the_kept_entries_in_order(
+    mask: Tensor, one: int, other: int, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+    start, stop = sorted((min(one, index.kept), min(other, index.kept)))
+
+    gathered = index.gather(numbers(mask.numel()), start, stop)
+
+    assert torch.equal(gathered, numbers(mask.numel())[mask][start:stop])
+
+
+@examples
+@given(masks, st.integers(1, 9), kinds)
+def test_scattering_in_pieces_writes_the_kept_entries_and_nothing_else(
+    mask: Tensor, piece: int, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+    dense = -numbers(mask.numel())
+    values = numbers(index.kept)
+
+    for start in range(0, index.kept, piece):
+        index.scatter(dense, values[start : start + piece], start)
+
+    assert torch.equal(dense[mask], values)
+    assert torch.equal(dense[~mask], -numbers(mask.numel())[~mask])
+
+
+@examples
+@given(masks, kinds)
+def test_positions_are_those_of_the_mask_ascending(mask: Tensor, kind: IndexKind) -> None:
+    positions = make_index(mask, kind).positions()
+
+    assert positions.dtype == torch.int64
+    assert positions.tolist() == [at for at, kept in enumerate(mask.tolist()) if kept]
+
+
+@examples
+@given(masks, kinds)
+def test_an_index_costs_what_the_formula_says_and_nothing_where_all_are_kept(
+    mask: Tensor, kind: IndexKind
+) -> None:
+    index = make_index(mask, kind)
+
+    assert index.kept == int(mask.sum())
+    assert index.nbytes == index_bytes(mask.numel(), index.kept, kind)
+    assert (index.nbytes == 0) == (bool(mask.all()) or (kind == "int32" and index.kept == 0))
+
+
+# -- the denser encodings against int32 -----------------------------------------------------
+
+
+def assert_same(index: Index, reference: Int32Index, numel: int, start: int, stop: int) -> None:
+    """Gather and scatter of one stretch, to the bit."""
+    dense, values = numbers(numel), -numbers(stop - start)
+    assert torch.equal(index.gather(dense, start, stop), reference.gather(dense, start, stop))
+    ours, theirs = dense.clone(), dense.clone()
+    index.scatter(ours, values, start)
+    reference.scatter(theirs, values, start)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("numel", EDGES)
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.9])
+def test_sizes_around_the_edges_of_blocks(denser: IndexKind, numel: int, density: float) -> None:
+    mask = random_mask(numel, density)
+    reference, index = Int32Index(mask), make_index(mask, denser)
+    kept = reference.kept
+
+    assert index.kept == kept
+    assert index.nbytes == index_bytes(numel, kept, denser)
+    assert torch.equal(index.positions(), reference.positions())
+    for start, stop in [(0, kept), (0, 0), (kept, kept), (kept // 3, kept // 2), (kept // 2, kept)]:
+        assert_same(index, reference, numel, start, stop)
+
+
+@pytest.mark.parametrize("at", [0, *EDGES[:9], 4 * UINT16_BLOCK - 1])
+def test_a_single_kept_entry_among_empty_blocks(denser: IndexKind, at: int) -> None:
+    mask = torch.zeros(4 * UINT16_BLOCK, dtype=torch.bool)
+    mask[at] = True
+    index = make_index(mask, denser)
+
+    assert index.positions().tolist() == [at]
+    assert_same(index, Int32Index(mask), mask.numel(), 0, 1)
+
+
+def test_a_single_pruned_entry_among_full_blocks(denser: IndexKind) -> None:
+    mask = torch.ones(3 * UINT16_BLOCK, dtype=torch.bool)
+    mask[UINT16_BLOCK] = False
+    index = make_index(mask, denser)
+
+    assert torch.equal(index.positions(), Int32Index(mask).positions())
+    for start in (UINT16_BLOCK - 1, UINT16_BLOCK, MASK_BLOCK - 1, MASK_BLOCK):
+        assert_same(index, Int32Index(mask), mask.numel(), start, start + 1)
+        assert_same(index, Int32Index(mask), mask.numel(), start, start + PIECE)
+
+
+def test_a_mask_that_keeps_nothing(denser: IndexKind) -> None:
+    mask = torch.zeros(UINT16_BLOCK + 1, dtype=torch.bool)
+    index = make_index(mask, denser)
+    dense = numbers(mask.numel())
+
+    index.scatter(dense, torch.empty(0), 0)
+
+    assert (index.kept, index.positions().tolist()) == (0, [])
+    assert index.gather(dense, 0, 0).shape == (0,)
+    assert torch.equal(dense, numbers(mask.numel()))
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.integers(1, 3 * UINT16_BLOCK),
+    st.sampled_from([0.002, 0.1, 0.7]),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_any_stretch_of_any_tensor_of_several_blocks(
+    denser: IndexKind, numel: int, density: float, one: float, other: float
+) -> None:
+    mask = random_mask(numel, density)
+    reference = Int32Index(mask)
+    start, stop = sorted((int(one * reference.kept), int(other * reference.kept)))
+
+    assert_same(make_index(mask, denser), reference, numel, start, stop)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype) -> None:
+    mask = random_mask(5000, 0.3)
+    index = make_index(mask, kind)
+    dense = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dense[mask.nonzero()[0]] = math.nan
+    copy = torch.zeros(5000, dtype=dtype)
+
+    index.scatter(copy, index.gather(dense, 0, index.kept), 0)
+
+    assert torch.equal(copy.nan_to_num(7), (dense.nan_to_num(7) * mask))
+
+
+@pytest.mark.parametrize("kind", ["uint16", "mask"])
+def test_the_loops_of_machine_code_say_the_same_in_python(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = random_mask(UINT16_BLOCK + 3000, 0.03)
+    reference = Int32Index(mask)
+    index = DENSER_CLASSES[kind](mask)
+    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: loop)
+
+    with np.errstate(over="ignore"):  # compiled, products wrap around without a word
+        assert_same(index, reference, mask.numel(), 70, reference.kept - 3)
+
+
+def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Uint16Index(torch.arange(10) < 4)
+    monkeypatch.setattr(index_uint16, "compiled", lambda loop: loop)
+
+    with pytest.raises(AssertionError, match=r"\(9,\) for 10 entries"):
+        index.gather(torch.zeros(9), 0, 4)
+    with pytest.raises(AssertionError, match="4 values for 3 kept entries"):
+        index.scatter(torch.zeros(10), torch.zeros(4), 1)
+    with pytest.raises(AssertionError, match=r"torch.float32 and torch\.bfloat16"):
+        index.scatter(torch.zeros(10), torch.zeros(4, dtype=torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_nothing_is_compiled_for_small_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(MODULES[kind], "FEW", FEW)
+    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: asked.append(loop))
+
+    for numel, times in ((FEW, 0), (FEW + 1, 2)):
+        index = DENSER_CLASSES[kind](random_mask(numel, 0.1))
+        index.scatter(torch.zeros(numel), index.gather(numbers(numel), 0, index.kept), 0)
+
+        assert asked == [LOOPS[kind]] * times
+
+
+def test_without_numba_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+
+    assert compiled.__wrapped__(move_low) is None
+
+
+def test_with_numba_there_is_machine_code() -> None:
+    installed = importlib.util.find_spec("numba") is not None
+
+    assert (compiled(move_low) is not None) == installed
+
+
+# -- limits ---------------------------------------------------------------------------------
+
+
+def test_more_entries_than_int32_can_number_are_refused_by_int32() -> None:
+    mask = torch.empty(INT32_LIMIT + 1, dtype=torch.bool, device="meta")
+
+    with pytest.raises(ConfigError, match=r"samo\.index: int32 numbers 2147483647 entries of a"):
+        make_index(mask, "int32")
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_more_entries_than_int32_can_number_are_no_matter_to_the_others(
+    denser: IndexKind, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = random_mask(70_000, 0.1)  # 7,000 are kept: beyond one of the limits
+    reference = Int32Index(mask)
+    monkeypatch.setattr(memory, "INT32_LIMIT", limit)
+    index = DENSER_CLASSES[denser](mask)
+
+    assert index.nbytes == index_bytes(70_000, reference.kept, denser)
+    blocks = {"uint16": 2, "mask": 35}[denser]
+    own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[denser]
+    assert index.nbytes - own == (8 if limit == 100 else 4) * (blocks + 1)
+    assert read_dtype(70_000) == np.int64
+    assert torch.equal(index.positions(), reference.positions())
+    assert_same(index, reference, 70_000, 5, reference.kept)
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_decoding_takes_memory_for_one_piece_however_large_the_tensor(
+    denser: IndexKind, operation: str
+) -> None:
+    mask = random_mask(8 * PIECE + 5, 0.5)
+    index = make_index(mask, denser)
+    dense = torch.zeros(mask.numel())
+    values = index.gather(dense, 0, index.kept)
+
+    tracemalloc.start()
+    if operation == "gather":
+        index.gather(dense, 0, index.kept)
+    else:
+        index.scatter(dense, values, 0)
+    _, peak = tracemalloc.get_traced_memory()  # of numpy, which does all of the decoding
+    tracemalloc.stop()
+
+    piece = 8 * PIECE
+    assert peak < 1.5 * piece < 8 * index.kept / 2
+
+
+@examples
+@given(shapes, st.integers(0, 2**32 - 1), st.booleans(), kinds)
+def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
+    shape: tuple[int, ...], seed: int, half: bool, kind: IndexKind
+) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    dtype = torch.bfloat16 if half else torch.float32
+    index = make_index(mask.view(-1), kind)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
+    layer = LayerState(
+        "layer",
+        [tensor],
+        moments=("m",),
+        gradient_dtype=torch.float32,
+        master="fp32" if half else "weight",
+    )
+    values = numbers(math.prod(shape)).view(shape)
+
+    layer.write_master(tensor, 0, values[mask])
+    layer.accumulate(tensor, values.to(dtype))
+
+    assert torch.equal(tensor.parameter, (values * mask).to(dtype))
+    assert torch.equal(layer.gradient_of(tensor), values[mask].to(dtype).float())
+    assert torch.equal(layer.master("w"), values[mask])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: IndexKind) -> None:
+    mask = random_mask(60, 0.4).view(6, 10)
+    index = make_index(mask.view(-1), kind)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
+    layer = LayerState("l", [tensor], moments=(), gradient_dtype=torch.float32, master="weight")
+    transposed = numbers(60).view(10, 6).t()
+    strided = torch.zeros(120)[::2]
+
+    layer.accumulate(tensor, transposed)
+    index.scatter(strided, layer.gradient_of(tensor), 0)
+
+    assert not transposed.is_contiguous()
+    assert torch.equal(layer.gradient_of(tensor), transposed[mask])
+    assert torch.equal(strided.view(6, 10), transposed * mask)
+    assert torch.equal(index.gather(strided, 0, index.kept), transposed[mask])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind) -> None:
+    mask = random_mask(100, 0.3)
+    tensor = TensorState("w", nn.Parameter(torch.zeros(100)), FullIndex(100), decays=True)
+    layer = LayerState(
+        "l",
+        [tensor],
+        moments=(),
+        gradient_dtype=torch.float32,
+        master="weight",
+        index_kind=kind,
+    )
+
+    layer.remask("w", mask)
+
+    assert type(tensor.index) is type(make_index(mask, kind))
+    assert torch.equal(tensor.index.positions(), Int32Index(mask).positions())

@@ -1,0 +1,283 @@
+"""Dense gradients become compressed ones in a hook, and live no longer than it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from support.pruned import matrices
+from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer, Model
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
+
+WIDTH = 8
+
+
+def linear(inputs: int = WIDTH) -> nn.Module:
+    return nn.Linear(inputs, WIDTH)
+
+
+def layers(
+    *builds: Callable[[], nn.Module],
+    sparsity: float = 0.5,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> list[BuiltLayer]:
+    specs = [
+        Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
+    ]
+    options = StateOptions(
+        dtype=torch.float32,
+        gradient_dtype=gradient_dtype,
+        moments=("exp_avg", "exp_avg_sq"),
+        seed=1,
+        masks=matrices(specs, sparsity),
+    )
+    return build_layers(specs, {}, options)
+
+
+def forward(built: Sequence[BuiltLayer], seed: int = 0) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+    for layer in built:
+        x = layer.module(x)
+    return x.square().sum()
+
+
+def collector(
+    built: Sequence[BuiltLayer], on_ready: Callable[[LayerState], None] = lambda layer: None
+) -> GradientCollector:
+    return GradientCollector([layer.state for layer in built], on_ready, nullcontext)
+
+
+def dense_gradients(built: Sequence[BuiltLayer], seed: int = 0) -> dict[str, Tensor]:
+    """What autograd says, by global name; needs that no hooks stand."""
+    tensors = [tensor for layer in built for tensor in layer.state.tensors]
+    gradients = torch.autograd.grad(forward(built, seed), [t.parameter for t in tensors])
+    return {t.name: g for t, g in zip(tensors, gradients, strict=True)}
+
+
+def test_the_kept_entries_of_every_gradient_are_gathered_and_the_dense_one_is_freed() -> None:
+    built = layers(linear, linear)
+    expected = dense_gradients(built)
+    collecting = collector(built)
+
+    collecting.begin()
+    forward(built).backward()
+
+    for layer in built:
+        for tensor in layer.state.tensors:
+            kept = expected[tensor.name].view(-1)[tensor.index.positions()]
+            assert torch.equal(layer.state.gradient_of(tensor), kept)
+            assert tensor.parameter.grad is None
+
+
+def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = layers(linear, linear, linear)
+    collecting = collector(built)
+    storages: list[weakref.ref[Tensor]] = []
+    alive_at_hook: list[int] = []
+    accumulate = LayerState.accumulate
+
+    def watched(self: LayerState, tensor: TensorState, dense: Tensor, *, is_last: bool) -> None:
+        alive_at_hook.append(sum(reference() is not None for reference in storages))
+        storages.append(weakref.ref(dense))
+        accumulate(self, tensor, dense, is_last=is_last)
+
+    monkeypatch.setattr(LayerState, "accumulate", watched)
+    collecting.begin()
+    forward(built).backward()
+
+    assert alive_at_hook == [0] * 6
+    assert [reference() for reference in storages] == [None] * 6
+
+
+def test_the_first_gradient_of_a_step_replaces_and_later_ones_add() -> None:
+    built = layers(linear)
+    first, second = (dense_gradients(built, seed) for seed in (1, 2))
+    collecting = collector(built)
+
+    collecting.begin()
+    forward(built, 7).backward()
+    collecting.begin()
+    forward(built, 1).backward()
+    forward(built, 2).backward()
+
+    for tensor in built[0].state.tensors:
+        total = (first[tensor.name] + second[tensor.name]).view(-1)
+        assert torch.equal(built[0].state.gradient_of(tensor), total[tensor.index.positions()])
+
+
+def test_a_half_accumulator_rounds_after_every_microbatch() -> None:
+    built = layers(linear, gradient_dtype=torch.bfloat16)
+    first, second = (dense_gradients(built, seed) for seed in (1, 2))
+    collecting = collector(built)
+
+    collecting.begin()
+    forward(built, 1).backward()
+    forward(built, 2).backward()
+
+    tensor = built[0].state.tensor("layer0.weight")
+    at = tensor.index.positions()
+    once = first[tensor.name].view(-1)[at].bfloat16()
+    expected = (once.float() + second[tensor.name].view(-1)[at]).bfloat16()
+    assert torch.equal(built[0].state.gradient_of(tensor), expected)
+
+
+def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first() -> None:
+    built = layers(linear, linear)
+    reported: list[str] = []
+    collecting = collector(built, lambda layer: reported.append(layer.name))
+
+    for _ in range(2):
+        collecting.begin()
+        forward(built).backward()
+        assert reported == []
+        collecting.last_microbatch()
+        forward(built).backward()
+        assert reported == ["layer1", "layer0"]
+        assert collecting.finish() == []
+        assert reported == ["layer1", "layer0"]
+        reported.clear()
+
+
+class Sometimes(nn.Module):
+    """A linear map whose second half is used when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.uses_spare = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x)
+        if self.uses_spare:
+            y = y + self.spare(x)
+        return y
+
+
+def test_finish_takes_unused_tensors_as_zero_and_names_them() -> None:
+    built = layers(Sometimes, linear)
+    reported: list[str] = []
+    collecting = collector(built, lambda layer: reported.append(layer.name))
+    state = built[0].state
+    state.gradient.fill_(5.0)
+
+    collecting.begin()
+    collecting.last_microbatch()
+    forward(built).backward()
+    assert reported == ["layer1"]
+    unused = collecting.finish()
+
+    assert unused == ["layer0.spare.weight", "layer0.spare.bias"]
+    assert reported == ["layer1", "layer0"]
+    assert not state.gradient_of(state.tensor("layer0.spare.weight")).any()
+    assert state.gradient_of(state.tensor("layer0.always.weight")).any()
+
+
+def test_a_tensor_that_only_an_earlier_microbatch_used_keeps_its_gradient() -> None:
+    built = layers(Sometimes)
+    reported: list[str] = []
+    collecting = collector(built, lambda layer: reported.append(layer.name))
+    module = built[0].module
+    assert isinstance(module, Sometimes)
+
+    collecting.begin()
+    module.uses_spare = True
+    forward(built).backward()
+    module.uses_spare = False
+    collecting.last_microbatch()
+    forward(built).backward()
+    unused = collecting.finish()
+
+    state = built[0].state
+    assert unused == []
+    assert reported == ["layer0"]
+    assert state.gradient_of(state.tensor("layer0.spare.weight")).any()
+
+
+def frozen_weight() -> nn.Module:
+    module = nn.Linear(WIDTH, WIDTH)
+    module.weight.requires_grad_(False)
+    return module
+
+
+def test_frozen_parameters_have_no_gradient_and_hold_nothing_up() -> None:
+    built = layers(frozen_weight, linear)
+    reported: list[str] = []
+    collecting = collector(built, lambda layer: reported.append(layer.name))
+
+    collecting.begin()
+    collecting.last_microbatch()
+    forward(built).backward()
+
+    assert [tensor.name for tensor in built[0].state.tensors] == ["layer0.bias"]
+    assert reported == ["layer1", "layer0"]
+    assert collecting.finish() == []
+
+
+def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begins() -> None:
+    built = layers(linear, nn.Tanh)
+    reported: list[str] = []
+    collecting = collector(built, lambda layer: reported.append(layer.name))
+
+    for _ in range(2):
+        collecting.begin()
+        collecting.last_microbatch()
+        forward(built).backward()
+        assert collecting.finish() == []
+
+    assert reported == ["layer1", "layer0"] * 2
+
+
+def test_compression_is_timed_tensor_by_tensor() -> None:
+    built = layers(linear)
+    entered = 0
+
+    def timed() -> nullcontext[None]:
+        nonlocal entered
+        entered += 1
+        return nullcontext()
+
+    collecting = GradientCollector([built[0].state], lambda layer: None, timed)
+    collecting.begin()
+    forward(built).backward()
+
+    assert entered == 2
+
+
+def test_a_closed_collector_leaves_gradients_alone() -> None:
+    built = layers(linear)
+    collector(built).close()
+
+    forward(built).backward()
+
+    assert all(tensor.parameter.grad is not None for tensor in built[0].state.tensors)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 1)])
+def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]) -> None:
+    model = Model(
+        [
+            Layer("flat", nn.Flatten),
+            Layer("in", partial(linear, 16), init=random_init),
+            Layer("act", nn.Tanh),
+            Layer("out", partial(nn.Linear, WIDTH, 5), kind="head", init=random_init),
+        ],
+        loss=summed_loss,
+    )
+    config = tiny_config(train={"steps": 2})
+
+    ranks = train_in_process(*grid, model, config, vector_data())
+
+    assert all(len(trace.losses) == 2 for _, trace in ranks)

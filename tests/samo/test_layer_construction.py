@@ -1,0 +1,368 @@
+"""Layers built into their final storage: values by name, ties, and memory on the way."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.pruned import matrices
+from support.runs import random_init, tiny_config, tiny_gpt
+from torch import Tensor, nn
+
+from axsparse.models.layer import InitFunction, Layer, Model
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_construction import build_layers as build_layers_with
+from axsparse.samo.selection import largest
+
+
+def options(*, half: bool = False, seed: int = 1) -> StateOptions:
+    dtype = torch.bfloat16 if half else torch.float32
+    return StateOptions(dtype, dtype, ("exp_avg", "exp_avg_sq"), seed, None)
+
+
+def build_layers(
+    layers: Sequence[Layer],
+    ties: Mapping[str, str],
+    options: StateOptions,
+    whole: Sequence[Layer] | None = None,
+) -> list[BuiltLayer]:
+    """With three quarters of every matrix pruned; `whole` is the model if `layers` is a stage."""
+    return build_layers_with(layers, ties, replace(options, masks=matrices(whole or layers, 0.75)))
+
+
+def gpt_model() -> Model:
+    return tiny_gpt(tiny_config())
+
+
+def parameters(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
+    return {
+        f"{layer.spec.name}.{name}": parameter.detach()
+        for layer in layers
+        for name, parameter in layer.module.named_parameters()
+    }
+
+
+# -- values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
+    layer = Layer("a", lambda: nn.Linear(6, 8), init=random_init)
+    start = random_init("weight", (8, 6), keyed_generator(1, "a.weight", "init"))
+    mask = largest(start.view(-1).abs(), 12)
+
+    (built,) = build_layers([layer], {}, options(half=half))
+
+    tensor = built.state.tensor("a.weight")
+    assert torch.equal(built.state.master("a.weight"), start.view(-1)[mask])
+    assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
+    assert tensor.decays and not built.state.tensor("a.bias").decays
+    assert not any(values.any() for values in built.state.moments_K.values())
+
+
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
+def test_values_depend_on_seed_and_global_name_whatever_the_split(cuts: tuple[int, ...]) -> None:
+    model = gpt_model()
+    ties = {tie.second: tie.first for tie in model.ties}
+    torch.manual_seed(99)
+    whole = parameters(build_layers(model.layers, ties, options()))
+    torch.manual_seed(3)
+
+    split = {
+        name: value
+        for start, stop in itertools.pairwise(cuts)
+        for name, value in parameters(
+            build_layers(model.layers[start:stop], ties, options(), model.layers)
+        ).items()
+    }
+
+    assert split.keys() == whole.keys()
+    for name, value in split.items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_another_seed_gives_other_values() -> None:
+    model = gpt_model()
+
+    one, other = (parameters(build_layers(model.layers, {}, options(seed=seed))) for seed in (1, 2))
+
+    assert not torch.equal(one["block0.fc1.weight"], other["block0.fc1.weight"])
+
+
+def test_equal_layers_of_other_names_start_differently() -> None:
+    layers = [Layer(name, lambda: nn.Linear(4, 4), init=random_init) for name in ("a", "b")]
+
+    values = parameters(build_layers(layers, {}, options()))
+
+    assert not torch.equal(values["a.weight"], values["b.weight"])
+
+
+# -- layers that initialise themselves ------------------------------------------------------
+
+
+def test_a_layer_without_init_starts_from_its_own_seed_and_leaves_torchs_generator() -> None:
+    layers = [Layer(name, lambda: nn.Linear(4, 4)) for name in ("a", "b")]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    both = parameters(build_layers_with(layers, {}, options()))
+    after = torch.get_rng_state()
+    torch.manual_seed(6)
+
+    alone = parameters(build_layers_with(layers[1:], {}, options()))
+
+    assert torch.equal(before, after)
+    assert torch.equal(alone["b.weight"], both["b.weight"])
+    assert not torch.equal(both["a.weight"], both["b.weight"])
+
+
+def test_what_a_module_set_itself_is_kept_frozen_or_not() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(3, 2)
+        nn.init.constant_(module.weight, 0.5)
+        nn.init.constant_(module.bias, 2.0)
+        module.bias.requires_grad_(False)
+        return module
+
+    (built,) = build_layers_with([Layer("a", build)], {}, options(half=True))
+
+    weight, bias = built.module.get_parameter("weight"), built.module.get_parameter("bias")
+    assert (weight.dtype, weight.unique().tolist()) == (torch.bfloat16, [0.5])
+    assert (bias.dtype, bias.tolist(), bias.requires_grad) == (torch.bfloat16, [2.0, 2.0], False)
+    assert [tensor.name for tensor in built.state.tensors] == ["a.weight"]
+    assert built.state.frozen == (bias,)
+
+
+def test_frozen_parameters_get_their_start_values_and_are_never_pruned() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(4, 4)
+        module.weight.requires_grad_(False)
+        return module
+
+    (built,) = build_layers([Layer("a", build, init=random_init)], {}, options())
+
+    start = random_init("weight", (4, 4), keyed_generator(1, "a.weight", "init"))
+    assert torch.equal(built.module.get_parameter("weight"), start)
+
+
+class Beside(nn.Module):
+    """Holds its weight where no module would look for it, and changes its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.held = [self.linear.weight]
+        self.linear.weight.register_hook(lambda gradient: 3.0 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.held[0])
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_parameter_of_a_module_stays_the_one_that_it_knows(half: bool) -> None:
+    [built] = build_layers([Layer("a", Beside)], {}, options(half=half))
+    (weight,) = (tensor.parameter for tensor in built.state.tensors if tensor.decays)
+
+    out = built.module(torch.ones(1, 6, dtype=weight.dtype))
+    out.sum().backward()
+
+    assert torch.equal(out, weight.sum(1)[None])
+    assert int((weight == 0).sum()) == 36
+    assert weight.grad is not None
+    assert weight.grad.eq(3.0).all()
+
+
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        (lambda name, shape, generator: torch.zeros(3, 3), r"\(3, 3\) for weight"),
+        (lambda name, shape, generator: None, "NoneType for weight"),
+    ],
+)
+def test_an_init_of_another_shape_is_refused(init: InitFunction, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layer a: its init gave {told}; return a tensor of"):
+        build_layers_with([Layer("a", lambda: nn.Linear(6, 8), init=init)], {}, options())
+
+
+def test_a_parameter_registered_twice_in_a_layer_is_one_parameter() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)
+            self.two = nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+
+    (built,) = build_layers([Layer("a", Shared, init=random_init)], {}, options())
+
+    assert built.module.get_parameter("two.weight") is built.module.get_parameter("one.weight")
+    assert [tensor.name for tensor in built.state.tensors] == ["a.one.weight"]
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+def tied_layers() -> list[Layer]:
+    return [Layer(name, lambda: nn.Linear(4, 6, bias=False), init=random_init) for name in "ab"]
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> None:
+    first, second = build_layers(tied_layers(), {"b.weight": "a.weight"}, options(half=half))
+
+    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    assert other.alias_of is one
+    assert other.parameter.data_ptr() == one.parameter.data_ptr()
+    assert other.parameter is not one.parameter
+    assert other.index is one.index
+    assert second.state.owned == []
+
+
+def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> None:
+    ties = {"b.weight": "a.weight"}
+    layers = tied_layers()
+    (first,) = build_layers(layers[:1], ties, options(), layers)
+
+    (second,) = build_layers(layers[1:], ties, options(), layers)
+
+    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    assert other.alias_of is None
+    assert torch.equal(one.parameter, other.parameter)
+    assert torch.equal(one.index.positions(), other.index.positions())
+
+
+def test_two_uses_within_one_layer_share_one_storage() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)
+            self.two = nn.Linear(4, 4, bias=False)
+
+    layer = Layer("a", Twice, init=random_init)
+
+    (built,) = build_layers([layer], {"a.two.weight": "a.one.weight"}, options())
+
+    one, other = built.state.tensor("a.one.weight"), built.state.tensor("a.two.weight")
+    assert other.alias_of is one
+    assert other.parameter.data_ptr() == one.parameter.data_ptr()
+    assert bool(other.parameter.any())
+
+
+def test_uses_of_other_shapes_are_no_tie() -> None:
+    layers = [tied_layers()[0], Layer("b", lambda: nn.Linear(5, 6), init=random_init)]
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^tie a.weight = b.weight: shapes \(6, 4\) and \(6, 5\) differ; a tie joins two "
+        r"uses of one weight$",
+    ):
+        build_layers(layers, {"b.weight": "a.weight"}, options())
+
+
+# -- buffers --------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_the_meta_device_left_empty_is_refused() -> None:
+    class Table(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.ones(4))
+
+    layer = Layer("norm", Table, init=random_init)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^layer norm: buffer 'table' has no contents, because a layer with `init` is "
+        r"built on the meta device; leave `init` out or compute it in forward$",
+    ):
+        build_layers([layer], {}, options())
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_running_statistics_start_as_in_torch_and_in_fp32(half: bool) -> None:
+    layer = Layer("norm", lambda: nn.BatchNorm1d(4), init=random_init)
+
+    (built,) = build_layers([layer], {}, options(half=half))
+
+    found = dict(built.module.named_buffers())
+    for name, buffer in nn.BatchNorm1d(4).named_buffers():
+        assert torch.equal(found[name], buffer)
+        assert found[name].dtype == buffer.dtype
+    assert set(map(id, found.values())) <= set(map(id, built.state.frozen))
+
+
+class Sevens:
+    """Start values in another type; the running variance starts by itself."""
+
+    fingerprint = "sevens"
+
+    def read(self, name: str) -> Tensor | None:
+        if name == "b.running_var":
+            return None
+        shape = {"a.weight": (1, 4), "b.num_batches_tracked": ()}.get(name, (4,))
+        return torch.full(shape, 7.0, dtype=torch.half)
+
+
+def test_values_that_a_model_starts_at_come_before_those_of_its_layers() -> None:
+    layers = [
+        Layer("a", lambda: nn.Linear(4, 1, bias=False).requires_grad_(False), init=random_init),
+        Layer("b", lambda: nn.BatchNorm1d(4)),
+    ]
+
+    a, b = build_layers_with(layers, {}, replace(options(), start=Sevens()))
+
+    assert a.module.get_parameter("weight").tolist() == [[7.0] * 4]
+    assert {name: tensor.tolist() for name, tensor in b.module.state_dict().items()} == {
+        "weight": [7.0] * 4,
+        "bias": [7.0] * 4,
+        "running_mean": [7.0] * 4,
+        "running_var": [1.0] * 4,
+        "num_batches_tracked": 7,
+    }
+    assert b.module.get_buffer("running_mean").dtype == torch.float32
+
+
+def test_a_layer_that_initialises_itself_keeps_its_buffers() -> None:
+    (built,) = build_layers([Layer("norm", lambda: nn.BatchNorm1d(4))], {}, options())
+
+    assert built.module.get_buffer("running_var").tolist() == [1.0] * 4
+
+
+# -- memory on the way ----------------------------------------------------------------------
+
+
+def other_storages(known: set[int]) -> dict[int, int]:
+    """Bytes of the real storages that were not there before, by address."""
+    return {
+        storage.data_ptr(): storage.nbytes()
+        for thing in gc.get_objects()
+        # Not those that torch's compiler leaves behind, which have no storage.
+        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta
+        for storage in [thing.untyped_storage()]
+        if storage.data_ptr() not in known
+    }
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_made(
+    half: bool,
+) -> None:
+    extra: list[int] = []
+    known = set(other_storages(set()))
+
+    def watching_init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        extra.append(sum(other_storages(known).values()))
+        return random_init(name, shape, generator)
+
+    widths = [40, 50, 60]
+    layers = [Layer(f"l{w}", partial(nn.Linear, w, w), init=watching_init) for w in widths]
+    built = build_layers(layers, {}, options(half=half))
+
+    final = sum(layer.state.live_bytes().total for layer in built)
+    assert len(extra) >= 2 * len(widths)
+    assert max(extra) <= final

@@ -1,0 +1,293 @@
+"""One layer's compressed state: where things stand, what re-masking keeps, what it frees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.update import update
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.tensor_state import TensorState
+
+SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
+HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+examples = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_mask(seed: int, numel: int, density: float) -> Tensor:
+    return torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def tensor_state(
+    name: str, shape: Sequence[int], index: Index, *, half: bool, owner: TensorState | None = None
+) -> TensorState:
+    if owner is not None:
+        weight = nn.Parameter(owner.parameter.detach())
+    else:
+        weight = nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16 if half else torch.float32))
+    return TensorState(name, weight, index, decays=len(shape) > 1, alias_of=owner)
+
+
+def layer_state(tensors: Sequence[TensorState], *, half: bool) -> LayerState:
+    return LayerState(
+        "layer",
+        tensors,
+        moments=("exp_avg", "exp_avg_sq"),
+        gradient_dtype=torch.bfloat16 if half else torch.float32,
+        master="fp32" if half else "weight",
+    )
+
+
+def filled_layer(masks: Mapping[str, Tensor | None], *, half: bool) -> LayerState:
+    """A layer of the tensors in SHAPES that has trained one step; None is dense."""
+    tensors = []
+    for name, shape in SHAPES.items():
+        mask = masks.get(name)
+        index = FullIndex(math.prod(shape)) if mask is None else make_index(mask)
+        tensors.append(tensor_state(name, shape, index, half=half))
+    layer = layer_state(tensors, half=half)
+    for number, tensor in enumerate(tensors):
+        layer.write_master(tensor, 0, random(number, tensor.kept))
+        layer.accumulate(tensor, random(9 + number, *tensor.parameter.shape))
+    update([layer], ADAMW, HYPER, 1.0)
+    return layer
+
+
+def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
+    """Weight, master and moments of a tensor, scattered into zeros."""
+    tensor = layer.tensor(name)
+    kept = {"master": layer.master(name), **layer.moments_of(tensor, 0, tensor.kept)}
+    found = {"weight": tensor.weight_D.clone()}
+    for kind, values in kept.items():
+        found[kind] = torch.zeros(tensor.parameter.numel())
+        found[kind][tensor.index.positions()] = values
+    return found
+
+
+def formula(layer: LayerState, *, half: bool) -> StateBytes:
+    return StateBytes.sum(
+        tensor_bytes(
+            TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None),
+            half=half,
+            gradient_bytes=2 if half else 4,
+            moments=2,
+        )
+        for tensor in layer.tensors
+    )
+
+
+# -- where things stand -------------------------------------------------------------------
+
+
+def test_the_tensors_of_a_layer_stand_side_by_side_in_one_buffer_a_kind() -> None:
+    layer = filled_layer({"first": random_mask(1, 15, 0.4), "second": None}, half=True)
+
+    first, second, bias = layer.tensors
+
+    assert [first.offset, second.offset] == [0, first.kept]
+    assert bias.offset == first.kept + 28
+    assert layer.gradient.numel() == first.kept + 28 + 6
+    assert layer.master_K is not None
+    assert layer.master_K.shape == layer.gradient.shape
+    assert layer.gradient_of(second).data_ptr() == layer.gradient.data_ptr() + 2 * first.kept
+    for buffer in layer.moments_K.values():
+        assert buffer.shape == layer.gradient.shape
+        assert buffer.dtype == torch.float32
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_dense_masters_have_the_parameters_shape_and_zeros_where_it_is_pruned(half: bool) -> None:
+    mask = random_mask(1, 15, 0.4)
+    layer = filled_layer({"first": mask}, half=half)
+
+    dense = layer.dense_master("first")
+
+    assert dense.shape == (3, 5)
+    assert dense.dtype == torch.float32
+    assert torch.equal(dense.view(-1)[mask], layer.master("first"))
+    assert not dense.view(-1)[~mask].any()
+    dense.zero_()
+    assert layer.master("first").all()
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_an_alias_stands_last_and_only_its_gradient_is_its_own(half: bool) -> None:
+    owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), half=half)
+    alias = tensor_state("b", (4, 5), FullIndex(20), half=half, owner=owner)
+    other = tensor_state("c", (3,), FullIndex(3), half=half)
+
+    layer = layer_state([owner, alias, other], half=half)
+
+    assert [tensor.name for tensor in layer.tensors] == ["a", "c", "b"]
+    assert layer.owned == [owner, other]
+    assert alias.index is owner.index
+    assert layer.gradient.numel() == 2 * owner.kept + 3
+    assert layer.reduced_gradient.numel() == owner.kept + 3
+    assert layer.reduced_gradient.data_ptr() == layer.gradient.data_ptr()
+    assert alias.offset == owner.kept + 3
+    assert layer.live_bytes() == formula(layer, half=half)
+
+
+def test_a_layer_of_aliases_alone_has_nothing_to_reduce() -> None:
+    owner = tensor_state("a", (4, 5), FullIndex(20), half=True)
+    alias = tensor_state("b", (4, 5), FullIndex(20), half=True, owner=owner)
+
+    layer = layer_state([alias], half=True)
+
+    assert layer.reduced_gradient.numel() == 0
+    assert layer.live_bytes() == StateBytes(gradient=40)
+
+
+@pytest.mark.parametrize("kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_blocks_cover_all_kept_entries_in_order(kept: int) -> None:
+    tensor = tensor_state("w", (kept,), FullIndex(kept), half=False)
+
+    bounds = list(tensor.blocks())
+
+    assert [at for start, stop in bounds for at in (start, stop)] == sorted(
+        [*range(0, kept, BLOCK), *range(BLOCK, kept, BLOCK), *([kept] if kept else [])]
+    )
+    assert all(0 < stop - start <= BLOCK for start, stop in bounds)
+
+
+def test_asking_for_a_tensor_of_another_layer_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        filled_layer({}, half=False).tensor("elsewhere")
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_master_weights_are_rounded_into_the_weight_block_by_block(half: bool) -> None:
+    mask = random_mask(5, 15, 0.7)
+    tensor = tensor_state("w", (3, 5), make_index(mask), half=half)
+    layer = layer_state([tensor], half=half)
+    values = random(6, tensor.kept)
+
+    layer.write_master(tensor, 0, values[:3])
+    layer.write_master(tensor, 3, values[3:])
+
+    assert torch.equal(layer.read_master(tensor, 2, 5), values[2:5])
+    assert torch.equal(tensor.weight_D[mask], values.to(tensor.parameter.dtype))
+    assert not tensor.weight_D[~mask].any()
+
+
+# -- masks ----------------------------------------------------------------------------------
+
+
+@examples
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_remasking_carries_kept_entries_over_exactly_and_starts_new_ones_at_zero(
+    seed: int, before: float, after: float, nested: bool, half: bool
+) -> None:
+    old = random_mask(seed, 28, before)
+    new = random_mask(seed + 1, 28, after) & (old if nested else True)
+    layer = filled_layer({"first": random_mask(seed + 2, 15, 0.5), "second": old}, half=half)
+    expected = {name: dense_state(layer, name) for name in SHAPES}
+    for value in expected["second"].values():
+        value[~(old & new)] = 0
+    gradients = {name: layer.dense_gradient(name).view(-1) for name in SHAPES}
+    gradients["second"][~(old & new)] = 0
+
+    layer.remask("second", new)
+
+    assert torch.equal(layer.tensor("second").index.positions(), new.nonzero().view(-1))
+    for name, values in expected.items():
+        for kind, value in dense_state(layer, name).items():
+            assert torch.equal(value, values[kind]), (name, kind)
+    for name, gradient in gradients.items():
+        assert torch.equal(layer.dense_gradient(name).view(-1), gradient), name
+    assert layer.live_bytes() == formula(layer, half=half)
+
+
+@examples
+@given(st.integers(0, 1000), st.booleans())
+def test_pruned_positions_are_zero_before_and_after_every_update(seed: int, half: bool) -> None:
+    masks = {"first": random_mask(seed, 15, 0.5), "second": random_mask(seed + 1, 28, 0.2)}
+    layer = filled_layer(masks, half=half)
+    for step in range(2, 5):
+        for name, mask in masks.items():
+            assert not layer.tensor(name).weight_D[~mask].any()
+        for tensor in layer.tensors:
+            tensor.accumulated = False
+            layer.accumulate(tensor, random(seed + step, *tensor.parameter.shape))
+        update([layer], ADAMW, Hyper(step, 0.1, (0.9, 0.95), 1e-8, 0.1), 1.0)
+        if step == 3:
+            masks["second"] = random_mask(seed + 7, 28, 0.4)
+            layer.remask("second", masks["second"])
+    for name, mask in masks.items():
+        assert not layer.tensor(name).weight_D[~mask].any()
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_remasking_frees_what_is_no_longer_kept(half: bool) -> None:
+    layer = filled_layer({}, half=half)
+    weights = {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES}
+
+    layer.remask("second", random_mask(1, 28, 0.25))
+
+    kept = sum(tensor.kept for tensor in layer.tensors)
+    assert kept < 15 + 28 + 6
+    assert layer.gradient.untyped_storage().nbytes() == kept * (2 if half else 4)
+    buffers = [*layer.moments_K.values(), *([] if layer.master_K is None else [layer.master_K])]
+    assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [4 * kept] * len(buffers)
+    assert {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES} == weights
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("same_layer", [True, False])
+def test_an_alias_follows_its_remasked_owner_by_refitting(half: bool, same_layer: bool) -> None:
+    owner = tensor_state("a", (4, 5), FullIndex(20), half=half)
+    bias = tensor_state("c", (3,), FullIndex(3), half=half)
+    alias = tensor_state("b", (4, 5), FullIndex(20), half=half, owner=owner)
+    own = layer_state([owner, alias, bias] if same_layer else [owner, bias], half=half)
+    following = own if same_layer else layer_state([alias], half=half)
+    own.write_master(owner, 0, random(1, 20))
+    mask = random_mask(2, 20, 0.3)
+
+    own.remask("a", mask)
+    following.refit()
+
+    dense = random(3, 4, 5)
+    following.accumulate(alias, dense)
+    assert alias.kept == int(mask.sum())
+    assert torch.equal(
+        following.gradient_of(alias), dense.view(-1)[mask].to(following.gradient.dtype)
+    )
+    assert not alias.weight_D[~mask].any()
+    for layer in {own, following}:
+        assert layer.live_bytes() == formula(layer, half=half)
+
+
+def test_frozen_parameters_cost_their_weight_only() -> None:
+    frozen = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
+
+    layer = LayerState(
+        "layer",
+        [],
+        moments=("exp_avg",),
+        gradient_dtype=torch.float32,
+        master="fp32",
+        frozen=[frozen],
+    )
+
+    assert layer.live_bytes() == StateBytes(weight=20)

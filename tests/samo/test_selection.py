@@ -1,0 +1,92 @@
+"""Exact selection of the largest, against a stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axsparse.samo import selection
+from axsparse.samo.selection import (
+    Cut,
+    Keys,
+    by_magnitude,
+    by_value,
+    equal_to,
+    find_cut,
+    histogram,
+    largest,
+    select,
+)
+
+examples = settings(max_examples=150, deadline=None, derandomize=True)
+few_values = st.lists(
+    st.sampled_from([0.0, -0.0, 0.25, -0.25, 1.0, -1.0, float("inf"), float("-inf")]),
+    min_size=1,
+    max_size=60,
+)
+any_values = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=60)
+
+
+@pytest.fixture(params=[8, 32_768])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    size: int = request.param
+    monkeypatch.setattr(selection, "CHUNK", size)
+    return size
+
+
+def order_of(values: list[float], keys: Keys) -> list[int]:
+    scores = [abs(value) if keys is by_magnitude else value for value in values]
+    return sorted(range(len(values)), key=lambda at: (-scores[at], at))
+
+
+@pytest.mark.parametrize("keys", [by_value, by_magnitude])
+@pytest.mark.parametrize("size", [8, 32_768])
+@examples
+@given(st.one_of(few_values, any_values), st.data())
+def test_the_largest_are_those_of_a_stable_sort(
+    size: int, keys: Keys, values: list[float], data: st.DataObject
+) -> None:
+    keep = data.draw(st.integers(0, len(values)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "CHUNK", size)
+        mask = largest(torch.tensor(values, dtype=torch.float32), keep, keys)
+
+    assert mask.dtype == torch.bool
+    assert mask.nonzero().view(-1).tolist() == sorted(order_of(values, keys)[:keep])
+
+
+def test_among_equal_scores_lower_positions_stay(chunk: int) -> None:
+    assert largest(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("keys", [by_value, by_magnitude])
+def test_selecting_leaves_the_scores_alone(keys: Keys) -> None:
+    score = torch.tensor([3.0, -1.0, 2.0])
+
+    largest(score, 1, keys)
+
+    assert score.tolist() == [3.0, -1.0, 2.0]
+
+
+@examples
+@given(st.lists(few_values, min_size=1, max_size=4), st.data())
+def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
+    tensors: list[list[float]], data: st.DataObject
+) -> None:
+    scores = [torch.tensor(values, dtype=torch.float32) for values in tensors]
+    everything = torch.cat(scores)
+    keep = data.draw(st.integers(0, everything.numel()))
+
+    def count(upper: int | None) -> Tensor:
+        return torch.stack([histogram(one, by_value, upper) for one in scores]).sum(0)
+
+    cut = find_cut(count, keep)
+
+    above = int(select(everything, by_value, Cut(cut.key, 0)).mask().sum())
+    assert above + cut.ties == keep
+    assert keep == 0 or 0 < cut.ties <= equal_to(everything, by_value, cut.key)
+    assert torch.equal(select(everything, by_value, cut).mask(), largest(everything, keep))

@@ -1,0 +1,358 @@
+"""Bytes that live, three ways: of the state's tensors, by the formula, and in the whole process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+from support.mpirun import LONGEST_SECONDS
+from support.pruned import kept, matrices
+from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_in_process
+from torch import nn
+
+from axsparse.config.schema import ModelConfig, PruningConfig
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt import gpt
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.masks import ScoredMasks
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.shards import Replicas
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import (
+    IndexKind,
+    StateBytes,
+    TensorSize,
+    fits_int32,
+    index_bytes,
+    layer_bytes,
+    master_kind,
+    tensor_bytes,
+)
+from axsparse.samo.tensor_state import TensorState
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage to be built: which layers of which model, and how."""
+
+    model: str
+    layers: slice
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    pruning: PruningConfig | None
+    index: IndexKind = "int32"
+
+
+HALF = (torch.bfloat16, torch.bfloat16)
+HALF_WITH_FP32_SUMS = (torch.bfloat16, torch.float32)
+FULL = (torch.float32, torch.float32)
+BLOCKS = PruningConfig(sparsity=0.9)
+ALL = PruningConfig(method="random", sparsity=0.9, include="all")
+BARELY = PruningConfig(sparsity=0.004, include="all")
+"""Removes nothing of small matrices, whose entries times 0.004 round to zero."""
+
+CASES = {
+    "whole tied GPT, bf16": Case("tied", slice(None), *HALF, BLOCKS),
+    "whole tied GPT, bf16, embeddings too": Case("tied", slice(None), *HALF, ALL),
+    "whole tied GPT, bf16 with fp32 sums": Case("tied", slice(None), *HALF_WITH_FP32_SUMS, ALL),
+    "whole tied GPT, fp32": Case("tied", slice(None), *FULL, ALL),
+    "whole tied GPT, dense": Case("tied", slice(None), *HALF, None),
+    "whole tied GPT, bf16, uint16": Case("tied", slice(None), *HALF, ALL, "uint16"),
+    "whole tied GPT, bf16, mask": Case("tied", slice(None), *HALF, ALL, "mask"),
+    "medium GPT, bf16, uint16": Case("medium", slice(None), *HALF, BLOCKS, "uint16"),
+    "medium GPT, bf16, mask": Case("medium", slice(None), *HALF, BLOCKS, "mask"),
+    "first half of a tied GPT": Case("tied", slice(0, 2), *HALF, ALL),
+    "second half of a tied GPT": Case("tied", slice(2, None), *HALF, ALL),
+    "whole GPT, two separate weights": Case("untied", slice(None), *HALF, BLOCKS),
+    "medium GPT, bf16": Case("medium", slice(None), *HALF, BLOCKS),
+    "medium GPT, fp32": Case("medium", slice(None), *FULL, BLOCKS),
+    "frozen parameters, bf16": Case("frozen", slice(None), *HALF, BLOCKS),
+    "frozen parameters, fp32": Case("frozen", slice(None), *FULL, BLOCKS),
+    "tied frozen parameters": Case("tied and frozen", slice(None), *HALF, ALL),
+    "tied within one layer": Case("tied within", slice(None), *HALF, ALL),
+    "layers that initialise themselves": Case("by itself", slice(None), *HALF, BLOCKS),
+    "pruning that removes nothing": Case("tiny matrices", slice(None), *HALF, BARELY),
+    "pruning that keeps nothing": Case("tiny matrices", slice(None), *HALF, BLOCKS),
+}
+
+
+class Pair(nn.Module):
+    """Two weights, of which some may be frozen."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Linear(12, 10, bias=False)
+        self.two = nn.Linear(12, 10)
+        self.two.weight.requires_grad_(not frozen)
+
+
+def make_model(name: str) -> Model:
+    if name in ("tied", "untied", "medium"):
+        width = 128 if name == "medium" else 32
+        config = ModelConfig(
+            num_layers=2,
+            hidden_size=width,
+            num_heads=2,
+            sequence_length=12,
+            vocab_size=50 * (1 + (name == "medium")),
+            tie_embeddings=name != "untied",
+        )
+        return gpt(config, 12)
+    ties: list[Tie] = []
+    if name == "frozen":
+        layers = [Layer("a", partial(Pair, frozen=True), init=random_init)]
+    elif name == "tied and frozen":
+        pair = partial(Pair, frozen=True)
+        layers = [Layer(key, pair, init=random_init) for key in ("a", "b")]
+        ties = [Tie("a.two.weight", "b.two.weight")]
+    elif name == "tied within":
+        layers = [Layer("a", Pair, init=random_init)]
+        ties = [Tie("a.one.weight", "a.two.weight")]
+    elif name == "by itself":
+        layers = [Layer("a", Pair), Layer("norm", partial(nn.LayerNorm, 10))]
+    else:
+        layers = [Layer("a", partial(nn.Linear, 2, 2), init=random_init)]
+    return Model(layers, loss=lambda output, target: output.sum(), ties=ties)
+
+
+def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
+    assert pruning.method == "magnitude" or pruning.method == "random"
+    return ScoredMasks(Criterion(pruning.method, 1), kept(model, pruning))
+
+
+def build(case: Case) -> list[BuiltLayer]:
+    model = make_model(case.model)
+    options = StateOptions(
+        dtype=case.dtype,
+        gradient_dtype=case.gradient_dtype,
+        moments=ADAMW.moments,
+        seed=1,
+        masks=None if case.pruning is None else case_masks(model, case.pruning),
+        index=case.index,
+    )
+    ties = {tie.second: tie.first for tie in model.ties}
+    return build_layers(model.layers[case.layers], ties, options)
+
+
+def live(layers: Sequence[BuiltLayer]) -> StateBytes:
+    return StateBytes.sum(layer.state.live_bytes() for layer in layers)
+
+
+def predicted(case: Case) -> StateBytes:
+    surveyed = survey(make_model(case.model))
+    return stage_bytes(
+        surveyed.layers[case.layers],
+        surveyed.ties,
+        {} if case.pruning is None else kept(make_model(case.model), case.pruning),
+        dtype=case.dtype,
+        gradient_dtype=case.gradient_dtype,
+        moments=len(ADAMW.moments),
+        index=case.index,
+    )
+
+
+def process_bytes() -> int:
+    """Bytes of all tensor storages that this process holds, each once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure() -> dict[str, int]:
+    """What each case adds to the tensors of this process."""
+    gc.freeze()  # what the imports left behind is not looked through again and again
+    found = {}
+    for name, case in CASES.items():
+        before = process_bytes()
+        layers = build(case)
+        found[name] = process_bytes() - before
+        del layers
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_a_fresh_process() -> dict[str, int]:
+    paths = [str(path) for path in sys.path if path]
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=LONGEST_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    measured: dict[str, int] = json.loads(done.stdout)
+    return measured
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_formula_and_process_agree_to_the_byte(
+    name: str, in_a_fresh_process: dict[str, int]
+) -> None:
+    ours = live(build(CASES[name]))
+
+    assert ours == predicted(CASES[name])
+    assert in_a_fresh_process[name] == ours.total
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("at_step", [0, 1])
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (1, 2)])
+def test_after_training_every_rank_holds_what_the_formula_says(
+    precision: str, at_step: int, g_inter: int, g_data: int
+) -> None:
+    config = tiny_config(
+        precision=precision,
+        pruning={"sparsity": 0.9, "include": "all", "at_step": at_step},
+        train={"steps": 2},
+    )
+    model = tiny_gpt(config)
+    surveyed = survey(model)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
+        names = {layer.spec.name for layer in trainer.parts.layers}
+        layers = [layer for layer in surveyed.layers if layer.name in names]
+        gradient_dtype = trainer.parts.layers[0].state.gradient.dtype
+        assert trainer.state_bytes() == stage_bytes(
+            layers,
+            surveyed.ties,
+            kept(model, config.pruning),
+            dtype=dtype,
+            gradient_dtype=gradient_dtype,
+            moments=2,
+            index="uint16",
+        )
+
+
+def pruned_layer_bytes(index: IndexKind) -> int:
+    """Of a layer of 2¹⁸ entries in blocks and all of them pruned, in bf16 with half sums."""
+    layer = Layer("a", lambda: nn.Linear(512, 512, bias=False), init=random_init)
+    masks = matrices([layer], 0.9)
+    options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1, masks, index)
+    (built,) = build_layers([layer], {}, options)
+    return built.state.live_bytes().total
+
+
+@pytest.mark.parametrize(
+    ("index", "expected", "limit"),
+    [("int32", 2 + 18 * 0.1, 3.801), ("uint16", 3.6001, 3.61), ("mask", 3.527, 3.55)],
+)
+def test_a_parameter_of_which_a_tenth_is_kept_costs_few_bytes(
+    index: IndexKind, expected: float, limit: float
+) -> None:
+    a_parameter = pruned_layer_bytes(index) / 512**2
+
+    assert a_parameter == pytest.approx(expected, abs=1e-4)
+    assert a_parameter <= limit
+    assert a_parameter <= 2 + 24 * 0.1  # the paper, equation (2)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("index", get_args(IndexKind))
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
+    shard: bool, split: bool, gradient_dtype: torch.dtype, index: IndexKind, density: float
+) -> None:
+    numel, replicas = 600_000, 3
+    kept = round(density * numel)
+    world: LocalWorld[StateBytes] = LocalWorld(replicas)
+
+    def allocated(rank: int) -> StateBytes:
+        transport = LocalTransport(world, rank)
+        group = transport.collective("replicas", range(replicas))
+        weight = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+        kept_positions = make_index(torch.arange(numel) < kept, index)
+        return LayerState(
+            "layer",
+            [TensorState("w", weight, kept_positions, decays=True)],
+            moments=ADAMW.moments,
+            gradient_dtype=gradient_dtype,
+            master=master_kind(half=True, split=split),
+            replicas=Replicas(group, transport.backoff, shard=shard),
+        ).live_bytes()
+
+    assert world.run(allocated) == [
+        layer_bytes(
+            [TensorSize(numel, kept)],
+            half=True,
+            gradient_bytes=gradient_dtype.itemsize,
+            moments=2,
+            index=index,
+            split_master=split,
+            replicas=replicas if shard else 1,
+            replica=rank if shard else 0,
+        )
+        for rank in range(replicas)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("int32", 4 * 7_000),
+        ("uint16", 2 * 7_000 + 4 * 3),  # two blocks, begun, and the end
+        ("mask", 8 * 1_094 + 4 * 36),  # 1,093.75 words, and 34.2 blocks
+    ],
+)
+def test_an_index_in_bytes(kind: IndexKind, expected: int) -> None:
+    assert index_bytes(70_000, 7_000, kind) == expected
+    assert index_bytes(70_000, 70_000, kind) == 0
+
+
+def test_int32_holds_numbers_up_to_its_limit() -> None:
+    assert fits_int32(int(torch.iinfo(torch.int32).max))
+    assert not fits_int32(int(torch.iinfo(torch.int32).max) + 1)
+
+
+@pytest.mark.parametrize("kept_of_ten", [1, 9])
+@pytest.mark.parametrize("numel", [10**8, 10**11])
+def test_a_mask_with_its_offsets_stays_below_an_eighth_and_a_bit(
+    numel: int, kept_of_ten: int
+) -> None:
+    assert 1 / 8 < index_bytes(numel, numel * kept_of_ten // 10, "mask") / numel <= 0.129
+
+
+def test_the_formula_by_category() -> None:
+    cost = partial(tensor_bytes, TensorSize(1000, 100), moments=2)
+    assert cost(half=True, gradient_bytes=2) == StateBytes(2000, 400, 200, 400, 800)
+    assert cost(half=True, gradient_bytes=4) == StateBytes(2000, 400, 400, 400, 800)
+    assert cost(half=False, gradient_bytes=4) == StateBytes(4000, 400, 400, 0, 800)
+    split = cost(half=True, gradient_bytes=2, split_master=True)
+    assert split == StateBytes(2000, 400, 200, 200, 800)
+
+
+def test_the_second_use_on_another_stage_costs_its_own_full_state() -> None:
+    whole = live(build(CASES["whole tied GPT, bf16, embeddings too"]))
+    halves = [
+        live(build(CASES[name]))
+        for name in ("first half of a tied GPT", "second half of a tied GPT")
+    ]
+    shared, kept = 50 * 32, 160
+
+    assert halves[0].total + halves[1].total - whole.total == 2 * shared + (4 + 4 + 8) * kept
+
+
+if __name__ == "__main__":
+    json.dump(measure(), sys.stdout)

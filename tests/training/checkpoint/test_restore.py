@@ -1,0 +1,273 @@
+"""What of a checkpoint is believed when it is read: nothing that does not fit the run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import ran, settings
+from support.runs import tiny_config, tiny_gpt, token_data
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
+from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
+from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
+from axsparse.training.checkpoint.restore import Files, load_layers
+from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
+
+
+def config_of(**sections: Any) -> Config:
+    return tiny_config(train={"steps": 3}, checkpoint={"every": 2}, **sections)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("original") / "run"
+    ran((1, 1), config_of(), run)
+    return run
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(original, tmp_path / "run"))
+    shutil.rmtree(copy / "checkpoints" / "step-2")
+    return copy
+
+
+def forge(run: Path, change: Callable[[dict[str, torch.Tensor]], object], layer: str) -> None:
+    """Change the tensors of a layer's file, with sizes and hashes that belong to them."""
+    folder = run / "checkpoints" / "step-3"
+    manifest = open_checkpoint(folder).manifest
+    path = folder / manifest.layers[layer].file
+    file = SafetensorsFile(path)
+    tensors = {name: file.read(name) for name in file.shapes}
+    described = {name: file.described(name) for name in file.shapes}
+    change(tensors)
+    described = {
+        name: replace(described[name], shape=tuple(tensors[name].shape)) for name in tensors
+    }
+    path.unlink()
+    write_safetensors(path, described, iter(tensors.values()))
+    entries = {**manifest.files, path.name: read_entry(folder, path.name)}
+    rewrite(run, lambda m: m.model_copy(update={"files": entries}))
+
+
+def rewrite(run: Path, change: Callable[[CheckpointManifest], CheckpointManifest]) -> None:
+    folder = run / "checkpoints" / "step-3"
+    manifest = change(open_checkpoint(folder).manifest)
+    (folder / "manifest.json").write_bytes(manifest_bytes(manifest))
+
+
+NAME = "block0.fc1.weight"
+
+
+def flip(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"mask/{NAME}"][0] ^= 1
+
+
+def shorten(kind: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{kind}/{NAME}"] = tensors[f"{kind}/{NAME}"][:-1]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (flip, f"the mask of {NAME} keeps [0-9]+ entries, its manifest says [0-9]+; resume"),
+        (shorten("mask"), "'mask/.*' is uint8 .*, this run has uint8 .*; resume from another one"),
+        (shorten("master"), "'master/.*' is float32 .*, this run has float32 .*; resume"),
+        (shorten("exp_avg"), "'exp_avg/.*' is float32 .*, this run has float32 "),
+        (
+            lambda tensors: tensors.pop(f"master/{NAME}"),
+            f"safetensors lacks 'master/{NAME}'; resume from another one",
+        ),
+    ],
+)
+def test_forged_files_are_refused(
+    change: Callable[[dict[str, torch.Tensor]], object], words: str, run: Path
+) -> None:
+    forge(run, change, "block0")
+    assert is_whole(run / "checkpoints" / "step-3")
+
+    with pytest.raises(DataError, match=rf"^checkpoint {run}/checkpoints/step-3: .*{words}"):
+        ran((1, 1), config_of(), run, resume="auto")
+
+
+def test_a_file_that_is_no_safetensors_file_is_refused(run: Path) -> None:
+    folder = run / "checkpoints" / "step-3"
+    name = "0001-block0.safetensors"
+    (folder / name).write_bytes(b"\x80\x04pickle")  # a planted one must not run either
+    entry = read_entry(folder, name)
+    rewrite(run, lambda m: m.model_copy(update={"files": {**m.files, name: entry}}))
+
+    with pytest.raises(DataError, match="no safetensors file, or cut short"):
+        ran((1, 1), config_of(), run, resume="auto")
+
+
+def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
+    checkpoint = open_checkpoint(run / "checkpoints" / "step-3")
+    (checkpoint.path / "0001-block0.safetensors").unlink()
+
+    with pytest.raises(
+        MissingInputError, match=r"0001-block0.safetensors cannot be opened \(No such file"
+    ):
+        Files(checkpoint).of(NAME)
+
+
+def test_what_a_pruning_method_did_not_save_is_missed(run: Path) -> None:
+    checkpoint = open_checkpoint(run / "checkpoints" / "step-3")
+
+    with pytest.raises(DataError, match=f"has nothing for the pruning of {NAME}; resume from anot"):
+        Files(checkpoint).read_masking("search", NAME)
+
+
+@pytest.mark.parametrize(
+    ("pruning", "kind", "words"),
+    [
+        (
+            {"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.01},
+            "search",
+            "the early-bird mask of .* has 1 bytes, which do not fit [0-9]+ entries; resume",
+        ),
+        (
+            {"method": "iterative", "at_step": 1, "interval": 4, "until_step": 8, "rewind_step": 1},
+            "rewind",
+            "the weights of .* to rewind to are 1, not [0-9]+; resume from another checkpoint",
+        ),
+    ],
+)
+def test_forged_state_of_a_pruning_method_is_refused(
+    pruning: dict[str, Any], kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(train={"steps": 10}, pruning=pruning)
+    ran((1, 1), config, tmp_path / "run", stop_after=3)
+    read = Files.read_masking
+
+    def forged(self: Files, asked: str, name: str) -> torch.Tensor:
+        assert asked == kind
+        return read(self, asked, name)[:1]
+
+    monkeypatch.setattr(Files, "read_masking", forged)
+
+    with pytest.raises(DataError, match=rf"^checkpoint: {words}"):
+        ran((1, 1), config, tmp_path / "run", resume="auto")
+
+
+# -- what does not fit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "words"),
+    [
+        (
+            {"model": {"vocab_size": 70}},
+            DataError,
+            r"embed.token.weight: \(64, 32\) was saved, the model has \(70, 32\); set the model's",
+        ),
+        ({"model": {"num_layers": 3}}, DataError, "block2.*: nothing was saved, the model has"),
+        ({"model": {"num_layers": 1}}, DataError, "was saved, the model has nothing; set the"),
+        ({"seed": 12}, ConfigError, r"^seed \(default\): 12, but checkpoint .* saved with 11; set"),
+        ({"precision": "bf16"}, ConfigError, r"^precision .*: 'bf16', but .* with 'fp32'; set it"),
+        ({"optimizer": {"name": "sgd"}}, ConfigError, "^optimizer.name .*: 'sgd', but checkpoint"),
+        ({"optimizer": {"momentum": 0.5}}, ConfigError, "^optimizer.momentum "),
+        ({"pruning": {"sparsity": 0.7}}, ConfigError, "^pruning.sparsity .*: 0.7, but .* with 0.8"),
+        ({"pruning": {"method": "random"}}, ConfigError, "^pruning.method "),
+        ({"batch": {"global_batch_size": 6}}, ConfigError, "^batch.global_batch_size "),
+        ({"model": {"dropout": 0.1}}, ConfigError, "^model.dropout "),
+        ({"samo": {"enabled": False}}, ConfigError, "^samo.enabled "),
+    ],
+)
+def test_another_run_is_refused_and_nothing_is_touched(
+    sections: dict[str, Any], kind: type[AxsparseError], words: str, run: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+
+    with pytest.raises(kind, match=words):
+        ran((2, 1), config_of(**sections), run, resume="auto")
+
+    after = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert {**after, "run.lock": b""} == {**before, "run.lock": b""}
+
+
+@pytest.mark.parametrize(("samples", "what"), [(39, "samples 39"), (40, "fingerprint 1")])
+def test_other_data_are_refused(samples: int, what: str, run: Path) -> None:
+    data = replace(token_data(samples), fingerprint="1")
+
+    with pytest.raises(DataError, match=f"^data: random has {what}, checkpoint .* was trained on"):
+        ran((1, 1), config_of(), run, resume="auto", data=data)
+
+
+def test_other_layers_of_the_same_parameters_are_refused(run: Path) -> None:
+    rewrite(run, lambda m: m.model_copy(update={"layers": dict(reversed(m.layers.items()))}))
+
+    with pytest.raises(DataError, match="its layers are head, block1, block0, embed, the model's"):
+        ran((1, 1), config_of(), run, resume="auto")
+
+
+def test_what_may_change_is_told_where_it_changes_the_numbers(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(
+        config_of(),
+        train={"steps": 5, "log_every": 1, "eval_every": 2},
+        optimizer={"learning_rate": 0.5},
+        checkpoint={"every": 1, "keep_last": 9},
+        pipeline={"slack": 2, "schedule": "gpipe"},
+        samo={"index": "int32"},
+    )
+
+    ran((2, 1), config, run, resume="auto")
+
+    told = [line for line in capsys.readouterr().out.splitlines() if " is now " in line]
+    assert told == [
+        "axsparse: optimizer.learning_rate is now 0.5, before it was 0.01",
+        "axsparse: schedule.decay_steps is now 5, before it was 3",
+    ]
+
+
+def test_a_rank_reads_the_files_of_its_own_layers_only(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, str]] = []
+    read_part = SafetensorsFile.read_part
+    stage = ""
+
+    def reading(self: SafetensorsFile, name: str, start: int, stop: int) -> torch.Tensor:
+        opened.append((stage, self.path.name))
+        return read_part(self, name, start, stop)
+
+    def load(*arguments: Any) -> None:
+        nonlocal stage
+        stage = "+".join(layer.spec.name for layer in arguments[1])
+        load_layers(*arguments)
+        stage = ""
+
+    monkeypatch.setattr(SafetensorsFile, "read_part", reading)
+    monkeypatch.setattr("axsparse.training.build.load_layers", load)
+
+    ran((2, 1), config_of(), run, resume="auto")
+
+    files = {name: {file[5:-12] for stage, file in opened if stage == name} for name, _ in opened}
+    assert files["embed+block0"] == {"embed", "block0"}
+    assert files["block1+head"] == {"block1", "head", "embed"}  # the tied weight
+
+
+def test_resuming_needs_a_run_directory() -> None:
+    job, config = Job(LocalTransport(LocalWorld(1), 0)), config_of()
+
+    with pytest.raises(ConfigError, match="resume goes on in a run directory, and quiet has none"):
+        build(
+            job, tiny_gpt(config), lambda: Datasets(token_data()), config, quiet=True, resume="auto"
+        )

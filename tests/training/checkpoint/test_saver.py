@@ -1,0 +1,408 @@
+"""Saving while training goes on: who writes, who waits, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.resuming import Ran, note_state, ran, same_state
+from support.runs import mlp, tiny_config, vector_data
+from torch import Tensor
+
+from axsparse.config.schema import Config
+from axsparse.data.order import samples_of_step
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.runtime.errors import OutputError, TrainingError
+from axsparse.runtime.files.safetensors import write_safetensors
+from axsparse.training.checkpoint import saver as save
+from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
+from axsparse.training.checkpoint.copy_queue import Stream
+from axsparse.training.checkpoint.layer_files import deal
+from axsparse.training.checkpoint.manifest import FileEntry, Progress
+from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
+from axsparse.training.trainer import Trainer
+
+Write = Callable[[Path], object]
+
+
+def config_of(**checkpoint: Any) -> Config:
+    return tiny_config(train={"steps": 6}, checkpoint={"every": 2, **checkpoint})
+
+
+def saved(run: Path) -> list[int]:
+    return saved_steps(run / "checkpoints")
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Write], None]:
+    """Puts something before the writing of every file."""
+
+    def install(before: Write) -> None:
+        def write(path: Path, *arguments: Any, **options: Any) -> None:
+            before(path)
+            write_safetensors(path, *arguments, **options)
+
+        monkeypatch.setattr(save, "write_safetensors", write)
+
+    return install
+
+
+# -- when -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "steps"),
+    [
+        ({"every": 2, "keep_last": 9}, [6, 4, 2]),
+        ({"every": 4, "keep_last": 9}, [6, 4]),
+        ({"every": 50}, [6]),
+        ({"every": 0}, []),
+        ({"every": 1, "keep_last": 2}, [6, 5]),
+        ({"every": 1, "keep_last": 1, "keep_every": 2}, [6, 4, 2]),
+    ],
+)
+def test_a_run_saves_at_intervals_and_at_its_end(
+    checkpoint: dict[str, int], steps: list[int], tmp_path: Path
+) -> None:
+    ran((2, 1), config_of(**checkpoint), tmp_path)
+
+    assert saved(tmp_path) == steps
+    assert all(is_whole(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
+
+
+def test_what_a_thread_writes_is_told_of_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    beat = Pulse.beat
+
+    def count(self: Pulse) -> None:
+        threads.append(threading.current_thread().name)
+        beat(self)
+
+    monkeypatch.setattr(Pulse, "beat", count)
+
+    ran((1, 1), config_of(every=50), tmp_path)
+
+    files = len(list((tmp_path / "checkpoints" / "step-6").glob("*.safetensors")))
+    assert threads.count("axsparse checkpoint") > 3 * files
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    ran((1, 1), config_of(every=1), tmp_path, stop_after=5)
+    assert saved(tmp_path) == [5, 4, 3]
+    (tmp_path / "checkpoints" / "step-4" / "0000-embed.safetensors").write_bytes(b"damaged")
+
+    ran((1, 1), config_of(every=1), tmp_path, resume="auto")
+
+    assert saved(tmp_path) == [6, 5, 4, 3]
+
+
+def test_what_a_run_goes_on_from_is_not_saved_again(tmp_path: Path) -> None:
+    ran((1, 1), config_of(), tmp_path)
+    before = (tmp_path / "checkpoints" / "step-6").stat().st_ino
+
+    ran((1, 1), config_of(), tmp_path, resume="auto")
+
+    assert (tmp_path / "checkpoints" / "step-6").stat().st_ino == before
+
+
+def test_what_is_saved_changes_no_bit_of_training(tmp_path: Path) -> None:
+    with_checkpoints = ran((2, 2), config_of(every=1), tmp_path / "with")
+
+    without = ran((2, 2), config_of(every=0), tmp_path / "without")
+
+    assert with_checkpoints.losses == without.losses
+    same_state(with_checkpoints, without)
+
+
+# -- in the background ----------------------------------------------------------------------
+
+
+def before_each_step(happen: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
+    def install(trainer: Trainer) -> None:
+        step = trainer.step
+
+        def stepping() -> Verdict:
+            happen(trainer)
+            return step()
+
+        vars(trainer)["step"] = stepping
+
+    return install
+
+
+def test_steps_go_on_while_the_disk_is_slow_and_what_is_saved_is_that_of_before(
+    tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    may_write, at_three, there = threading.Event(), Ran(), {}
+    hooked(lambda path: may_write.wait(60))
+
+    def watch(trainer: Trainer) -> None:
+        there[trainer.steps_done] = saved(tmp_path / "run")
+        if trainer.steps_done == 3:
+            note_state(at_three, trainer)
+        if trainer.steps_done == 5:
+            may_write.set()
+
+    ran((1, 1), config_of(every=3), tmp_path / "run", look=before_each_step(watch))
+
+    assert there == {step: [] for step in range(6)}
+    assert saved(tmp_path / "run") == [6, 3]
+    loaded = Ran()
+    ran(
+        (1, 1),
+        config_of(),
+        tmp_path / "other",
+        resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
+        look=partial(note_state, loaded),
+    )
+    same_state(loaded, at_three)
+
+
+def test_there_are_never_two_checkpoints_under_way(
+    tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    written: list[str] = []
+
+    def note(path: Path) -> None:
+        if path.parent.name not in written:
+            written.append(path.parent.name)
+        assert path.parent.name == written[-1], "an earlier one is still being written"
+
+    hooked(note)
+
+    ran((2, 2), config_of(every=1, keep_last=9), tmp_path)
+
+    assert written == [f"step-{step}.tmp" for step in range(1, 7)]
+    assert saved(tmp_path) == [6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("shard", [False, True])
+def test_replicas_write_a_part_each(
+    shard: bool, layout: tuple[int, int], tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    writers: dict[str, set[str]] = {}
+    hooked(lambda path: writers.setdefault(path.name, set()).add(threading.current_thread().name))
+    config = config_of(every=50).model_copy(
+        update={"samo": tiny_config(samo={"shard_optimizer": shard}).samo}
+    )
+    parts: list[int] = []
+
+    def count(trainer: Trainer) -> None:
+        start = trainer._saver.start  # type: ignore[union-attr]  # a run that saves has one
+
+        def counting(progress: Progress) -> None:
+            start(progress)
+            under_way = trainer._saver._under_way  # type: ignore[union-attr]  # just begun
+            assert under_way is not None
+            parts.append(len(under_way.layers))
+
+        vars(trainer._saver)["start"] = counting
+
+    ran(layout, config, tmp_path, look=count)
+
+    assert len(writers) == 4
+    assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
+
+
+def test_work_is_dealt_out_by_size() -> None:
+    assert deal([5, 9, 4], 2) == [1, 0, 1]
+    assert deal([7], 3) == [0]
+    assert deal([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+
+
+def test_memory_for_what_is_on_its_way_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `checkpoint.buffer`, and a tensor that is being written; not by the state."""
+    limits: list[float] = []
+    most = 0
+
+    class Watched(Stream):
+        def __init__(self, limit_bytes: float) -> None:
+            super().__init__(limit_bytes)
+            limits.append(limit_bytes)
+
+        def put(self, tensor: Tensor) -> None:
+            nonlocal most
+            super().put(tensor)
+            most = max(most, self._held)
+
+    monkeypatch.setattr(save, "Stream", Watched)
+
+    ran((1, 1), config_of(every=6, buffer=2e-5), tmp_path)
+
+    assert limits == [20_000.0]
+    assert 0 < most <= 20_000
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-6")
+    assert checkpoint.manifest.nbytes > 100_000
+
+
+# -- failures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
+    layout: tuple[int, int], tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    def fail(path: Path) -> None:
+        if path.parent.name == "step-4.tmp" and "block1" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    hooked(fail)
+
+    with pytest.raises(
+        OutputError,
+        match=rf"^rank \d \(stage \d, replica \d\): checkpoint {tmp_path}/checkpoints/step-4.tmp: "
+        r"cannot be written \(No space left on device\); free space there, or choose another "
+        r"--run-dir; checkpoints before it are still there$",
+    ) as caught:
+        ran(layout, config_of(), tmp_path)
+
+    assert caught.value.on_all_ranks
+    assert saved(tmp_path) == [2] and is_whole(tmp_path / "checkpoints" / "step-2")
+    assert unfinished(tmp_path / "checkpoints") == []
+
+
+def test_a_folder_that_cannot_be_made_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, step: int) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.begin", fail)
+
+    with pytest.raises(OutputError, match=r"checkpoints: cannot be written \(Read-only file sys"):
+        ran((2, 1), config_of(), tmp_path)
+
+
+def test_a_commit_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(partial: Path, manifest: bytes) -> Path:
+        if partial.name == "step-4.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return commit(partial, manifest)
+
+    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.commit", fail)
+
+    with pytest.raises(OutputError, match=r"cannot be written \(Input/output error\)"):
+        ran((2, 1), config_of(), tmp_path)
+
+    assert saved(tmp_path) == [2]
+
+
+def test_what_reads_otherwise_than_it_was_written_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: Path, name: str) -> FileEntry:
+        entry = read_entry(folder, name)
+        return entry.model_copy(update={"xxh3": "0" * 32}) if "block0" in name else entry
+
+    monkeypatch.setattr(save, "read_entry", read)
+
+    with pytest.raises(
+        OutputError, match=r"\(0001-block0.safetensors reads otherwise than it was written\)"
+    ):
+        ran((2, 1), config_of(), tmp_path)
+
+    assert saved(tmp_path) == []
+
+
+def test_what_is_gone_when_it_is_read_back_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: Path, name: str) -> FileEntry:
+        (folder / name).unlink()
+        return read_entry(folder, name)
+
+    monkeypatch.setattr(save, "read_entry", read)
+
+    with pytest.raises(OutputError, match="resume from another one; it was written a moment ago"):
+        ran((1, 1), config_of(), tmp_path)
+
+
+def test_a_disk_that_ranks_do_not_share_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: Path, name: str) -> FileEntry:
+        entry = read_entry(folder, name)
+        if "head" in name:
+            (folder / name).unlink()
+        return entry
+
+    monkeypatch.setattr(save, "read_entry", read)
+
+    with pytest.raises(
+        OutputError,
+        match=r"rank 0 does not see 0003-head.safetensors as it was written; choose a --run-dir "
+        "that all hosts share",
+    ):
+        ran((2, 1), config_of(), tmp_path)
+
+    assert saved(tmp_path) == []
+
+
+def test_a_run_that_loses_its_way_keeps_what_it_was_saving(tmp_path: Path) -> None:
+    """The third step of the first epoch meets a sample that is no number."""
+    data = vector_data(infinite=int(samples_of_step(30, 12, 2, 11)[0]))
+    patience = tiny_config(loss_scale={"patience": 1}).loss_scale
+    config = config_of().model_copy(update={"loss_scale": patience})
+
+    with pytest.raises(TrainingError, match="no step could update"):
+        ran((2, 1), config, tmp_path, model=lambda config: mlp(), data=data)
+
+    assert saved(tmp_path) == [2] and is_whole(tmp_path / "checkpoints" / "step-2")
+
+
+def test_a_rank_that_fails_alone_leaves_nothing_half_named(
+    tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    may_write = threading.Event()
+    hooked(lambda path: may_write.wait(60))
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.steps_done == 2 and trainer.parts.place.rank == 1:
+            may_write.set()
+            raise RuntimeError("a layer of glass")
+
+    with pytest.raises(RuntimeError, match="glass"):
+        ran((2, 1), config_of(), tmp_path, look=before_each_step(fail))
+
+    assert saved(tmp_path) == []
+    assert [path.name for path in unfinished(tmp_path / "checkpoints")] == ["step-2.tmp"]
+
+
+def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may go on there at once; a thread must not be at it any more."""
+    may_commit = threading.Event()
+
+    def slow(partial: Path, manifest: bytes) -> Path:
+        may_commit.wait(60)
+        return commit(partial, manifest)
+
+    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.commit", slow)
+
+    def fail(trainer: Trainer) -> None:
+        saver = trainer._saver
+        assert saver is not None
+        while trainer.steps_done == 4 and saver.is_writing:
+            time.sleep(0.001)
+        if trainer.steps_done == 5:
+            assert saver.is_writing, "it has not begun to appear"
+            threading.Timer(0.3, may_commit.set).start()
+            raise RuntimeError("a layer of glass")
+
+    with pytest.raises(RuntimeError, match="glass"):
+        ran((1, 1), config_of(every=4), tmp_path, look=before_each_step(fail))
+
+    assert saved(tmp_path) == [4]

@@ -1,0 +1,519 @@
+"""Checkpoints as weights for other libraries: the right bits, whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.allocated import peak_of
+from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
+from support.resuming import Ran, ran
+from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
+from support.saved import train_and_save
+from torch import Tensor, nn
+
+from axsparse.config.load import configure
+from axsparse.config.schema import Config
+from axsparse.models.layer import Model
+from axsparse.models.start_weights import open_weights, start_from
+from axsparse.models.survey import survey
+from axsparse.models.zoo.hf_gpt2 import start_from_gpt2
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+)
+from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
+from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
+from axsparse.training.export import checkpoint_export as exporting
+from axsparse.training.export.checkpoint_export import Form, export
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+STEPS = 3
+
+
+def config_of(**sections: Any) -> Config:
+    return tiny_config(train={"steps": STEPS}, **sections)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    file = SafetensorsFile(path)
+    return {name: file.read(name) for name in file.shapes}
+
+
+def dense_state(found: Ran, model: Model, kind: str = "master") -> dict[str, Tensor]:
+    """Trained parameters of a run by global name, a tied one once, and buffers."""
+    surveyed = survey(model)
+    tensors = {}
+    for name, shape in surveyed.shapes.items():
+        if f"kept/{name}" in found.state:
+            values = found.state[f"{kind}/{name}"]
+            if kind == "master":
+                dense = torch.zeros(int(np.prod(shape)))
+                dense[found.state[f"kept/{name}"]] = values
+                values = dense
+            tensors[name] = values.view(shape)
+    return {**tensors, **found.buffers}
+
+
+def newest(run: Path, step: int = STEPS) -> Checkpoint:
+    return open_checkpoint(run / "checkpoints" / f"step-{step}")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("original") / "run"
+    ran((1, 1), config_of(), run)
+    return run
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+# -- the bits -------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "plain": ((1, 1), {}),
+    "dense": ((1, 1), {"samo": {"enabled": False}}),
+    "two heads": ((2, 1), {"model": {"tie_embeddings": False}, "samo": {"index": "mask"}}),
+    "split": ((2, 2), {"precision": "bf16", "samo": {"split_master": True}}),
+    "sharded": ((2, 2), {"precision": "fp16", "samo": {"shard_optimizer": True}}),
+}
+
+
+@pytest.mark.parametrize("form", ["torch", "sparse"])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_masters_come_out_bit_by_bit_however_they_were_stored(
+    case: str, form: Form, tmp_path: Path
+) -> None:
+    layout, sections = LAYOUTS[case]
+    config = config_of(**sections)
+    found = ran(layout, config, tmp_path / "run")
+
+    done = export(newest(tmp_path / "run"), form, tmp_path / "out.safetensors")
+
+    written = tensors_of(tmp_path / "out.safetensors")
+    assert done.tensors == len(written)
+    assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
+    dense = from_csr(written) if form == "sparse" else written
+    assert (dense is not written and len(dense) < len(written)) == (
+        form == "sparse" and case != "dense"
+    )
+    assert_equal_tensors(dense, dense_state(found, tiny_gpt(config)))
+
+
+def test_csr_is_not_read_back_and_said_to_be_csr(tmp_path: Path) -> None:
+    config = config_of()
+    ran((1, 1), config, tmp_path / "run")
+    out = tmp_path / "out.safetensors"
+    export(newest(tmp_path / "run"), "sparse", out)
+
+    with pytest.raises(DataError) as told:
+        start_from(tiny_gpt(config), open_weights(out))
+
+    assert str(told.value) == (
+        f"{out}: has 'block0.attention.qkv.weight' in CSR, which is not read back; export the "
+        "checkpoint with --to torch"
+    )
+
+
+def from_csr(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Dense tensors again, row by row as the format says."""
+    dense = {}
+    for name, tensor in tensors.items():
+        owner, _, part = name.rpartition(".")
+        if f"{owner}.indptr" not in tensors:
+            dense[name] = tensor
+        elif part == "shape":
+            indptr, indices, values = (
+                tensors[f"{owner}.{key}"] for key in ("indptr", "indices", "values")
+            )
+            assert indptr.dtype == indices.dtype == torch.int32
+            whole = torch.zeros(tuple(tensor.tolist()))
+            rows = whole.view(len(whole), -1)
+            assert len(indptr) == len(rows) + 1
+            for row, (start, stop) in enumerate(itertools.pairwise(indptr)):
+                columns = indices[start:stop].long()
+                assert columns.equal(columns.unique())
+                rows[row, columns] = values[start:stop]
+            dense[owner] = whole
+    return dense
+
+
+@pytest.mark.parametrize("form", ["torch", "sparse"])
+def test_kernels_of_convolutions_and_buffers_come_out(form: Form, tmp_path: Path) -> None:
+    data = image_data(33)
+    config = image_config(train={"steps": 1})
+    model = small_wide_resnet()
+    found = ran((2, 1), config, tmp_path / "run", model=lambda _: model, data=data)
+
+    export(newest(tmp_path / "run", 1), form, tmp_path / "out.safetensors")
+
+    written = from_csr(tensors_of(tmp_path / "out.safetensors"))
+    assert written["stem.bn1.running_mean"].abs().sum() > 0
+    assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
+    assert_equal_tensors(written, dense_state(found, model))
+    start_from(model, open_weights(tmp_path / "out.safetensors")) if form == "torch" else None
+
+
+def half_frozen(config: Config) -> Model:
+    def build(inner: Any) -> nn.Module:
+        module: nn.Module = inner()
+        module.get_parameter("0.weight").requires_grad_(False)
+        return module
+
+    layers = list(mlp().layers)
+    layers[1] = replace(layers[1], build=partial(build, layers[1].build))
+    return replace(mlp(), layers=layers)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(
+    trained: bool, tmp_path: Path
+) -> None:
+    frozen: dict[str, Tensor] = {}
+
+    def look(trainer: Any) -> None:
+        for layer in trainer.parts.layers:
+            if layer.spec.name == "hidden1":
+                frozen["hidden1.0.weight"] = layer.module.get_parameter("0.weight").detach().clone()
+
+    config = config_of(precision="bf16")
+    how: dict[str, Any] = {"model": half_frozen, "data": vector_data()}
+    found = ran((1, 1), config, tmp_path / "run", look=look, **how)
+
+    export(newest(tmp_path / "run"), "torch", tmp_path / "out.safetensors", trained=trained)
+
+    written = tensors_of(tmp_path / "out.safetensors")
+    expected = dense_state(found, half_frozen(config), "weight" if trained else "master")
+    assert "hidden1.0.weight" not in expected
+    dtype = torch.bfloat16 if trained else torch.float32
+    expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    assert_equal_tensors(written, expected)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_gpt_comes_out_as_a_trainer_saves_it(trained: bool, tmp_path: Path) -> None:
+    config = config_of(precision="bf16")
+    ran((2, 1), config, tmp_path / "run")
+    train_and_save(1, 1, tiny_gpt(config), config, tmp_path / "saved", masters=not trained)
+
+    export(newest(tmp_path / "run"), "hf", tmp_path / "out", trained=trained)
+
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    for name in ("config.json",):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    assert_equal_tensors(
+        tensors_of(tmp_path / "out" / "model.safetensors"),
+        tensors_of(tmp_path / "saved" / "model.safetensors"),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_it_and_loses_the_same(tied: bool, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip(
+        "transformers", reason="no transformers: pip install 'axsparse[test]', Python 3.11 or newer"
+    )
+    transformers.utils.logging.disable_progress_bar()
+    train = {"steps": STEPS, "eval_steps": 2}
+    config = tiny_config(train=train, model={"tie_embeddings": tied})
+    losses: list[float] = []
+    data = token_data()
+    ran((2, 1), config, tmp_path / "run", validation=data, look=note_last_loss(losses))
+
+    export(newest(tmp_path / "run"), "hf", tmp_path / "out")
+
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    (inputs,), targets = data.read(np.arange(24))
+    with torch.no_grad():
+        logits = theirs.eval()(inputs).logits.flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, targets.flatten())
+    assert loss.item() == pytest.approx(losses[-1], rel=1e-6)
+
+
+def note_last_loss(losses: list[float]) -> Any:
+    """Notes the loss of every evaluation."""
+
+    def look(trainer: Any) -> None:
+        evaluate = trainer.evaluate
+
+        def noting() -> Any:
+            found = evaluate()
+            losses.append(found.loss)
+            return found
+
+        vars(trainer)["evaluate"] = noting
+
+    return look
+
+
+# -- and in again ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["torch", "hf"])
+def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_path: Path) -> None:
+    train = {"steps": STEPS, "eval_steps": 2, "eval_first": True}
+    config = tiny_config(train=train)
+    losses: list[float] = []
+    how: dict[str, Any] = {"validation": token_data(), "look": note_last_loss(losses)}
+    first = ran((1, 1), config, tmp_path / "first", **how)
+    out = tmp_path / ("out" if form == "hf" else "out.safetensors")
+    export(newest(tmp_path / "first"), form, out)
+
+    def model(config: Config) -> Model:
+        return start_from_gpt2(tiny_gpt(config), open_weights(out), config.model)
+
+    still = config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(
+                update={"learning_rate": 1e-30, "weight_decay": 0.0}
+            )
+        }
+    )
+    second = ran((2, 1), still, tmp_path / "second", model=model, **how)
+
+    # Before the first step, after the last, and of the second run before its first one.
+    assert losses[0] != losses[1] == losses[2]
+    for name in survey(tiny_gpt(config)).shapes:
+        assert first.state[f"kept/{name}"].equal(second.state[f"kept/{name}"])
+        assert first.state[f"master/{name}"].equal(second.state[f"master/{name}"])
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def test_no_more_than_a_tensor_is_held_at_a_time(tmp_path: Path) -> None:
+    config = config_of(pruning={"sparsity": 0.5, "include": "all"})
+    data = vector_data(width=500)
+    ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(12, 500), data=data)
+    largest = 4 * 510 * 511
+    checkpoint = newest(tmp_path / "run")
+
+    peak = peak_of(lambda: export(checkpoint, "torch", tmp_path / "out.safetensors", force=True))
+
+    # Dense values, those that are kept, and the mask; all would be 11 tensors.
+    assert largest < peak < 3 * largest + PIECE
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def refused(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path: Path) -> str:
+    """The message; nothing new lies about."""
+    before = sorted(path.parent.rglob("*"))
+    with pytest.raises(kind) as caught:
+        export(checkpoint, form, path)
+    assert sorted(path.parent.rglob("*")) == before
+    return str(caught.value)
+
+
+def test_a_file_of_another_ending_is_refused(run: Path, tmp_path: Path) -> None:
+    assert refused(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
+        f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
+    )
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
+    file = run / "checkpoints" / f"step-{STEPS}" / "0002-block1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    told = refused(DataError, newest(run), "sparse", tmp_path / "out.safetensors")
+
+    assert "0002-block1.safetensors has another hash than its manifest says" in told
+
+
+@pytest.mark.parametrize("form", ["torch", "hf"])
+def test_a_checkpoint_that_goes_away_leaves_nothing(
+    form: Form, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = newest(run)
+
+    def write(*arguments: Any) -> None:
+        (checkpoint.path / "0003-head.safetensors").unlink()
+        write_safetensors(*arguments)
+
+    monkeypatch.setattr(exporting, "write_safetensors", write)
+    (tmp_path / "new").mkdir()
+
+    with pytest.raises(MissingInputError) as caught:
+        export(checkpoint, form, tmp_path / "new" / "out.safetensors")
+
+    assert "0003-head.safetensors cannot be opened (No such file or directory)" in str(caught.value)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_file_that_goes_away_while_it_is_read_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_part(*_: object) -> Tensor:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(SafetensorsFile, "read_part", read_part)
+    checkpoint = newest(run)
+
+    assert refused(MissingInputError, checkpoint, "torch", tmp_path / "out.safetensors") == (
+        f"checkpoint {checkpoint.path}: cannot be read any more (Stale file handle); export "
+        "another one, or one that the run keeps"
+    )
+
+
+def test_other_models_have_no_place_in_gpt2(tmp_path: Path) -> None:
+    config = configure(
+        {
+            "model": {"name": "cnn", "channels": 1},
+            "data": {"source": "digits"},
+            "train": {"steps": 1, "eval_steps": 0},
+        }
+    )
+    data = image_data(33, samples=48)
+    ran((1, 1), config, tmp_path / "run", model=lambda _: small_wide_resnet(), data=data)
+    checkpoint = newest(tmp_path / "run", 1)
+
+    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
+        f"--to hf: {checkpoint.path} is of model.name cnn, and only a gpt has a place in Hugging "
+        "Face's GPT-2; choose --to torch"
+    )
+
+
+def test_models_of_ones_own_have_no_place_in_gpt2(tmp_path: Path) -> None:
+    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
+    checkpoint = newest(tmp_path / "run")
+
+    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
+        f"--to hf: {checkpoint.path} is of a model of your own, not of the GPT of its "
+        "configuration; choose --to torch"
+    )
+
+
+def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -> None:
+    def rewrite(manifest: CheckpointManifest) -> CheckpointManifest:
+        return manifest.model_copy(update={"config": {**manifest.config, "tomorrow": 1}})
+
+    folder = newest(run).path
+    (folder / "manifest.json").write_bytes(manifest_bytes(rewrite(newest(run).manifest)))
+
+    assert refused(DataError, newest(run), "hf", tmp_path / "out") == (
+        f"checkpoint {folder}: 'tomorrow' of its configuration is none of this axsparse; export it "
+        "with the version that wrote it"
+    )
+    export(newest(run), "torch", tmp_path / "out.safetensors")
+
+
+# -- where it appears -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "name"), [("torch", "out.safetensors"), ("hf", "out")])
+def test_only_force_replaces_an_export(form: Form, name: str, run: Path, tmp_path: Path) -> None:
+    path = tmp_path / name
+    export(newest(run), form, path)
+    file = path / "model.safetensors" if form == "hf" else path
+    inode = file.stat().st_ino
+
+    assert refused(OutputError, newest(run), form, path) == (
+        f"--out: {path} is there already; choose another place, or give --force to replace it"
+    )
+    assert file.stat().st_ino == inode
+    export(newest(run), form, path, force=True)
+    assert file.stat().st_ino != inode
+    assert sorted(one.name for one in tmp_path.iterdir()) == [name, "run"]
+
+
+def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "real.safetensors").touch()
+    (tmp_path / "link.safetensors").symlink_to("real.safetensors")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    forms: dict[str, Form] = {"model": "hf", "file": "hf", "dangling": "hf"}
+
+    for name in ("model", "file", "folder.safetensors", "link.safetensors", "dangling"):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OutputError) as caught:
+            export(newest(run), forms.get(name, "torch"), tmp_path / name, force=True)
+        assert str(caught.value) == (
+            f"--out: {tmp_path}/{name} is not what an export leaves, and stays; choose another "
+            "place"
+        )
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_appears_there_meanwhile_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.safetensors"
+
+    def write(*arguments: Any) -> None:
+        path.write_text("somebody else's")
+        write_safetensors(*arguments)
+
+    monkeypatch.setattr(exporting, "write_safetensors", write)
+
+    with pytest.raises(OutputError, match="is there already"):
+        export(newest(run), "torch", path)
+
+    assert path.read_text() == "somebody else's"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+def test_an_empty_folder_is_filled_and_missing_ones_are_made(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    export(newest(run), "hf", tmp_path / "empty")
+    export(newest(run), "hf", tmp_path / "a" / "b")
+
+    assert (tmp_path / "empty" / "config.json").is_file()
+    assert (tmp_path / "a" / "b" / "model.safetensors").is_file()
+
+
+def test_an_old_export_is_back_if_the_new_one_cannot_take_its_place(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    export(newest(run), "hf", path)
+    inode = path.stat().st_ino
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if Path(target) == path and not self.name.endswith(".before"):
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+
+    with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+        export(newest(run), "hf", path, force=True)
+
+    assert path.stat().st_ino == inode
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_place_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    told = refused(OutputError, newest(run), "hf", tmp_path / "file" / "out")
+
+    assert told.startswith(f"--out: {tmp_path}/file/out cannot be written (File exists); free")

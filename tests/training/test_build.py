@@ -1,0 +1,70 @@
+"""What a build asks of a GPU, seen without one."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+from support.runs import tiny_config, tiny_gpt
+from support.threaded_device import ThreadDevice
+
+import axsparse.training.build
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.backend import HOST, Backend
+from axsparse.training.build import build
+from axsparse.training.placement import MemoryRoom, Placement
+
+
+class OpenedError(Exception):
+    """The data were to be opened."""
+
+
+def opening(*_: object, pinned: bool, **__: object) -> NoReturn:
+    raise OpenedError(pinned)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setitem(
+        vars(axsparse.training.build), "record_history", lambda: heard.append("blocks")
+    )
+    monkeypatch.setitem(vars(axsparse.training.build), "open_data", opening)
+    config = tiny_config(train={"memory_history": has_gpu})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    job.placement = Placement(job.transport, HOST)
+    if has_gpu:
+        backend = Backend(torch.device("cuda", 0), None)
+        job.placement = Placement(
+            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
+        )
+
+    with pytest.raises(OpenedError) as asked:
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+
+    assert asked.value.args == (has_gpu,)
+    assert heard == ["blocks"] * has_gpu
+
+
+@pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])
+def test_freed_memory_goes_back_at_once_where_there_is_little(
+    gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setitem(
+        vars(axsparse.training.build), "give_back_at_once", lambda: heard.append("back")
+    )
+    monkeypatch.setitem(vars(axsparse.training.build), "open_data", opening)
+    layout = {"g_inter": 1, "memory_per_rank": gigabytes}
+    config = tiny_config(samo={"enabled": False}, layout=layout)
+    job = Job(LocalTransport(LocalWorld(1), 0))
+
+    with pytest.raises(OpenedError):
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+
+    assert heard == ["back"] * is_tight

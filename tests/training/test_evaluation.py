@@ -1,0 +1,212 @@
+"""Loss and metrics of validation data: exact, the same in every layout, and without a trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runs import assert_bitwise, mlp, tiny_config, train_in_process, vector_data
+from torch import Tensor
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
+from axsparse.models.layer import MetricFunction, Model, count_top1
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.evaluation import Evaluation, exact_sum
+from axsparse.training.trainer import Trainer
+
+TRAINING, VALIDATION = vector_data(), vector_data(samples=29)
+TOP1: Mapping[str, MetricFunction] = {"top1": count_top1}
+
+
+def classifier(metrics: Mapping[str, MetricFunction] = TOP1) -> Model:
+    model = mlp()
+    return Model(model.layers, model.loss, name="mlp", metrics=metrics)
+
+
+def settings_of(**train: object) -> Config:
+    """29 samples in batches of 12: two whole ones, and five samples."""
+    return tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 2},
+        train={"steps": 4, "eval_every": 2, "eval_steps": 9, **train},
+    )
+
+
+def before_training(g_inter: int, g_data: int, model: Model) -> Evaluation:
+    """What all ranks know alike of a model that starts."""
+    found: list[Evaluation | None] = []
+
+    def look(trainer: Trainer) -> None:
+        found.append(trainer.evaluate())
+
+    train_in_process(
+        g_inter,
+        g_data,
+        model,
+        settings_of(steps=1),
+        TRAINING,
+        validation=VALIDATION,
+        before=look,
+    )
+    assert len(found) == g_inter * g_data
+    assert all(other == found[0] for other in found)
+    assert found[0] is not None
+    return found[0]
+
+
+def test_metrics_and_loss_are_means_over_the_targets() -> None:
+    config = settings_of(steps=1)
+    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
+    trainer = ranks[0][0]
+
+    (inputs,), targets = VALIDATION.read(np.arange(29))
+    outputs = inputs
+    with torch.no_grad():
+        for layer in trainer.parts.layers:
+            outputs = layer.module(outputs)
+    right = int((outputs.argmax(dim=1) == targets).sum())
+
+    found = trainer.last_evaluation
+    assert found is not None
+    assert found.metrics == {"top1": right / 29}
+    assert 0 < right < 29
+    assert found.loss == pytest.approx(float(F.cross_entropy(outputs.double(), targets)), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
+def test_an_evaluation_is_bitwise_the_same_in_every_layout(layout: tuple[int, int]) -> None:
+    assert before_training(*layout, classifier()) == before_training(1, 1, classifier())
+
+
+def test_several_metrics_keep_their_names() -> None:
+    def nothing(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.tensor(0)
+
+    def everything(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.tensor(len(targets))
+
+    found = before_training(2, 2, classifier({"none": nothing, **TOP1, "all": everything}))
+
+    assert list(found.metrics) == ["none", "top1", "all"]
+    assert (found.metrics["none"], found.metrics["all"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_evaluations_leave_training_as_it_was(layout: tuple[int, int]) -> None:
+    often = settings_of(eval_first=True, eval_every=1)
+    never = settings_of(eval_steps=0)
+    model = classifier()
+
+    evaluated = train_in_process(*layout, model, often, TRAINING, validation=VALIDATION)
+    plain = train_in_process(*layout, model, never, TRAINING, validation=VALIDATION)
+
+    for (_, ours), (_, reference) in zip(evaluated, plain, strict=True):
+        assert_bitwise(ours, reference)
+
+
+def test_a_trained_trainer_still_evaluates() -> None:
+    config = settings_of()
+    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
+    trainer = ranks[0][0]
+    last = trainer.last_evaluation
+
+    assert last is not None
+    assert trainer.evaluate() == last
+
+
+@pytest.mark.parametrize(
+    ("first", "steps"), [(True, [0, 2, 4]), (False, [2, 4])], ids=["first", "not first"]
+)
+def test_rank_0_writes_down_what_the_last_stage_found(
+    first: bool, steps: list[int], tmp_path: Path
+) -> None:
+    config = settings_of(eval_first=first).model_copy(update={"run_dir": str(tmp_path / "run")})
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"g_inter": 2})})
+    world: LocalWorld[Evaluation | None] = LocalWorld(2)
+
+    def train(rank: int) -> Evaluation | None:
+        job = Job(LocalTransport(world, rank))
+        data = Datasets(TRAINING, VALIDATION)
+        trainer = build(job, classifier(), lambda: data, config)
+        trainer.train()
+        return trainer.last_evaluation
+
+    last = world.run(train)[0]
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "eval_loss" in record]
+    assert [record["step"] for record in records] == steps
+    assert last is not None
+    assert records[-1] == {"step": 4, "eval_loss": last.loss, "top1": last.metrics["top1"]}
+
+
+def test_a_metric_that_counts_nothing_is_refused() -> None:
+    def per_sample(logits: Tensor, targets: Tensor) -> Tensor:
+        return logits.argmax(dim=1) == targets
+
+    with pytest.raises(
+        ConfigError, match=r"metric hits: \(2,\); it must be a count of a microbatch's targets"
+    ):
+        before_training(1, 1, classifier({"hits": per_sample}))
+
+
+@pytest.mark.parametrize("name", ["step", "eval_loss", "perplexity", ""])
+def test_a_metric_that_would_hide_another_figure_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"metric '{name}': evaluations have a figure of this name, or it has none",
+    ):
+        before_training(1, 1, classifier({name: count_top1}))
+
+
+def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
+    logits = torch.tensor(
+        [[0.0, 2.0, 1.0], [5.0, 2.0, 1.0], [math.nan, 9.0, 0.0], [-math.inf, -math.inf, 3.0]]
+    )
+
+    assert count_top1(logits, torch.tensor([1, 1, 0, 2])).item() == 2
+    assert count_top1(logits, torch.tensor([1, 0, 1, 0])).item() == 2
+    # A padded target is no class.
+    assert count_top1(logits, torch.full((4,), -100)).item() == 0
+
+
+# -- sums
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.floats(min_value=-1e9, max_value=1e9, width=32), max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=4),
+)
+def test_sums_are_exact_however_they_are_divided(values: list[float], cuts: list[int]) -> None:
+    # As losses are: bits of 2⁻⁴⁰ and up, so that 106 places hold any sum.
+    values = [round(value * 2**40) / 2**40 for value in values]
+    bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts = [exact_sum(values[a:b]) for a, b in itertools.pairwise(bounds)]
+
+    for part, (a, b) in zip(parts, itertools.pairwise(bounds), strict=True):
+        assert Fraction(part[0]) + Fraction(part[1]) == sum(map(Fraction, values[a:b]))
+    total, _ = exact_sum([term for part in parts for term in part])
+    assert total == float(sum(map(Fraction, values)))
+
+
+@pytest.mark.parametrize("values", [[1.0, math.inf], [math.nan, 1.0], [math.inf, -math.inf]])
+def test_a_sum_of_what_is_not_finite_is_not(values: list[float]) -> None:
+    total, remainder = exact_sum(values)
+
+    assert not math.isfinite(total)
+    assert remainder == 0

@@ -1,0 +1,247 @@
+"""Every `auto` decided, and what a transport or a grid cannot run refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.runs import tiny_config, tiny_gpt
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.models.survey import survey
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.precision import DTYPES
+from axsparse.training.resolution import RunSpec, loss_scale, resolve
+
+
+def transport(ranks: int = 1, name: str = "local") -> Transport:
+    world: LocalWorld[None] = LocalWorld(ranks)
+    made = LocalTransport(world, 0)
+    made.name = name
+    return made
+
+
+def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunSpec:
+    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
+    return resolve(LoadedConfig(config, "test", {}), surveyed, transport(ranks), grid)
+
+
+def test_auto_takes_two_stages_where_they_divide_the_ranks() -> None:
+    for ranks, stages in [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)]:
+        layout = resolved(tiny_config(), ranks).config.layout
+        assert (layout.g_inter, layout.g_data) == (stages, ranks // stages)
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "ranks", "gradient"), [(1, 1, "fp32"), (2, 1, "half"), (1, 4, "half")]
+)
+def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
+    microbatch_size: int, ranks: int, gradient: str
+) -> None:
+    batch = {"global_batch_size": 12, "microbatch_size": microbatch_size}
+    config = tiny_config(precision="bf16", batch=batch, layout={"g_inter": 1})
+
+    run = resolved(config, ranks)
+
+    assert run.config.samo.gradient == gradient
+    assert run.gradient_dtype is (torch.bfloat16 if gradient == "half" else torch.float32)
+
+
+def test_fp32_training_accumulates_in_fp32_whatever_is_asked() -> None:
+    run = resolved(tiny_config(samo={"gradient": "half"}))
+
+    assert run.gradient_dtype is torch.float32
+
+
+def test_an_explicit_grid_comes_before_the_layout() -> None:
+    config = tiny_config(layout={"g_inter": 1})
+
+    assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
+
+
+def test_a_grid_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError) as told:
+        resolved(tiny_config(), 4, Grid(3, 1))
+
+    assert str(told.value) == (
+        "grid: 3 stages × 1 replica are 3 ranks, 4 are running; start 3 ranks or make another grid"
+    )
+
+
+def test_a_grid_with_more_stages_than_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="grid: 5 stages for 4 layers; choose at most 4"):
+        resolved(tiny_config(), 5, Grid(5, 1))
+
+
+@pytest.mark.parametrize("split", [[1, 1], [4]])
+def test_a_split_that_is_not_for_an_explicit_grid_is_refused(split: list[int]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout.split .*: \[.*\] (places 2 layers|is for 1 stage)"
+    ):
+        resolved(tiny_config(layout={"split": split}), 2, Grid(2, 1))
+
+
+def test_mpi_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
+        resolved(tiny_config(transport="mpi"))
+
+
+@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
+def test_what_gpus_talk_by_is_refused_on_cpus(wanted: str) -> None:
+    config = tiny_config(transport=wanted)
+
+    with pytest.raises(ConfigError, match=f"{wanted} is for ranks that compute on GPUs, and these"):
+        resolve(
+            LoadedConfig(config, "test", {}),
+            survey(tiny_gpt(config)),
+            transport(2, "mpi (some)"),
+            None,
+        )
+    with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
+        resolved(config)
+
+
+@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
+def test_a_single_rank_on_a_gpu_may_ask_for_what_gpus_talk_by(wanted: str) -> None:
+    config = tiny_config(transport=wanted)
+    asked = (
+        LoadedConfig(config, "test", {}),
+        survey(tiny_gpt(config)),
+        transport(1, "mpi (some)"),
+        None,
+    )
+
+    assert resolve(*asked, on_host=False).config.transport == wanted
+    with pytest.raises(ConfigError, match="and these compute on CPUs"):
+        resolve(*asked)
+
+
+def test_local_is_refused_under_mpi() -> None:
+    config = tiny_config(transport="local")
+
+    surveyed = survey(tiny_gpt(config))
+
+    with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
+        resolve(LoadedConfig(config, "test", {}), surveyed, transport(2, "mpi (some)"), None)
+
+
+def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
+    settings = {"initial": 1000.0, "floor": 3.0, "patience": 7}
+
+    half = loss_scale(tiny_config(precision="fp16", loss_scale=settings))
+    other = loss_scale(tiny_config(precision="bf16", loss_scale=settings))
+
+    assert (half.scale, half.floor, half.patience) == (512.0, 2.0, 7)
+    assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
+
+
+def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunSpec:
+    sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
+    config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
+    return resolved(config, ranks, Grid(ranks, 1))
+
+
+def auto(
+    ranks: int = 4, limit: float | str = "auto", found: float | None = None, **sections: Any
+) -> RunSpec:
+    layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
+    config = tiny_config(layout=layout, **sections)
+    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
+    return resolve(LoadedConfig(config, "test", {}), surveyed, transport(ranks), None, None, found)
+
+
+def stages(run: RunSpec) -> int:
+    return run.place.grid.g_inter
+
+
+def test_auto_takes_the_fewest_stages_that_fit_the_limit() -> None:
+    roomy = auto(limit=1.0)
+    assert roomy.prediction is not None
+    tight = auto(limit=0.8 * roomy.prediction.memory_bytes / 1e9)
+    assert tight.prediction is not None
+
+    assert (stages(roomy), stages(tight)) == (1, 2)
+    assert roomy.prediction.reason == "fits 1.0 GB a rank"
+    assert (tight.prediction.reason or "").startswith("the fewest that fit ")
+    assert tight.prediction.memory_bytes <= 0.8 * roomy.prediction.memory_bytes
+
+
+def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_fewer() -> None:
+    deep: dict[str, Any] = {"model": {"num_layers": 10}}
+    usual = auto(found=1e9, **deep)
+    assert usual.prediction is not None
+    more = auto(found=0.7 * usual.prediction.memory_bytes, **deep)
+
+    assert (stages(usual), stages(more)) == (2, 4)
+    assert stages(auto(3, found=1e9)) == 1
+
+
+def test_a_machine_that_is_too_small_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"auto finds no number of stages of 4 ranks that fits"):
+        auto(found=1e4)
+
+
+def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
+    run = auto(layout={"g_inter": 4}, limit=1.0)
+
+    assert stages(run) == 4
+    assert run.prediction is not None and run.prediction.reason is None
+
+
+def test_a_batch_that_no_replicas_divide_is_still_told_of() -> None:
+    with pytest.raises(ConfigError, match="does not divide evenly over"):
+        auto(5, limit=1.0, batch={"global_batch_size": 12, "microbatch_size": 5})
+
+
+def test_with_a_cluster_time_is_predicted_and_slack_is_what_pays() -> None:
+    timed = auto(limit=1.0, layout={"cluster": "laptop"})
+    without = auto(limit=1.0)
+
+    assert timed.prediction is not None and without.prediction is not None
+    assert timed.prediction.step_seconds is not None and timed.prediction.step_seconds > 0
+    assert without.prediction.step_seconds is None
+    assert (timed.config.pipeline.slack, without.config.pipeline.slack) == (0, 1)
+
+
+def test_without_a_limit_the_work_is_balanced_whatever_it_takes() -> None:
+    run = limited("auto")
+
+    assert [len(stage) for stage in run.stages] == [3, 2, 2, 3]
+
+
+def test_a_limit_moves_layers_to_stages_with_room() -> None:
+    # Stage 0 holds most activations, the last stage those of one microbatch.
+    assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
+
+
+def test_a_limit_that_no_split_meets_is_refused_with_what_is_needed() -> None:
+    said = (
+        r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB; with the "
+        r"work balanced, stage 0 needs \d+ kB; take more stages \(layout.g_inter\)"
+    )
+    with pytest.raises(ConfigError, match=said):
+        limited(5e-5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "sections"),
+    [
+        (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}),
+        (2.5e-4, {"batch": {"global_batch_size": 1}}),
+        (3.2e-4, {"pipeline": {"slack": 0}}),
+    ],
+    ids=str,
+)
+def test_fewer_activations_leave_the_work_balanced(limit: str, sections: dict[str, Any]) -> None:
+    assert [len(stage) for stage in limited(limit, **sections).stages] == [3, 2, 2, 3]
+
+
+def test_fixed_orders_that_hold_every_microbatch_need_more() -> None:
+    with pytest.raises(ConfigError, match="no split of 10 layers"):
+        limited(3e-4, pipeline={"schedule": "gpipe"})

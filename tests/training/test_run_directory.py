@@ -1,0 +1,376 @@
+"""The directory of a run: a new one, one that is gone on with, and which checkpoint that means."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from support.resuming import ran, settings
+from support.runs import tiny_config
+
+from axsparse.config.load import LoadedConfig
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+)
+from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.run_directory import (
+    RunDir,
+    find_run,
+    make_run_dir,
+    open_run_dir,
+    rewind_metrics,
+)
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
+    world: LocalWorld[T] = LocalWorld(size)
+    return world.run(lambda rank: body(LocalTransport(world, rank)))
+
+
+def loaded(run_dir: Path | str = "auto", steps: int = 9) -> LoadedConfig:
+    config = tiny_config(run_dir=str(run_dir), train={"steps": steps})
+    return LoadedConfig(config, "quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
+
+
+def opened_here(transport: Transport, source: LoadedConfig, resume: str | None) -> RunDir:
+    return open_run_dir(source, transport, find_run(source, transport, resume))
+
+
+def opened(source: LoadedConfig, resume: str | None = "auto") -> RunDir:
+    """By one rank, which lets go of the directory at once."""
+    (found,) = on_ranks(1, lambda transport: opened_here(transport, source, resume))
+    assert found.lock is not None
+    found.lock.release()
+    return found
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after steps 2, 4 and 5."""
+    run = tmp_path_factory.mktemp("original") / "run"
+    ran((1, 1), tiny_config(train={"steps": 5}, checkpoint={"every": 2}), run)
+    return run
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
+# -- a new run ------------------------------------------------------------------------------
+
+
+def test_rank_0_makes_the_directory_and_all_ranks_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    makers = []
+
+    def make(wanted: LoadedConfig) -> Path:
+        makers.append(wanted.name)
+        return make_run_dir(wanted)
+
+    monkeypatch.setattr("axsparse.training.run_directory.make_run_dir", make)
+
+    found = on_ranks(3, lambda transport: opened_here(transport, loaded(), None))
+
+    assert [one.path for one in found] == [Path("runs/quick")] * 3
+    assert [one.lock is not None for one in found] == [True, False, False]
+    assert makers == ["quick"]
+
+
+def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    def body(transport: Transport) -> str:
+        with pytest.raises(OutputError) as caught:
+            opened_here(transport, loaded(tmp_path), None)
+        return str(caught.value)
+
+    first, *others = on_ranks(3, body)
+
+    assert "holds another run's" in first
+    assert others == [first] * 2
+
+
+def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_path: Path) -> None:
+    found = opened(loaded(tmp_path / "new"), None)
+
+    found.begin(tiny_config(), None, is_back=False)
+
+    assert sorted(path.name for path in found.path.iterdir()) == [
+        *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
+    ]
+    assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
+
+
+def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> None:
+    found = opened(loaded(tmp_path / "new"), None)
+    (found.path / "checkpoints").write_text("in the way")
+
+    with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
+        found.begin(tiny_config(), None, is_back=False)
+
+
+# -- which one is gone on with --------------------------------------------------------------
+
+
+def test_auto_starts_where_there_is_nothing_yet_and_says_so(tmp_path: Path) -> None:
+    found = opened(loaded(tmp_path / "new"))
+
+    assert found.checkpoint is None
+    assert found.path == tmp_path / "new"
+    assert found.notes == ("there is no run to go on with; starts from the beginning",)
+
+
+def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is None
+    assert found.notes == (f"{run} has no checkpoint; starts from the beginning",)
+
+
+def test_a_run_that_is_over_is_told_so(run: Path) -> None:
+    found = opened(loaded(run, steps=5))
+
+    told = f"goes on from {run}/checkpoints/step-5, after step 5; train.steps 5 asks for no more"
+    assert found.notes == (told,)
+
+
+def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:
+    os.utime(checkpoint(run, 2), (2**31, 2**31))
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+    assert found.notes == (f"goes on from {run}/checkpoints/step-5, after step 5",)
+
+
+def test_auto_without_a_directory_means_the_last_run_of_the_name(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quick").mkdir(parents=True)
+    (tmp_path / "runs" / "quick" / "metrics.jsonl").write_text("")
+    run.rename(tmp_path / "runs" / "quick-2")
+
+    found = opened(loaded())
+
+    assert found.path == Path("runs/quick-2")
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda file: os.truncate(file, 100), "has 100 bytes, its manifest says"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\xaa"), "has another hash"),
+        (lambda file: file.unlink(), "cannot be read (No such file or directory)"),
+        (lambda file: (file.parent / "manifest.json").unlink(), "manifest.json cannot be read"),
+        (lambda file: os.truncate(file.parent / "manifest.json", 300), "manifest.json is cut"),
+        (lambda file: file.parent.rename(file.parent.with_name("step-7")), "was saved after step"),
+    ],
+)
+def test_auto_passes_over_what_is_damaged_and_says_which_and_why(
+    damage: Callable[[Path], object], what: str, run: Path
+) -> None:
+    damage(checkpoint(run, 5) / "0001-block0.safetensors")
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is not None and found.checkpoint.step == 4
+    why, chosen = found.notes
+    assert why.startswith(f"passed over: checkpoint {run}/checkpoints/step-")
+    assert what in why
+    assert chosen == f"goes on from {run}/checkpoints/step-4, after step 4"
+
+
+def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> None:
+    (checkpoint(run, 5) / "0003-head.safetensors").unlink()
+    os.truncate(checkpoint(run, 4) / "0000-embed.safetensors", 8)
+    (run / "checkpoints" / "step-6.tmp").mkdir()
+
+    found = on_ranks(3, lambda transport: opened_here(transport, loaded(run), "auto"))
+
+    assert {one.checkpoint.step for one in found if one.checkpoint} == {2}
+    assert len({one.notes for one in found}) == 1
+    unfinished, fifth, fourth, _ = found[0].notes
+    assert unfinished == (
+        f"passed over: checkpoint {run}/checkpoints/step-6.tmp: was not finished when the run was "
+        "killed"
+    )
+    assert "step-5: 0003-head.safetensors cannot be read" in fifth
+    assert "step-4: 0000-embed.safetensors has 8 bytes" in fourth
+
+
+def test_a_run_that_has_only_damaged_ones_does_not_start_over(run: Path) -> None:
+    for step in (2, 4, 5):
+        os.truncate(checkpoint(run, step) / "0000-embed.safetensors", 8)
+    before = (run / "metrics.jsonl").read_text()
+
+    with pytest.raises(DataError, match=r"none of its 3 checkpoints is whole .*step-5: 0000-embed"):
+        opened(loaded(run))
+
+    assert (run / "metrics.jsonl").read_text() == before
+    RunLock(run).release()
+
+
+@pytest.mark.parametrize("named", ["run", "step"])
+def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path) -> None:
+    path = run if named == "run" else checkpoint(run, 5)
+
+    for source in (loaded(), loaded(run)):
+        found = opened(source, str(path))
+
+        assert found.path.resolve() == run.resolve()
+        assert found.checkpoint is not None and found.checkpoint.step == 5
+
+
+def test_a_checkpoint_begins_a_run_of_its_own_elsewhere(run: Path, tmp_path: Path) -> None:
+    found = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
+
+    assert found.path == tmp_path / "other"
+    assert found.checkpoint is not None and found.checkpoint.step == 2
+
+
+@pytest.mark.parametrize(
+    ("resume", "kind", "words"),
+    [
+        (
+            "gone",
+            MissingInputError,
+            "--resume .*gone: no such folder; name a run, one of its check",
+        ),
+        ("empty", MissingInputError, "--resume .*empty: has no checkpoint; name another run"),
+        (
+            "run/checkpoints/step-2",
+            ConfigError,
+            "the run has a later checkpoint, step-5; give this",
+        ),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(
+    resume: str, kind: type[AxsparseError], words: str, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+
+    with pytest.raises(kind, match=words):
+        opened(loaded(), str(tmp_path / resume))
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused(run: Path) -> None:
+    os.truncate(checkpoint(run, 5) / "0000-embed.safetensors", 8)
+
+    with pytest.raises(DataError, match=r"step-5: 0000-embed\.safetensors has 8 bytes"):
+        opened(loaded(), str(checkpoint(run, 5)))
+
+
+# -- one job at a time ----------------------------------------------------------------------
+
+
+def test_a_directory_in_use_is_refused_until_it_is_free(run: Path) -> None:
+    lock = RunLock(run)
+
+    with pytest.raises(
+        OutputError, match=rf"{run}: is in use by process {os.getpid()} on .*; wait"
+    ):
+        opened(loaded(run))
+
+    lock.release()
+    opened(loaded(run))
+
+
+# -- records --------------------------------------------------------------------------------
+
+
+def progress(**changes: Any) -> Progress:
+    values = {
+        **{"step": 4, "updates": 4, "schedule_start": 0, "masks_changed": None},
+        **{"evaluated": True, "masked": True, "loss_scale": 1.0, "good_steps": 4},
+        "skipped_at_floor": 0,
+    }
+    return Progress.model_validate({**values, **changes})
+
+
+RECORDS = [
+    *({"step": step, "loss": 1.0} for step in (3, 4, 5)),
+    *({"step": step, "eval_loss": 1.0} for step in (3, 4, 5)),
+    *({"step": step, "masks": "pruned"} for step in (3, 4, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, ["loss 3", "loss 4", "eval_loss 3", "eval_loss 4", "masks 3", "masks 4"]),
+        ({"evaluated": False}, ["loss 3", "loss 4", "eval_loss 3", "masks 3", "masks 4"]),
+        ({"masked": False}, ["loss 3", "loss 4", "eval_loss 3", "eval_loss 4", "masks 3"]),
+    ],
+)
+def test_records_after_the_checkpoint_are_taken_back(
+    changes: dict[str, bool], kept: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(record) for record in RECORDS]
+    path.write_text("\n".join(["torn {", "[]", *lines, '{"step": 1, "loss"']))
+
+    rewind_metrics(path, progress(**changes))
+
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [f"{list(record)[1]} {record['step']}" for record in records] == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(("jumped", "kept"), [(0, [(3, 0)]), (2, [(3, 0), (4, 2)])])
+def test_a_spike_is_recorded_as_long_as_its_data_are_jumped_over(
+    jumped: int, kept: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    spikes = [(3, 0), (4, 2), (4, 3), (5, 0)]
+    records = [{"step": step, "spike_loss": 9.0, "jumped": batches} for step, batches in spikes]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    rewind_metrics(path, progress(jumped=jumped))
+
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["jumped"]) for record in left] == kept
+
+
+def test_a_run_without_a_checkpoint_takes_all_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(RECORDS[0]) + "\n")
+
+    rewind_metrics(path, None)
+
+    assert path.read_text() == ""
+
+
+def test_the_file_of_a_run_that_went_on_has_every_step_once(run: Path) -> None:
+    config = tiny_config(train={"steps": 5}, checkpoint={"every": 2})
+    os.truncate(checkpoint(run, 5) / "0000-embed.safetensors", 8)
+
+    ran((2, 1), settings(config, train={"steps": 8}), run, resume="auto")
+
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))

@@ -1,0 +1,79 @@
+"""The recorder of a run: what it says was predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.runs import tiny_config, tiny_gpt, token_data
+from support.threaded_device import ThreadDevice
+
+import axsparse.training.run_recorder
+from axsparse.data.dataset import Datasets
+from axsparse.models.survey import survey
+from axsparse.observe.gpu_phases import DevicePhases
+from axsparse.planner.run_workload import predict, workload
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.backend import HOST
+from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.training.build import build
+from axsparse.training.placement import Placement
+from axsparse.training.resolution import HOLES
+
+
+def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if a process held nothing but model state.
+    monkeypatch.setitem(vars(axsparse.training.run_recorder), "resident_memory_bytes", lambda: 0)
+    config = tiny_config(run_dir=str(tmp_path), train={"steps": 5}, samo={"enabled": False})
+    model = tiny_gpt(config)
+    world: LocalWorld[None] = LocalWorld(1)
+    trainer = build(
+        Job(LocalTransport(world, 0)), model, lambda: Datasets(token_data(), None), config
+    )
+    trainer.train()
+    trainer.close()
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    [told] = [
+        record["predicted_peak_memory_bytes"]
+        for record in map(json.loads, lines)
+        if "predicted_peak_memory_bytes" in record
+    ]
+    subject = workload(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
+    assert told == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
+
+
+def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        vars(axsparse.training.run_recorder), "resident_memory_bytes", lambda: 10**10
+    )
+    config = tiny_config(
+        run_dir=str(tmp_path),
+        samo={"enabled": False},
+        layout={"g_inter": 1, "memory_per_rank": 6e-4},  # on a host that would be tight
+    )
+    model = tiny_gpt(config)
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    job.placement = Placement(
+        job.transport, HOST, ThreadDevice(), ["host n0: rank 0 → GPU 0 (H200)"]
+    )
+    trainer = build(job, model, lambda: Datasets(token_data(), None), config)
+
+    subject = workload(
+        config, survey(model), "tiny", {}, optimizer_of(config.optimizer), on_host=False
+    )
+    planned = predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes
+    assert trainer.parts.recorder.predicted_memory_bytes == planned
+    assert isinstance(trainer.parts.phases, DevicePhases)
+    assert planned * (1 + HOLES) > 6e5 > planned
+    said = capsys.readouterr().out
+    assert said.startswith("host n0: rank 0 → GPU 0 (H200)\n") and "tight" not in said
+    trainer.close()
