@@ -25,7 +25,7 @@ REASON = "Reason:"
 MPI_MODULES = {
     "runtime.connection",
     "runtime.mpi.mpi_collective",
-    "runtime.mpi.mpi_library",
+    "runtime.mpi.mpi_link",
     "runtime.mpi.mpi_transport",
     "runtime.mpi.mpi_wire",
 }

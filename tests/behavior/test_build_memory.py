@@ -18,8 +18,8 @@ from torch import nn
 from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion, kept_entries
 from axsparse.pruning.masks import ScoredMasks
-from axsparse.samo.adamw import ADAMW
-from axsparse.samo.construct import StateOptions, construct
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.layer_construction import StateOptions, build_layers
 
 def resident(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
@@ -37,7 +37,7 @@ def build(width, score, index, split):
     kept = {f"l{n}.weight": kept_entries(a * b, 0.95) for n, (a, b) in enumerate(shapes)}
     options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1,
         ScoredMasks(Criterion(score), kept), index=index, split_master=split)
-    return construct(layers, {}, options)
+    return build_layers(layers, {}, options)
 
 score, index, split = sys.argv[1], sys.argv[2], sys.argv[3] == "split"
 small = build(64, score, index, split)

@@ -177,8 +177,8 @@ def test_one_of_many_ranks_works(tmp_path: Path) -> None:
 
 def test_help_costs_neither_torch_nor_mpi() -> None:
     code = (
-        "import sys; from axsparse import data_command\n"
-        "try: data_command.main(['prepare', '--help'])\n"
+        "import sys; from axsparse.cli import data\n"
+        "try: data.main(['prepare', '--help'])\n"
         "except SystemExit: print({'torch', 'mpi4py', 'tokenizers'} & set(sys.modules))"
     )
 

@@ -44,7 +44,7 @@ def show(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
-            ticket_command.main([*arguments])
+            ticket.main([*arguments])
         said = capsys.readouterr()
         assert isinstance(end.value.code, int)
         return end.value.code, said.out, said.err
@@ -128,8 +128,8 @@ def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
 
 def test_help_costs_neither_torch_nor_mpi() -> None:
     code = (
-        "import sys; from axsparse import ticket_command\n"
-        "try: ticket_command.main(['show', '--help'])\n"
+        "import sys; from axsparse.cli import ticket\n"
+        "try: ticket.main(['show', '--help'])\n"
         "except SystemExit: print({'torch', 'mpi4py'} & set(sys.modules))"
     )
 

@@ -9,11 +9,12 @@ from support.mpirun import run_mpirun
 
 WAITS_A_MOMENT = """
 import os, sys
-from axsparse import transport
-if any(os.environ.get(name) == "1" for name in transport.LAUNCHER_VARIABLES):
+from axsparse.runtime import connection, launcher
+from axsparse.runtime.mpi import mpi_transport
+if any(os.environ.get(name) == "1" for name in launcher.LAUNCHER_VARIABLES):
     os._exit(3)
-transport.START_SECONDS = 3.0
-transport.connect()
+mpi_transport.START_SECONDS = 3.0
+connection.connect()
 """
 
 

@@ -147,7 +147,7 @@ from dataclasses import replace
 from torch import nn
 from axsparse.config.load import load_config
 from axsparse.models.layer import Layer, Model
-from axsparse.models.named import named_model
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.models.survey import survey
 
 class Drawn(nn.Embedding):

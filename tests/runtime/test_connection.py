@@ -25,8 +25,9 @@ import threading
 import mpi4py
 mpi4py.rc.thread_level = {level!r}
 from mpi4py import MPI
-from axsparse.local import LocalWorld
-from axsparse.transport import LocalTransport, MpiTransport, thread_level
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.mpi.mpi_transport import MpiTransport, thread_level
 
 class Comm:
     def Abort(self, code):

@@ -92,7 +92,7 @@ def test_an_unknown_flag_is_refused() -> None:
 
 def test_help_costs_neither_torch_nor_mpi() -> None:
     code = (
-        "import sys; from axsparse import doctor\n"
+        "import sys; from axsparse.cli.doctor import doctor\n"
         "try: doctor.main(['--help'])\n"
         "except SystemExit: print({'torch', 'mpi4py'} & set(sys.modules))"
     )

@@ -454,7 +454,7 @@ def test_the_examples_of_the_help_are_command_lines() -> None:
 
 def test_help_costs_neither_torch_nor_mpi() -> None:
     code = (
-        "import sys; from axsparse import submit\n"
+        "import sys; from axsparse.cli.submit import submit\n"
         "try: submit.main(['--help'])\n"
         "except SystemExit: print({'torch', 'mpi4py'} & set(sys.modules))"
     )

@@ -335,8 +335,8 @@ MEASURED = """
 import io, resource, sys
 from pathlib import Path
 from axsparse.data.prepare import Request, prepare
-from axsparse.data.prepare_documents import Reading
-from axsparse.observe.console import Console
+from axsparse.data.prepare.documents import Reading
+from axsparse.runtime.console import Console
 source, out, bpe = sys.argv[1:]
 request = Request(
     (Path(source),), Path(out), train_bpe=int(bpe) or None, part_bytes=1 << 20,

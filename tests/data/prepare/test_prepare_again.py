@@ -41,7 +41,7 @@ DEATHS = {
 KILLED = """
 import io, os, pickle, signal, sys
 from axsparse.data import prepare, prepare_merge, prepare_part
-from axsparse.observe.console import Console
+from axsparse.runtime.console import Console
 request, (place, call) = pickle.loads(bytes.fromhex(sys.argv[1]))
 module, *owners, name = place.split(".")
 owner = {"prepare": prepare, "prepare_merge": prepare_merge, "prepare_part": prepare_part}[module]

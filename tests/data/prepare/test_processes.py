@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_ends_the_run() -> None:
 
 ORPHANS = """
 import os, signal, sys, time
-from axsparse.data.prepare_workers import in_order
+from axsparse.data.prepare.processes import in_order
 def work(number):
     print(os.getpid(), flush=True)
     time.sleep(20)
