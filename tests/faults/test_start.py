@@ -39,4 +39,4 @@ def test_a_rank_that_is_gone_before_mpi_starts_is_not_waited_for_for_ever(tmp_pa
 
     assert done.returncode > 0, str(done)
     # Open MPI's launcher ends the others by itself.
-    assert "_wait_until_all_ranks_have_started" in done.stderr or "Exit code:    3" in done.stderr
+    assert "wait_until_all_ranks_have_started" in done.stderr or "Exit code:    3" in done.stderr
