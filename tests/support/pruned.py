@@ -9,7 +9,7 @@ from axsparse.config.schema import PruningConfig
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import survey
 from axsparse.pruning.criteria import Criterion, kept_entries
-from axsparse.pruning.masks import ScoredMasks
+from axsparse.pruning.scored_masks import ScoredMasks
 from axsparse.pruning.targets import targets
 
 

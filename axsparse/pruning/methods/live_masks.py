@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.masks import ScoredMasks, ScoredTensor, common_cuts
+from axsparse.pruning.scored_masks import ScoredMasks, ScoredTensor, common_cuts
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Place
