@@ -37,7 +37,7 @@ from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.training.resolution import RunSpec, resolve
+from axsparse.training.resolution import RunInputs, RunSpec, resolve
 
 CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2
 COMMON = (
@@ -72,7 +72,8 @@ def resolved(setting: str) -> RunSpec:
     """What the run's ranks will agree on."""
     loaded = load_config(CONFIG, overrides(setting))
     model = gpt(loaded.config.model, loaded.config.model.sequence_length)
-    return resolve(loaded, survey(model), LocalTransport(LocalWorld(RANKS), 0), None)
+    transport = LocalTransport(LocalWorld(RANKS), 0)
+    return resolve(loaded, RunInputs(model, survey(model), transport))
 
 
 def state(run: RunSpec, stage: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 EXIT_DATA = 65
 EXIT_MISSING = 66
@@ -69,6 +70,15 @@ class StoppedError(AxsparseError):
 
     exit_code = EXIT_SAVED
     on_all_ranks = True
+
+
+Error = TypeVar("Error", bound=AxsparseError)
+
+
+def everywhere(error: Error) -> Error:
+    """Mark an error that every rank raises at the same point, and return it."""
+    error.on_all_ranks = True
+    return error
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""The parts of one rank, each given the others that it needs."""
+"""Joins the parts of one rank, each given the others that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from axsparse.config.schema import Config
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
-from axsparse.models.layer import Model
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.pulse import Pulse
@@ -16,6 +17,7 @@ from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
 from axsparse.runtime.communication import Collective, Transport
 from axsparse.samo.gradient_hooks import GradientCollector
@@ -28,24 +30,29 @@ from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
 
 
+@dataclass(frozen=True)
+class StageState:
+    """The layers of this rank's stage, and how their state is stored."""
+
+    layers: list[BuiltLayer]
+    options: StateOptions
+
+
 def assemble(
     run: RunSpec,
-    model: Model,
-    layers: list[BuiltLayer],
-    options: StateOptions,
+    state: StageState,
     data: Data,
     placement: Placement,
     recorder: Recorder,
     run_dir: Path | None,
 ) -> Parts:
     """What this rank trains with. All ranks call this together: they open their links."""
-    place, config, replicas = run.place, run.config, options.replicas
+    place, config, transport = run.place, run.config, placement.transport
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
-    transport = placement.transport
-    states = [layer.state for layer in layers]
+    states = [layer.state for layer in state.layers]
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
-    ties = _stage_ties(run, layers, transport)
+    ties = _stage_ties(run, state.layers, transport)
     sync = GradientSync(
         states,
         ties,
@@ -54,7 +61,55 @@ def assemble(
         backoff=transport.backoff,
         phases=phases,
     )
-    stage = Stage(
+    collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
+    offload = None
+    if config.samo.offload and placement.gpu is not None:
+        offload = Offload(placement.gpu, states, transport.backoff)
+    link = transport.link(place)
+    engine = Engine(
+        place,
+        _stage(run, state.layers),
+        link,
+        transport.backoff,
+        phases,
+        schedule=_schedule(config),
+        while_idle=sync.advance,
+        gpu=placement.gpu,
+    )
+    live = _live_masks(run, state, transport)
+    return Parts(
+        transport=transport,
+        place=place,
+        survey=run.survey,
+        stage_of=run.stage_of,
+        layers=state.layers,
+        engine=engine,
+        link=link,
+        collector=collector,
+        sync=sync,
+        replicas=state.options.replicas,
+        weights=WeightGather(gradients, transport.backoff, phases),
+        buffers=RunningStatistics([layer.module for layer in state.layers], state.options.replicas),
+        optimizer=run.optimizer,
+        offload=offload,
+        loss_scale=loss_scale(config),
+        live=live,
+        masking=None if live is None else _masking(run, live, collector, ties),
+        training=data.training,
+        validation=data.validation,
+        metrics=tuple(run.model.metrics),
+        phases=phases,
+        pulse=Pulse(phases, transport.backoff, engine.awaited),
+        recorder=recorder,
+        peak_memory_bytes=placement.peak_memory_bytes,
+        run_dir=run_dir,
+    )
+
+
+def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
+    """The computation of this rank's layers; the loss belongs to the last stage."""
+    place, config, model = run.place, run.config, run.model
+    return Stage(
         layers,
         loss=model.loss if place.is_last else None,
         metrics=model.metrics if place.is_last else {},
@@ -63,58 +118,28 @@ def assemble(
         checkpoint_activations=config.pipeline.checkpoint_activations,
         compiled=config.pipeline.compile,
     )
-    offload = None
-    if config.samo.offload and placement.gpu is not None:
-        offload = Offload(placement.gpu, states, transport.backoff)
-    link = transport.link(place)
-    pipeline = config.pipeline
-    assert pipeline.slack != "auto"
-    engine = Engine(
-        place,
-        stage,
-        link,
-        transport.backoff,
-        phases,
-        schedule=Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer),
-        while_idle=sync.advance,
-        gpu=placement.gpu,
-    )
-    collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
 
-    live = None
-    if run.targets is not None:
-        pattern = run.criterion.pattern
-        live = LiveMasks(layers, run.survey.ties, run.targets, pattern, options, place, transport)
-    return Parts(
-        transport=transport,
-        place=place,
-        survey=run.survey,
-        stage_of=run.stage_of,
-        layers=layers,
-        engine=engine,
-        link=link,
-        collector=collector,
-        sync=sync,
-        replicas=replicas,
-        weights=WeightGather(gradients, transport.backoff, phases),
-        buffers=RunningStatistics([layer.module for layer in layers], replicas),
-        optimizer=run.optimizer,
-        offload=offload,
-        loss_scale=loss_scale(config),
-        live=live,
-        masking=None
-        if live is None
-        else choose_masking(
-            config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
-        ),
-        training=data.training,
-        validation=data.validation,
-        metrics=tuple(model.metrics),
-        phases=phases,
-        pulse=Pulse(phases, transport.backoff, engine.awaited),
-        recorder=recorder,
-        peak_memory_bytes=placement.peak_memory_bytes,
-        run_dir=run_dir,
+
+def _schedule(config: Config) -> Schedule:
+    pipeline = config.pipeline
+    assert pipeline.slack != "auto", "the configuration is resolved"
+    return Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
+
+
+def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:
+    """What is pruned of these layers; None where nothing ever is."""
+    if run.targets is None:
+        return None
+    pattern, ties = run.criterion.pattern, run.survey.ties
+    return LiveMasks(state.layers, ties, run.targets, pattern, state.options, run.place, transport)
+
+
+def _masking(
+    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
+) -> Masking | None:
+    """What draws and changes masks between steps; None where those of the start stay."""
+    return choose_masking(
+        run.config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
     )
 
 

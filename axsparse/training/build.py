@@ -1,4 +1,4 @@
-"""From a configuration, a model and data to a trainer: from its start, or where it stood."""
+"""From a configuration, a model and data to a trainer: at its beginning, or where a run stood."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.assembly import assemble
+from axsparse.training.assembly import StageState, assemble
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 from axsparse.training.checkpoint.compatibility import (
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
 )
-from axsparse.training.checkpoint.manifest import DataEntry, Progress
+from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.restore import CheckpointMasks, Files, load_layers
 from axsparse.training.checkpoint.saver import RunFacts, Saver
 from axsparse.training.checkpoint.verification import Checkpoint
@@ -47,13 +47,15 @@ from axsparse.training.open_data import Data, open_data
 from axsparse.training.parts import Parts
 from axsparse.training.placement import Placement, found_memory, place
 from axsparse.training.rank_facts import facts_of, refuse_odd_rank
-from axsparse.training.resolution import RunSpec, resolve
-from axsparse.training.run_directory import PastRun, RunDir, find_run, open_run_dir
+from axsparse.training.resolution import RunInputs, RunSpec, resolve
+from axsparse.training.resume_point import ResumePoint
+from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.run_recorder import make_recorder
-from axsparse.training.spikes import RewindOrder, without_base
+from axsparse.training.spikes import RewindOrder
 from axsparse.training.trainer import Trainer
 
 
+# Reason: these are the arguments of the Python API, all but the first four optional.
 def build(
     job: Job,
     model: Model,
@@ -64,106 +66,71 @@ def build(
     score: Score | None = None,
     quiet: bool = False,
     resume: str | None = None,
-    back: RewindOrder | None = None,
+    order: RewindOrder | None = None,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
-    `open_datasets` is called on first and last stages only. Without `grid`, the layout of
-    the configuration decides. `score` is a pruning criterion of one's own: a function from a
-    tensor's name and fp32 weights to a score an entry, of which the highest are kept. `quiet`
-    neither prints nor writes anything. `resume`: "auto" goes on from the run directory's newest
-    whole checkpoint, if there is one; a path from that run or checkpoint. `back`: where a spike
-    of the loss sends a run that resumes; checkpoints after that go.
+    `open_datasets` is called on first and last stages only. Without `grid`, the layout of the
+    configuration decides. `score` is a pruning criterion of the user's own: a function from a
+    tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
+    `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
+    whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
+    `order` says where a spike of the loss sends a run that resumes; later checkpoints are removed.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
+    loaded = _check_settings(job, model, open_datasets, config, grid)
+    if quiet:
+        together(job.transport, lambda: _refuse_quiet(loaded, resume))
+    placement = _place(job, loaded)
+    transport = placement.transport
+    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
+
+    point = ResumePoint() if quiet else find_run(loaded, transport, resume, order)
+    settings = _settings_from(point, loaded)
+    inputs = RunInputs(
+        model,
+        surveyed,
+        transport,
+        grid,
+        score,
+        found_memory(settings.config, transport, placement.room),
+        None if point.checkpoint is None else point.checkpoint.manifest.pruned,
+        on_host=placement.gpu is None,
+    )
+    run = together(transport, lambda: resolve(settings, inputs))
+    _prepare_process(job, run, transport)
+
+    data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
+    facts = _facts(run, data)
+    directory = None if quiet else _open_run_directory(job, run, settings, facts, point)
+    state = _build_state(run, placement, point.checkpoint, job.run_dir)
+    recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
+    if point.order is not None and point.progress is not None:
+        recorder.went_back(point.order.record(point.progress))
+    parts = assemble(run, state, data, placement, recorder, job.run_dir)
+    job.keep_branch(parts)
+    if point.checkpoint is not None:
+        together(transport, partial(_load, point.checkpoint, parts))
+    return _make_trainer(job, run, parts, directory, point, facts)
+
+
+# -- settings -----------------------------------------------------------------------------
+
+
+def _check_settings(
+    job: Job, model: Model, open_datasets: object, config: Config | LoadedConfig, grid: object
+) -> LoadedConfig:
+    """The configuration, once it and the other arguments are what they should be."""
     together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
     loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
-    placement = job.placement
-    if not isinstance(placement, Placement):
-        job.placement = placement = place(job.transport, loaded)
-    transport = job.branch()
-    placement = replace(placement, transport=transport)
-    has_gpu = placement.gpu is not None
-    together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
-    if loaded.config.train.memory_history:
-        record_history()
-    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
-    together(transport, lambda: _refuse_quiet(loaded, resume) if quiet else None)
-    upto = None if back is None else back.base
-    past = None if quiet else find_run(loaded, transport, resume, upto)
-    checkpoint = None if past is None else past.checkpoint
-    progress = None if past is None else _progress_of(past, back)
-    settings = _settings_of(loaded, checkpoint)
-    memory = found_memory(settings.config, transport, placement.room)
-    saved = None if checkpoint is None else checkpoint.manifest.pruned
-    run = together(
-        transport,
-        lambda: resolve(
-            settings, surveyed, transport, grid, score, memory, saved, on_host=not has_gpu
-        ),
-    )
-    job.where = str(run.place)
-    together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
-    torch.set_num_threads(run.config.train.threads)
-    if run.memory_is_tight:
-        give_back_at_once()
-    data = open_data(
-        run, loaded, transport, open_datasets, words=model.vocab_size, pinned=placement.pins
-    )
-    facts = _facts(run, data)
-    opened = None if past is None else _open_run_dir(run, settings, facts, job, past, back)
-    column = run.place.grid.column(run.place.stage)
-    replicas = Replicas(
-        transport.collective(f"agreements of stage {run.place.stage}", column),
-        transport.backoff,
-        shard=run.config.samo.shard_optimizer,
-    )
-    options = _options(run, model, replicas, placement)
-    own = [model.layers[number] for number in run.stages[run.place.stage]]
-    masks: Masks | None
-    if checkpoint is None:
-        masks = _masks_of_start(run, own, options, transport)
-    else:
-        masks = CheckpointMasks(checkpoint)
-    layers = together(
-        transport, lambda: _construct(run, own, replace(options, masks=masks), job.run_dir)
-    )
-    recorder = make_recorder(run, model.name, layers, data, placement, job.run_dir)
-    if back is not None and progress is not None:
-        recorder.went_back(back.record(progress))
-    parts = assemble(run, model, layers, options, data, placement, recorder, job.run_dir)
-    job.keep_branch(parts)
-    if checkpoint is not None:
-        together(transport, partial(_load, checkpoint, parts))
-    if opened is None:
-        return Trainer(run.config, parts)
-    saver = Saver(
-        opened.path / CHECKPOINTS,
-        run.config.checkpoint,
-        facts,
-        transport=transport,
-        place=run.place,
-        survey=run.survey,
-        layers=layers,
-        buffers=parts.buffers,
-        masking=parts.masking,
-        lock=opened.lock,
-        written=parts.pulse.beat,
-        resumed_at=None if progress is None else progress.step,
-    )
-    watchdog = open_watchdog(
-        run.config.watchdog, opened.path, place=run.place, pulse=parts.pulse, transport=transport
-    )
-    return Trainer(
-        run.config, parts, saver=saver, stop=job.stop, watchdog=watchdog, progress=progress
-    )
+    return loaded
 
 
 def _refuse_other_types(model: object, open_datasets: object, config: object, grid: object) -> None:
-    """ConfigError for arguments that would only be found to be no such thing deep within."""
+    """ConfigError for arguments whose wrong type would otherwise be found deep within."""
     for name, value, is_right, right in (
         ("model", model, isinstance(model, Model), "a Model; from_sequential makes one of modules"),
         (
@@ -177,22 +144,6 @@ def _refuse_other_types(model: object, open_datasets: object, config: object, gr
     ):
         if not is_right:
             raise ConfigError(f"build: {name} is {type(value).__name__}; give {right}")
-
-
-def _facts(run: RunSpec, data: Data) -> RunFacts:
-    """What a checkpoint says of the run; git is asked on the rank that writes it."""
-    return RunFacts(
-        data=DataEntry(
-            name=data.name,
-            fingerprint=data.fingerprint,
-            samples=data.training.num_samples,
-            position=0,
-        ),
-        samples_per_step=run.config.batch.global_batch_size,
-        config=run.config.model_dump(mode="json"),
-        versions=versions(),
-        git=git_hash() if run.place.rank == 0 else None,
-    )
 
 
 def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
@@ -213,69 +164,34 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
         )
 
 
-def _progress_of(past: PastRun, back: RewindOrder | None) -> Progress | None:
-    """Where training stands; None at its start."""
-    if past.checkpoint is None:
-        return None
-    progress = past.checkpoint.manifest.progress
-    if past.path is None:
-        return without_base(progress)
-    return progress if back is None else back.applied(progress)
-
-
-def _settings_of(loaded: LoadedConfig, checkpoint: Checkpoint | None) -> LoadedConfig:
-    """The configuration, with the layout for pruned networks where that is what goes on."""
-    if loaded.config.layout.g_inter_pruned is None or checkpoint is None:
+def _settings_from(point: ResumePoint, loaded: LoadedConfig) -> LoadedConfig:
+    """The configuration, with the layout for pruned networks once the masks are final."""
+    if loaded.config.layout.g_inter_pruned is None or point.checkpoint is None:
         return loaded
-    return pruned_layout(loaded) if checkpoint.manifest.standing.is_done else loaded
+    return pruned_layout(loaded) if point.checkpoint.manifest.standing.is_done else loaded
 
 
-def _open_run_dir(
-    run: RunSpec,
-    loaded: LoadedConfig,
-    facts: RunFacts,
-    job: Job,
-    past: PastRun,
-    back: RewindOrder | None,
-) -> RunDir:
-    """The run directory, with all that is known at the start in it; signals save from here on.
-
-    A checkpoint that does not fit is refused before anything in the directory changes.
-    """
-    transport = job.transport
-
-    def fits() -> list[str]:
-        if past.checkpoint is None:
-            return []
-        refuse_other_model(past.checkpoint, run.survey)
-        refuse_other_data(past.checkpoint, facts.data)
-        return refuse_other_settings(past.checkpoint, run.config, loaded)
-
-    def begin() -> None:
-        if transport.rank == 0:
-            opened.begin(run.config, _progress_of(past, back), is_back=back is not None)
-
-    told = together(transport, fits)
-    opened = open_run_dir(loaded, transport, past)
-    together(transport, begin)
-    if transport.rank == 0:
-        for line in (*opened.notes, *told):
-            print(f"axsparse: {line}", flush=True)
-    job.run_dir = opened.path
-    job.stop.listen()
-    return opened
+# -- this process among the others --------------------------------------------------------
 
 
-def _load(checkpoint: Checkpoint, parts: Parts) -> None:
-    """The state of this rank, and where its pruning method stood."""
-    load_layers(checkpoint, parts.layers, parts.survey.ties)
-    if parts.masking is not None:
-        parts.masking.restore(checkpoint.manifest.standing, Files(checkpoint).read_masking)
+def _place(job: Job, loaded: LoadedConfig) -> Placement:
+    """Where this rank computes, with a transport that belongs to the coming trainer alone."""
+    placement = job.placement
+    if not isinstance(placement, Placement):
+        job.placement = placement = place(job.transport, loaded)
+    transport = job.branch()
+    has_gpu = placement.gpu is not None
+    together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
+    if loaded.config.train.memory_history:
+        record_history()
+    return replace(placement, transport=transport)
 
 
 def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
-    """The survey on every rank; one of them runs the layers for what they cost, since that takes
-    a second of every process."""
+    """The survey on every rank.
+
+    Only rank 0 runs the layers to find what they cost, since that takes a process a second.
+    """
     runs = transport.rank == 0
     seen = model if runs else replace(model, example=None)
     surveyed = together(transport, lambda: survey(seen, dtype))
@@ -285,7 +201,99 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
 
 
-def _options(run: RunSpec, model: Model, replicas: Replicas, placement: Placement) -> StateOptions:
+def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
+    """Check that all ranks run the same, and set what holds for the whole process."""
+    job.where = str(run.place)
+    together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
+    torch.set_num_threads(run.config.train.threads)
+    if run.memory_is_tight:
+        give_back_at_once()
+
+
+# -- the run directory --------------------------------------------------------------------
+
+
+def _facts(run: RunSpec, data: Data) -> RunFacts:
+    """What every checkpoint says of the run; git is asked on the rank that writes it."""
+    return RunFacts(
+        data=DataEntry(
+            name=data.name,
+            fingerprint=data.fingerprint,
+            samples=data.training.num_samples,
+            position=0,
+        ),
+        samples_per_step=run.config.batch.global_batch_size,
+        config=run.config.model_dump(mode="json"),
+        versions=versions(),
+        git=git_hash() if run.place.rank == 0 else None,
+    )
+
+
+def _open_run_directory(
+    job: Job, run: RunSpec, loaded: LoadedConfig, facts: RunFacts, point: ResumePoint
+) -> RunDir:
+    """The run directory, with all that is known at the start in it; signals save from here on.
+
+    A checkpoint that does not fit is refused before anything in the directory changes.
+    """
+    transport = job.transport
+
+    def fits() -> list[str]:
+        if point.checkpoint is None:
+            return []
+        refuse_other_model(point.checkpoint, run.survey)
+        refuse_other_data(point.checkpoint, facts.data)
+        return refuse_other_settings(point.checkpoint, run.config, loaded)
+
+    def begin() -> None:
+        if transport.rank == 0:
+            opened.begin(run.config, point.progress, is_back=point.order is not None)
+
+    told = together(transport, fits)
+    opened = open_run_dir(loaded, transport, point)
+    together(transport, begin)
+    if transport.rank == 0:
+        for line in (*opened.notes, *told):
+            print(f"axsparse: {line}", flush=True)
+    job.run_dir = opened.path
+    job.stop.listen()
+    return opened
+
+
+# -- the state of this rank's stage -------------------------------------------------------
+
+
+def _build_state(
+    run: RunSpec, placement: Placement, checkpoint: Checkpoint | None, run_dir: Path | None
+) -> StageState:
+    """The layers of this rank's stage, pruned where the run starts pruned.
+
+    TrainingError on all ranks where a GPU has no room for them.
+    """
+    place, transport = run.place, placement.transport
+    replicas = Replicas(
+        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
+        transport.backoff,
+        shard=run.config.samo.shard_optimizer,
+    )
+    options = _state_options(run, replicas, placement)
+    own = [run.model.layers[number] for number in run.stages[place.stage]]
+    masks: Masks | None
+    if checkpoint is None:
+        masks = _first_masks(run, own, options, transport)
+    else:
+        masks = CheckpointMasks(checkpoint)
+    planned = None if run.prediction is None else run.prediction.memory_bytes
+
+    def construct() -> list[BuiltLayer]:
+        where = f"building {place}"
+        with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
+            return build_layers(own, run.survey.ties, replace(options, masks=masks))
+
+    return StageState(together(transport, construct), options)
+
+
+def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
     backend = placement.backend
     if run.config.samo.offload:
         assert placement.gpu is not None, "the settings were checked"
@@ -299,26 +307,18 @@ def _options(run: RunSpec, model: Model, replicas: Replicas, placement: Placemen
         masks=None,
         index=run.index,
         replicas=replicas,
-        start=model.start,
+        start=run.model.start,
         backend=backend,
     )
 
 
-def _construct(
-    run: RunSpec, own: Sequence[Layer], options: StateOptions, run_dir: Path | None
-) -> list[BuiltLayer]:
-    """The layers of this stage; TrainingError where a GPU has no room for their state."""
-    planned = None if run.prediction is None else run.prediction.memory_bytes
-    with explained(run.place.rank, lambda: f"building {run.place}", StateBytes, planned, run_dir):
-        return build_layers(own, run.survey.ties, options)
-
-
-def _masks_of_start(
+def _first_masks(
     run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport
 ) -> Masks | None:
     """The masks that state is built with; None where it starts dense.
 
-    Not `together`: ranks agree on a common threshold on the way, and one that fails ends all.
+    This is not done `together`: ranks agree on a common threshold on the way, so that a rank
+    which fails has to end all others.
     """
     if not run.starts_pruned or run.ticket is not None:
         return run.ticket
@@ -332,3 +332,51 @@ def _masks_of_start(
     )
     total = partial(stage_total, run.place, transport)
     return masks_of_start(run.targets, run.criterion, values, total)
+
+
+def _load(checkpoint: Checkpoint, parts: Parts) -> None:
+    """Read the state of this rank, and how far its pruning method was."""
+    load_layers(checkpoint, parts.layers, parts.survey.ties)
+    if parts.masking is not None:
+        parts.masking.restore(checkpoint.manifest.standing, Files(checkpoint).read_masking)
+
+
+# -- the trainer --------------------------------------------------------------------------
+
+
+def _make_trainer(
+    job: Job,
+    run: RunSpec,
+    parts: Parts,
+    directory: RunDir | None,
+    point: ResumePoint,
+    facts: RunFacts,
+) -> Trainer:
+    """The trainer, with what saves and what watches it where there is a run directory."""
+    if directory is None:
+        return Trainer(run.config, parts)
+    progress = point.progress
+    saver = Saver(
+        directory.path / CHECKPOINTS,
+        run.config.checkpoint,
+        facts,
+        transport=parts.transport,
+        place=run.place,
+        survey=run.survey,
+        layers=parts.layers,
+        buffers=parts.buffers,
+        masking=parts.masking,
+        lock=directory.lock,
+        written=parts.pulse.beat,
+        resumed_at=None if progress is None else progress.step,
+    )
+    watchdog = open_watchdog(
+        run.config.watchdog,
+        directory.path,
+        place=run.place,
+        pulse=parts.pulse,
+        transport=parts.transport,
+    )
+    return Trainer(
+        run.config, parts, saver=saver, stop=job.stop, watchdog=watchdog, progress=progress
+    )

@@ -38,15 +38,12 @@ def open_data(
     transport: Transport,
     open_datasets: Callable[[], Datasets],
     *,
-    words: int | None = None,
     pinned: bool = False,
 ) -> Data:
     """Open the data on both ends of the pipeline and tell its size to all ranks.
 
-    `words`: those that the model knows, if it says so. `pinned`: batches stand where a GPU can
-    copy them from without waiting.
-    Raises on all ranks what opening raised on any, DataError if two ranks read different
-    data, and what the rules of `check_data` raise.
+    `pinned` batches stand where a GPU can copy them from without waiting. Raises on all ranks what
+    opening raised on any, DataError if two ranks read different data, and what `check_data` raises.
     """
     reads = run.place.is_first or run.place.is_last
     datasets = together(transport, lambda: _opened(open_datasets) if reads else None)
@@ -57,7 +54,7 @@ def open_data(
         lambda: check_data(
             loaded,
             source=facts["name"],
-            words=words,
+            words=run.model.vocab_size,
             vocab_size=facts["vocab_size"],
             num_samples=facts["samples"],
         ),

@@ -1,4 +1,8 @@
-"""What follows from configuration, model and number of ranks alone, the same on every rank."""
+"""Decides every `auto` setting of a run, the same on every rank.
+
+`resolve` goes from the configuration as it was written to a `RunSpec`, in which nothing is left
+open. docs/reference/auto.md names the place that decides each setting.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_rounds, check_split
+from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
@@ -22,8 +27,17 @@ from axsparse.planner.auto_layout import (
     pruned_layout,
     resolve_grid,
 )
+from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import DEFAULT_SLACK
-from axsparse.planner.run_workload import AUTO_INDEX, Prediction, has_costs, predict, workload
+from axsparse.planner.run_workload import (
+    AUTO_INDEX,
+    Choice,
+    Prediction,
+    has_costs,
+    predict,
+    workload,
+)
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
     Targets,
@@ -49,10 +63,32 @@ UNTIL = {"set": 0.75, "rigl": 0.75}
 
 
 @dataclass(frozen=True)
+class RunInputs:
+    """All that decides the `auto` settings of a run beside its configuration."""
+
+    model: Model
+    survey: Survey
+    """What the model's layers contain and cost."""
+    transport: Transport
+    """Gives the number of ranks, and which of them this one is."""
+    grid: Grid | None = None
+    """The layout given in Python, which comes before that of the configuration."""
+    score: Score | None = None
+    """A pruning criterion of the user's own."""
+    found_memory: float | None = None
+    """Bytes that this machine leaves to every rank, the same on all; None decides nothing."""
+    saved: Mapping[str, int] | None = None
+    """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
+    on_host: bool = True
+    """Whether ranks compute on CPUs."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """A run with every `auto` decided, as one rank sees it."""
 
     config: Config
+    model: Model
     survey: Survey
     stages: Sequence[range]
     """The layers of each stage."""
@@ -64,12 +100,6 @@ class RunSpec:
     ticket: Ticket | None
     """Whose masks are used from the start."""
     optimizer: Optimizer
-    dtype: torch.dtype
-    """Of weights, activations and messages."""
-    gradient_dtype: torch.dtype
-    """Of gradient accumulation."""
-    index: IndexKind
-    """How the positions of kept entries are stored."""
     kept_at_start: Mapping[str, int]
     """Entries of the pruned tensors that state is built with; of a threshold for all the even
     spread, and of a run that goes on those that were saved."""
@@ -77,6 +107,22 @@ class RunSpec:
     """Of memory and time; None for a model without example."""
     on_host: bool = True
     """Whether ranks compute on CPUs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights, activations and messages."""
+        return DTYPES[self.config.precision]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The type in which gradients are accumulated."""
+        return torch.float32 if self.config.samo.gradient == "fp32" else self.dtype
+
+    @property
+    def index(self) -> IndexKind:
+        """How the positions of kept entries are stored."""
+        assert self.config.samo.index != "auto", "the configuration is resolved"
+        return self.config.samo.index
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
@@ -116,103 +162,92 @@ class RunSpec:
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
-def resolve(
-    loaded: LoadedConfig,
-    surveyed: Survey,
-    transport: Transport,
-    grid: Grid | None,
-    score: Score | None = None,
-    found_memory: float | None = None,
-    saved: Mapping[str, int] | None = None,
-    *,
-    on_host: bool = True,
-) -> RunSpec:
-    """Decide every `auto` of a configuration that `check_config` lets pass; ConfigError for what
-    this transport, number of ranks or model cannot run.
+def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
+    """Decide every `auto` of a configuration that `check_config` lets pass.
 
-    `grid` comes before the layout of the configuration. `score` is one's own criterion.
-    `found_memory`: bytes that this machine leaves to every rank, the same on all. `saved`: kept
-    entries of the pruned tensors in the checkpoint that the run goes on from.
+    The result is the same on every rank but for its place. docs/reference/auto.md lists who
+    decides what. ConfigError for what this transport, number of ranks or model cannot run.
     """
-    config = loaded.config
-    _check_transport(loaded, transport, on_host=on_host)
-    num_layers = len(surveyed.layers)
-    wanted, ticket = what_is_pruned(config, surveyed)
-    cluster = cluster_of(config)
-    start = kept_at_start(config, wanted, ticket) if saved is None else saved
+    config, survey = loaded.config, inputs.survey
+    _check_transport(loaded, inputs.transport, on_host=inputs.on_host)
+    wanted, ticket = what_is_pruned(config, survey)
+    kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
     optimizer = optimizer_of(config.optimizer)
-    subject = workload(config, surveyed, loaded.name, start, optimizer, on_host=on_host)
-    choice = None
-    if has_costs(surveyed) and grid is None:
-        choice = chosen_layout(loaded, subject, cluster, transport.size, found_memory)
-    if choice is not None:
-        loaded = replace(loaded, config=_with(config, {"layout.g_inter": choice.row.grid.g_inter}))
-    if grid is None:
-        grid = resolve_grid(loaded, transport.size, num_layers)
-    else:
-        check_grid(grid, transport.size, num_layers)
-        check_split(loaded, grid.g_inter, num_layers)
-    check_batch(loaded, grid)
-    gradient = _gradient(config, grid)
-    index = AUTO_INDEX if config.samo.index == "auto" else config.samo.index
-    pruning = config.pruning
-    until = round(config.train.steps * UNTIL.get(pruning.method, 0.5))
+    subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
+    cluster = cluster_of(config)
+    grid, choice = _layout(loaded, inputs, subject, cluster)
     run = RunSpec(
-        config=_with(
-            config,
-            {
-                "data.sequence_length": _unless_auto(
-                    config.data.sequence_length, config.model.sequence_length
-                ),
-                "layout.g_inter": grid.g_inter,
-                "layout.g_data": grid.g_data,
-                "pipeline.slack": _unless_auto(
-                    config.pipeline.slack,
-                    DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
-                ),
-                "pruning.rewind_step": _unless_auto(
-                    pruning.rewind_step, 0 if pruning.method == "iterative" else "never"
-                ),
-                "pruning.until_step": _unless_auto(
-                    pruning.until_step, max(until, pruning.at_step, 1)
-                ),
-                "samo.index": index,
-                "samo.gradient": gradient,
-                "schedule.decay_steps": _unless_auto(
-                    config.schedule.decay_steps, config.train.steps
-                ),
-            },
-        ),
-        survey=surveyed,
+        config=_settled(config, grid, choice),
+        model=inputs.model,
+        survey=survey,
         stages=(),
-        place=grid.place(transport.rank),
+        place=grid.place(inputs.transport.rank),
         targets=wanted,
-        criterion=configured_criterion(loaded, score),
+        criterion=configured_criterion(loaded, inputs.score),
         ticket=ticket,
-        optimizer=optimizer_of(config.optimizer),
-        dtype=DTYPES[config.precision],
-        gradient_dtype=torch.float32 if gradient == "fp32" else DTYPES[config.precision],
-        index=index,
-        kept_at_start=start,
-        on_host=on_host,
+        optimizer=optimizer,
+        kept_at_start=kept,
+        on_host=inputs.on_host,
     )
-    _check_pruned_layout(loaded, run, transport.size)
-    if wanted is not None and (ticket is None or pruning.method in UNTIL):
+    _check_pruned_layout(loaded, run, inputs.transport.size)
+    if wanted is not None and (ticket is None or config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
     stages = (
         balanced(loaded, run.config, grid, subject) if split == "auto" else split_by_hand(split)
     )
     sizes = tuple(len(stage) for stage in stages)
-    config = _with(run.config, {"layout.split": sizes})
-    prediction = None
-    if has_costs(surveyed):
-        slack = config.pipeline.slack
-        assert slack != "auto", "it is resolved"
-        settled = replace(subject, split=sizes)
-        reason = None if choice is None else choice.reason
-        prediction = predict(settled, cluster, config, grid, slack, reason)
-    return replace(run, config=config, stages=stages, prediction=prediction)
+    run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
+    return replace(run, prediction=_predicted(run, replace(subject, split=sizes), cluster, choice))
+
+
+def _layout(
+    loaded: LoadedConfig, inputs: RunInputs, subject: SurveyedModel, cluster: Cluster | None
+) -> tuple[Grid, Choice | None]:
+    """Stages and replicas, and why the planner chose them; None where it did not choose."""
+    ranks, num_layers = inputs.transport.size, len(inputs.survey.layers)
+    grid, choice = inputs.grid, None
+    if grid is not None:
+        check_grid(grid, ranks, num_layers)
+        check_split(loaded, grid.g_inter, num_layers)
+    else:
+        if has_costs(inputs.survey):
+            choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
+        if choice is not None:
+            chosen = {"layout.g_inter": choice.row.grid.g_inter}
+            loaded = replace(loaded, config=_with(loaded.config, chosen))
+        grid = resolve_grid(loaded, ranks, num_layers)
+    check_batch(loaded, grid)
+    return grid, choice
+
+
+def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
+    """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
+    pruning, steps = config.pruning, config.train.steps
+    end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
+    automatic = {
+        "data.sequence_length": config.model.sequence_length,
+        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
+        "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
+        "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
+        "samo.index": AUTO_INDEX,
+        "schedule.decay_steps": steps,
+    }
+    asked = {key: value for key, value in automatic.items() if _value(config, key) == "auto"}
+    layout = {"layout.g_inter": grid.g_inter, "layout.g_data": grid.g_data}
+    return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+
+
+def _predicted(
+    run: RunSpec, subject: SurveyedModel, cluster: Cluster | None, choice: Choice | None
+) -> Prediction | None:
+    """What the planner says of the settled run; None for a model without an example."""
+    if not has_costs(run.survey):
+        return None
+    slack = run.config.pipeline.slack
+    assert slack != "auto", "the configuration is resolved"
+    reason = None if choice is None else choice.reason
+    return predict(subject, cluster, run.config, run.place.grid, slack, reason)
 
 
 def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
@@ -279,8 +314,10 @@ def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: boo
         )
 
 
-def _unless_auto(value: Any, otherwise: Any) -> Any:
-    return otherwise if value == "auto" else value
+def _value(config: Config, key: str) -> Any:
+    """The value of the setting "section.key"."""
+    section, _, leaf = key.partition(".")
+    return getattr(getattr(config, section), leaf)
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:

@@ -20,6 +20,8 @@ from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of,
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.newest import newest_whole, remains, steps_in, verify_together
 from axsparse.training.checkpoint.verification import Checkpoint
+from axsparse.training.resume_point import ResumePoint
+from axsparse.training.spikes import RewindOrder
 
 AUTO = "auto"
 """As `resume`: the newest whole checkpoint of the run, if there is one."""
@@ -54,28 +56,20 @@ class RunDir:
             ) from reason
 
 
-@dataclass(frozen=True)
-class PastRun:
-    """What there is to go on from, before anything is made or changed."""
-
-    path: Path | None
-    """The run's directory; None makes a new one."""
-    checkpoint: Checkpoint | None
-    """None: from the start."""
-    notes: tuple[str, ...]
-    lock: RunLock | None
-    """Of `path`, on rank 0."""
-
-
 def find_run(
-    loaded: LoadedConfig, transport: Transport, resume: str | None, upto: int | None = None
-) -> PastRun:
+    loaded: LoadedConfig,
+    transport: Transport,
+    resume: str | None,
+    order: RewindOrder | None = None,
+) -> ResumePoint:
     """The run's directory if there is one, held by rank 0, and its checkpoint, which all ranks
     have verified.
 
-    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run, of which those
-    `upto` a step count. All ranks call this together; raises on all alike.
+    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. After a spike
+    of the loss, `order` says which checkpoint is the last that counts. All ranks call this
+    together; raises on all alike.
     """
+    upto = None if order is None else order.base
     held: list[RunLock] = []
 
     def find() -> str:
@@ -121,10 +115,10 @@ def find_run(
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return PastRun(there, checkpoint, tuple(notes), held[0] if held else None)
+    return ResumePoint(there, checkpoint, tuple(notes), held[0] if held else None, order)
 
 
-def open_run_dir(loaded: LoadedConfig, transport: Transport, found: PastRun) -> RunDir:
+def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint) -> RunDir:
     """The run's directory, held by rank 0, made if it is new; nothing in one that exists changes.
 
     All ranks call this together; OutputError on all alike.

@@ -30,7 +30,6 @@ from axsparse.training.run_directory import METRICS_FILE
 
 def make_recorder(
     run: RunSpec,
-    model_name: str,
     layers: Sequence[BuiltLayer],
     data: Data,
     placement: Placement,
@@ -65,7 +64,7 @@ def make_recorder(
         survey,
         run.stages,
         run.place.grid,
-        name=model_name,
+        name=run.model.name,
         transport=transport.name,
         dense_bytes=max(
             run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))

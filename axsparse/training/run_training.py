@@ -34,12 +34,12 @@ def run_training(
     spikes, and goes on from the last checkpoint with other data; `on_step` then hears of the
     steps since once more. The arguments and errors are those of `build` and `Trainer.train`.
     """
-    back: RewindOrder | None = None
+    order: RewindOrder | None = None
     while True:
-        trainer = build(job, model, open_datasets, config, score=score, resume=resume, back=back)
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume, order=order)
         trainer.train(on_step)
-        back = trainer.back
-        if back is None and not trainer.hands_over:
+        order = trainer.rewind_order
+        if order is None and not trainer.hands_over:
             return
         resume = str(job.run_dir)
         del trainer  # the next one needs its memory

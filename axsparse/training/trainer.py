@@ -15,7 +15,13 @@ from axsparse.observe.trace_recorder import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Change, Moment
 from axsparse.pruning.ticket.run_ticket import save_live
-from axsparse.runtime.errors import AxsparseError, ConfigError, StoppedError, TrainingError
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    StoppedError,
+    TrainingError,
+    everywhere,
+)
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
@@ -24,7 +30,7 @@ from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.parts import Parts
 from axsparse.training.spikes import RewindOrder
-from axsparse.training.step import Stepper
+from axsparse.training.step import Step
 
 TICKET_FILE = "ticket.safetensors"
 """In the run directory: the masks that the run's method has found."""
@@ -52,7 +58,7 @@ class Trainer:
         self.config = config
         self.parts = parts
         self.last_evaluation: Evaluation | None = None
-        self._stepper = Stepper(config, parts)
+        self._step = Step(config, parts)
         self._evaluated_at: int | None = None
         self._masked_at: int | None = None
         self._saver = saver
@@ -63,35 +69,32 @@ class Trainer:
         """Whether training ended where another layout goes on (`layout.g_inter_pruned`)."""
         self._closed = False
         if progress is not None:
-            self._stepper.restore(progress)
+            self._step.restore(progress)
             self._evaluated_at = progress.step if progress.evaluated else None
             self._masked_at = progress.step if progress.masked else None
         self._tracing = self._make_tracing()
 
     @property
-    def back(self) -> RewindOrder | None:
+    def rewind_order(self) -> RewindOrder | None:
         """Where training goes on, if a spike of the loss has ended it (`spikes.rule: back`)."""
-        return self._stepper.back
+        return self._step.skips.order
 
     @property
     def steps_done(self) -> int:
-        """Steps since the run began, before it was resumed included."""
-        return self._stepper.steps_done
+        """Steps since the run began, including those before it was resumed."""
+        return self._step.position.steps_done
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the step under way."""
-        return self._stepper.learning_rate
+        """The learning rate of the coming step."""
+        return self._step.position.learning_rate
 
     def step(self) -> Verdict:
-        """Run the microbatches, sum the gradients, agree, update and expand.
-
-        Loss and norm are those before the update. If either is not finite anywhere, or the
-        loss spikes, no rank updates.
-        """
+        """One training step (`Step.train_step`), in which all ranks also learn whether any of
+        them was told to stop or still writes a checkpoint."""
         saver = self._saver
         stop = self._stop is not None and self._stop.is_set
-        verdict = self._stepper.step(Notice(stop, saver is not None and saver.is_writing))
+        verdict = self._step.train_step(Notice(stop, saver is not None and saver.is_writing))
         self._is_stopped = verdict.notice.stop
         if saver is not None:
             saver.advance(any_writing=verdict.notice.writing)
@@ -125,7 +128,7 @@ class Trainer:
             if self._saver is not None:
                 parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
-            if self.back is None:
+            if self.rewind_order is None:
                 self._refuse_bad_end()
                 self._sum_up()
         except AxsparseError as failure:
@@ -138,7 +141,7 @@ class Trainer:
 
     def _is_next(self) -> bool:
         """All that stands between two steps; whether a step follows."""
-        if self.back is not None:
+        if self.rewind_order is not None:
             return False
         is_over = self.steps_done >= self.config.train.steps
         stops = self._is_stopped and not is_over
@@ -152,7 +155,7 @@ class Trainer:
             self.hands_over or saver.due(self.steps_done, is_last=is_over)
         )
         if is_due:  # unlike what a signal saves, which would not be there without it
-            self._stepper.spikes.saved(self.steps_done)
+            self._step.skips.spikes.saved(self.steps_done)
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
             self.parts.pulse.at("checkpoint", self.steps_done)
@@ -209,9 +212,9 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None and not self.hands_over and self.back is None:
+        if self._stop is not None and not self.hands_over and self.rewind_order is None:
             self._stop.release()
-        self._stepper.close()
+        self._step.close()
         for batches in (self.parts.training, self.parts.validation):
             if batches is not None:
                 batches.close()
@@ -240,8 +243,8 @@ class Trainer:
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skipped=self._stepper.skipped,
-            skipped_steps=self._stepper.not_finite + self._stepper.spiked,
+            skipped=self._step.skips.reason,
+            skipped_steps=self._step.skips.not_finite + self._step.skips.spiked,
         )
         most = {
             "model_state_bytes": self.state_bytes().total,
@@ -267,16 +270,17 @@ class Trainer:
     def _change_masks(self) -> None:
         """Let the masks change, and everything that depends on them follow."""
         self._masked_at = self.steps_done
-        masking, stepper = self.parts.masking, self._stepper
+        masking = self.parts.masking
         if masking is None:
             return
         before = self.state_bytes().total
         self.parts.pulse.at("masks", self.steps_done)
-        now = Moment(stepper.steps_done, stepper.updates, stepper.score_gradients)
+        position = self._step.position
+        now = Moment(position.steps_done, position.updates, self._step.score_gradients)
         change = masking.before_step(now)
         if change is None:
             return
-        stepper.follow(change)
+        self._step.follow_masks(change)
         self._record_masks(change, before)
         if change.is_ticket and self.parts.run_dir is not None:
             self.save_ticket(self.parts.run_dir / TICKET_FILE)
@@ -309,7 +313,7 @@ class Trainer:
         )
 
     def _progress(self) -> Progress:
-        return self._stepper.progress(
+        return self._step.progress(
             evaluated=self._evaluated_at == self.steps_done,
             masked=self._masked_at == self.steps_done,
         )
@@ -324,14 +328,10 @@ class Trainer:
         )
 
     def _sum_up(self) -> None:
-        """Say what was skipped, if anything was."""
-        stepper, said = self._stepper, []
-        if stepper.not_finite:
-            said.append(f"{stepper.not_finite} skipped with numbers that were not finite")
-        if stepper.spiked:
-            said.append(f"{stepper.spiked} skipped for a spike of the loss")
-        if stepper.jumped:
-            said.append(f"batches jumped over: {stepper.jumped}")
+        """Print how many steps were skipped and how many batches jumped over, if any were."""
+        said = self._step.skips.summary()
+        if self._step.position.jumped:
+            said.append(f"batches jumped over: {self._step.position.jumped}")
         if said:
             self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
 
@@ -339,14 +339,12 @@ class Trainer:
         """TrainingError on all ranks if what was trained is good for nothing."""
         last = self.last_evaluation
         if last is not None and not math.isfinite(last.loss):
-            lost = TrainingError(
-                f"step {self.steps_done}: the validation loss is {last.loss}; lower "
-                "optimizer.learning_rate, or look at the data"
+            raise everywhere(
+                TrainingError(
+                    f"step {self.steps_done}: the validation loss is {last.loss}; lower "
+                    "optimizer.learning_rate, or look at the data"
+                )
             )
-            lost.on_all_ranks = True
-            raise lost
         masking = self.parts.masking
         if masking is not None and masking.unfinished is not None:
-            lost = TrainingError(f"step {self.steps_done}: {masking.unfinished}")
-            lost.on_all_ranks = True
-            raise lost
+            raise everywhere(TrainingError(f"step {self.steps_done}: {masking.unfinished}"))

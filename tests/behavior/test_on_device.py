@@ -205,7 +205,7 @@ def test_the_host_asks_its_device_once_a_step(
         return run(operation, arguments, named)
 
     def watch(trainer: Trainer) -> None:
-        step = trainer._stepper.step
+        step = trainer._step.train_step
 
         def counted(*arguments: Any) -> Any:
             asked.clear()
@@ -215,7 +215,7 @@ def test_the_host_asks_its_device_once_a_step(
             steps.append(list(asked))
             return verdict
 
-        monkeypatch.setattr(trainer._stepper, "step", counted)
+        monkeypatch.setattr(trainer._step, "train_step", counted)
 
     steps: list[list[str]] = []
     config = small(optimizer=SGD, train={"steps": 3})

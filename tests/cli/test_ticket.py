@@ -44,7 +44,7 @@ def show(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
-            ticket.main([*arguments])
+            ticket_command.main([*arguments])
         said = capsys.readouterr()
         assert isinstance(end.value.code, int)
         return end.value.code, said.out, said.err

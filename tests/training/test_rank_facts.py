@@ -33,7 +33,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.provenance import git_hash
 from axsparse.training.open_data import Data, open_data
 from axsparse.training.rank_facts import facts_of, refuse_odd_rank
-from axsparse.training.resolution import resolve
+from axsparse.training.resolution import RunInputs, resolve
 from axsparse.training.run_directory import make_run_dir, save_config
 
 T = TypeVar("T")
@@ -151,10 +151,11 @@ def opened(
 
     def body(transport: Transport) -> Data | AxsparseError:
         model = tiny_gpt(config)
-        run = resolve(loaded(config), survey(model), transport, Grid(g_inter, g_data))
+        inputs = RunInputs(model, survey(model), transport, Grid(g_inter, g_data))
+        run = resolve(loaded(config), inputs)
         open_datasets = partial(factory, transport.rank)
         try:
-            return open_data(run, loaded(config), transport, open_datasets, words=model.vocab_size)
+            return open_data(run, loaded(config), transport, open_datasets)
         except AxsparseError as error:
             return error
 

@@ -17,7 +17,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
-from axsparse.training.resolution import RunSpec, loss_scale, resolve
+from axsparse.training.resolution import RunInputs, RunSpec, loss_scale, resolve
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
@@ -27,9 +27,14 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
     return made
 
 
+def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunSpec:
+    model = tiny_gpt(config)
+    surveyed = survey(model, DTYPES[config.precision])
+    return resolve(LoadedConfig(config, "test", {}), RunInputs(model, surveyed, on, grid, **inputs))
+
+
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunSpec:
-    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
-    return resolve(LoadedConfig(config, "test", {}), surveyed, transport(ranks), grid)
+    return decided(config, transport(ranks), grid)
 
 
 def test_auto_takes_two_stages_where_they_divide_the_ranks() -> None:
@@ -97,12 +102,7 @@ def test_what_gpus_talk_by_is_refused_on_cpus(wanted: str) -> None:
     config = tiny_config(transport=wanted)
 
     with pytest.raises(ConfigError, match=f"{wanted} is for ranks that compute on GPUs, and these"):
-        resolve(
-            LoadedConfig(config, "test", {}),
-            survey(tiny_gpt(config)),
-            transport(2, "mpi (some)"),
-            None,
-        )
+        decided(config, transport(2, "mpi (some)"))
     with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
         resolved(config)
 
@@ -110,25 +110,18 @@ def test_what_gpus_talk_by_is_refused_on_cpus(wanted: str) -> None:
 @pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
 def test_a_single_rank_on_a_gpu_may_ask_for_what_gpus_talk_by(wanted: str) -> None:
     config = tiny_config(transport=wanted)
-    asked = (
-        LoadedConfig(config, "test", {}),
-        survey(tiny_gpt(config)),
-        transport(1, "mpi (some)"),
-        None,
-    )
+    one = transport(1, "mpi (some)")
 
-    assert resolve(*asked, on_host=False).config.transport == wanted
+    assert decided(config, one, on_host=False).config.transport == wanted
     with pytest.raises(ConfigError, match="and these compute on CPUs"):
-        resolve(*asked)
+        decided(config, one)
 
 
 def test_local_is_refused_under_mpi() -> None:
     config = tiny_config(transport="local")
 
-    surveyed = survey(tiny_gpt(config))
-
     with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
-        resolve(LoadedConfig(config, "test", {}), surveyed, transport(2, "mpi (some)"), None)
+        decided(config, transport(2, "mpi (some)"))
 
 
 def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
@@ -152,8 +145,7 @@ def auto(
 ) -> RunSpec:
     layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
     config = tiny_config(layout=layout, **sections)
-    surveyed = survey(tiny_gpt(config), DTYPES[config.precision])
-    return resolve(LoadedConfig(config, "test", {}), surveyed, transport(ranks), None, None, found)
+    return decided(config, transport(ranks), found_memory=found)
 
 
 def stages(run: RunSpec) -> int:

@@ -213,7 +213,7 @@ def run_here(
                 raise InterruptedError
             if stop_after is not None and step == stop_after - 1 and rank == world.size - 1:
                 job.stop.hear(signal.SIGUSR1)
-            if step == config.train.steps and trainers[rank].back is None:
+            if step == config.train.steps and trainers[rank].rewind_order is None:
                 note_state(found, trainers[rank])
 
         try:
@@ -469,7 +469,7 @@ def test_a_checkpoint_that_somebody_took_away_is_missed(tmp_path: Path) -> None:
     run_here(config_of(), tmp_path, stop_after=SPIKE)
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{EVERY}")
     world: LocalWorld[Trainer] = LocalWorld(1)
-    back = RewindOrder(Spike(SPIKE + 1, 9.0, 1.0), base=EVERY, first_batch=SPIKE + 1, times=1)
+    order = RewindOrder(Spike(SPIKE + 1, 9.0, 1.0), base=EVERY, first_batch=SPIKE + 1, times=1)
 
     with pytest.raises(
         MissingInputError, match=rf"its checkpoint step-{EVERY}, to go back to after a spike of th"
@@ -481,7 +481,7 @@ def test_a_checkpoint_that_somebody_took_away_is_missed(tmp_path: Path) -> None:
                 lambda: Datasets(data(), None),
                 config_of(),
                 resume=str(tmp_path),
-                back=back,
+                order=order,
             )
         )
 

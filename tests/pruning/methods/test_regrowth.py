@@ -167,7 +167,7 @@ def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_trai
 
     def install(trainer: Trainer) -> None:
         moving(plan, lambda trainer, moved: counts.append(moved))(trainer)
-        inner_update, step = trainer._stepper._update, trainer.step
+        inner_update, step = trainer._step._clip_and_update, trainer.step
 
         def noting_update(verdict: Any) -> None:
             inner_update(verdict)
@@ -178,7 +178,7 @@ def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_trai
             states[trainer.parts.place.replica].append(dense_state(trainer))
             return verdict
 
-        vars(trainer._stepper)["_update"] = noting_update
+        vars(trainer._step)["_clip_and_update"] = noting_update
         vars(trainer)["step"] = noting_step
 
     train_in_process(1, 2, tiny_gpt(config), config, token_data(length=8), before=install)

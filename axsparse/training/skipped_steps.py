@@ -1,0 +1,133 @@
+"""Steps that update nothing: why, how often, and when that ends the run.
+
+A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
+large to believe (`spikes.py`). All ranks have heard the same verdict and judge alike, so that
+an error here is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from axsparse.config.schema import SpikesConfig
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.runtime.errors import TrainingError, everywhere
+from axsparse.training.checkpoint.manifest import FirstBad
+from axsparse.training.parts import Parts
+from axsparse.training.position import Position
+from axsparse.training.spikes import RewindOrder, Spike, SpikeRule
+
+LONGEST_REASON = 1000
+"""Letters of a reason that a checkpoint keeps."""
+
+
+class SkippedSteps:
+    """Counts skipped steps and gives up once there are too many in a row."""
+
+    def __init__(self, settings: SpikesConfig, parts: Parts, position: Position) -> None:
+        self.not_finite = 0
+        """Steps that were skipped because loss or gradients were not finite."""
+        self.spiked = 0
+        """Steps that were skipped because the loss spiked."""
+        self.reason: str | None = None
+        """Why the last step updated nothing; None if it did update."""
+        self.order: RewindOrder | None = None
+        """Where the last step's spike sends the run; None if the run goes on where it is."""
+        self.first_bad: FirstBad | None = None
+        """The first of the steps in a row that were skipped at the smallest loss scale."""
+        self.spikes = SpikeRule(settings)
+        self._settings = settings
+        self._parts = parts
+        self._position = position
+
+    def spike_of(self, verdict: Verdict) -> Spike | None:
+        """The spike of the step under way; None if its loss is usual or not finite."""
+        if not verdict.finite:
+            return None
+        return self.spikes.judge(self._position.steps_done + 1, verdict.loss)
+
+    def record(self, verdict: Verdict, spike: Spike | None) -> None:
+        """Take note of a step, and let the loss scale follow it.
+
+        TrainingError on all ranks once too many steps in a row could not update.
+        """
+        self.reason = self.order = None
+        if spike is not None:
+            self._record_spike(spike)
+            return
+        if not verdict.finite:
+            self.not_finite += 1
+            self.reason = self._culprit(verdict)
+        self.rescale(verdict)
+
+    def rescale(self, verdict: Verdict) -> None:
+        """Let the loss scale follow a step's verdict.
+
+        TrainingError on all ranks once the smallest scale has failed too often.
+        """
+        scale, step = self._parts.loss_scale, self._position.steps_done + 1
+        scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
+        if scale.skipped_at_floor == 0:
+            self.first_bad = None
+        elif self.first_bad is None:
+            self.first_bad = FirstBad(step=step, what=self._culprit(verdict))
+        if not scale.exhausted:
+            return
+        first = self.first_bad
+        assert first is not None, "patience is 1 or more"
+        raise everywhere(
+            TrainingError(
+                f"step {first.step}: {first.what}, and no step could update for {scale.patience} "
+                f"in a row, up to step {step} (loss_scale.patience); lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+        )
+
+    def _record_spike(self, spike: Spike) -> None:
+        """Skip the step or send the run back, by the rule of the settings."""
+        self.order = self.spikes.back(spike, self._position.batch)
+        given_up = self.spikes.given_up(self.order)
+        if given_up is not None:
+            raise everywhere(
+                TrainingError(
+                    f"step {spike.step}: {spike}, and {given_up} (spikes.patience); lower "
+                    "optimizer.learning_rate, or look at the data"
+                )
+            )
+        self.reason = str(spike)
+        if self.order is None:
+            self.spiked += 1
+            if self._settings.rule == "back":
+                self.reason += "; there is no checkpoint to go back to yet"
+        else:
+            self.reason += f"; goes back to step {self.order.base} and jumps over the data since"
+
+    def _culprit(self, verdict: Verdict) -> str:
+        """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
+
+        A loss that is not finite spoils all gradients, so gradients are named only where every
+        loss is finite. Where the gradients of each replica are finite by themselves, their sum
+        is too large for its type, and the stage is named instead of a rank.
+        """
+        parts = self._parts
+        grid = parts.place.grid
+        if verdict.bad_loss is not None:
+            rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
+            return f"{grid.place(rank)}: the loss is not finite"
+        assert verdict.culprit is not None, "a loss or a gradient is not finite"
+        stage = parts.stage_of(verdict.culprit)
+        column = grid.column(stage)
+        # A single replica sums nothing, so that its gradients are looked at only once.
+        bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
+        where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"
+        text = f"{where}: the gradient of {verdict.culprit} is not finite"
+        return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_REASON]
+
+    def summary(self) -> list[str]:
+        """What the end of a run says of its skipped steps; empty if there were none."""
+        said = []
+        if self.not_finite:
+            said.append(f"{self.not_finite} skipped with numbers that were not finite")
+        if self.spiked:
+            said.append(f"{self.spiked} skipped for a spike of the loss")
+        return said
