@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from axsparse.cli.parser import CommandParser
 from axsparse.data.prepare.documents import Reading
-from axsparse.data.prepare.preparation import Request, prepare
+from axsparse.data.prepare.preparation import prepare
+from axsparse.data.prepare.request import Request
 from axsparse.data.prepare.tokenizers import SEPARATOR
 from axsparse.runtime.console import make_console
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError

@@ -1,17 +1,18 @@
-"""How prepared tokens lie on the disk: a file of token ids a split, and tokens.json beside them.
+"""The files of a folder of prepared tokens, and the contents of its tokens.json.
 
     <folder>/train.tokens        token ids, little-endian, nothing else
-    <folder>/validation.tokens   likewise, if there is a validation part
-    <folder>/tokenizer.json      what turns ids into text again; not for bytes
-    <folder>/tokens.json         what the others hold; written last
+    <folder>/validation.tokens   the same, if there is a validation part
+    <folder>/tokenizer.json      turns ids into text again; absent where tokens are bytes
+    <folder>/tokens.json         describes the other files; written last
 
-A document is followed by one `separator`, which no document contains.
+Each document is followed by one `separator`, an id that no document contains.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from axsparse.runtime.errors import DataError, MissingInputError
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = 1
-"""Raised whenever files of an older form can no longer be read."""
+"""Version of the format; raised when files of an older version can no longer be read."""
 
 Split = Literal["train", "validation"]
 DtypeName = Literal["uint8", "uint16", "uint32"]
@@ -34,24 +35,37 @@ _STORED: dict[DtypeName, np.dtype[np.unsignedinteger]] = {
     "uint32": np.dtype("<u4"),
 }
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 16
-"""How much of a file is compared at the start of a run: at most 4 MiB, evenly spread."""
+"""Blocks of a file that are compared at the start of a run, evenly spread: at most 4 MiB."""
 
 
 class Record(BaseModel):
-    """Base of what is kept as JSON: frozen, and strict about names and types."""
+    """Base class of records that are stored as JSON: frozen, strict about names and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+@dataclass(frozen=True)
+class TokenFormat:
+    """How tokens are stored: the type of an id, and the id that ends a document."""
+
+    dtype: DtypeName
+    separator: int
+
+    @property
+    def separator_bytes(self) -> bytes:
+        """The separator as it stands in a file."""
+        return np.array([self.separator], stored(self.dtype)).tobytes()
+
+
 class TokenizerRecord(Record):
-    """What made tokens of the text."""
+    """The tokenizer that was applied to the text."""
 
     kind: Literal["bytes", "bpe", "file"]
-    """`bpe` was trained on this text, `file` was given."""
+    """`bpe` was learnt from this text; `file` is a tokenizer.json that the user gave."""
     digest: str = ""
     """BLAKE2b-128 of tokenizer.json; empty for bytes."""
     library: str = ""
-    """Library and version that applied it."""
+    """Name and version of the library that applied the tokenizer; empty for bytes."""
 
 
 class SplitRecord(Record):
@@ -59,22 +73,22 @@ class SplitRecord(Record):
 
     documents: PositiveInt
     tokens: PositiveInt
-    """Separators included."""
+    """Number of tokens, separators included."""
     digest: str
     """BLAKE2b-128 of the file."""
     sample_digest: str
-    """`sample_digest` of the file, which costs a few megabytes to compare."""
+    """`sample_digest` of the file: to compare it, 4 MiB are read at most."""
 
 
 class SourceCounts(Record):
-    """What the text came from."""
+    """The text that the tokens were made from."""
 
     files: PositiveInt
     bytes: NonNegativeInt
     left_out: dict[str, NonNegativeInt]
-    """Documents left out, by reason."""
+    """Number of documents left out, by reason."""
     examples: tuple[str, ...]
-    """The first of them: file, byte at which the document begins, reason."""
+    """The first of these: file, byte at which the document begins, reason."""
 
 
 class Sidecar(Record):
@@ -83,12 +97,12 @@ class Sidecar(Record):
     format: Literal["axsparse tokens"] = "axsparse tokens"
     version: PositiveInt
     axsparse: str
-    """Version that wrote it."""
+    """The version of axsparse that wrote the files."""
     tokenizer: TokenizerRecord
     vocab_size: PositiveInt
-    """Ids are below it."""
+    """All ids are below this number."""
     separator: NonNegativeInt
-    """Id that follows each document."""
+    """The id that follows each document."""
     dtype: DtypeName
     train: SplitRecord
     validation: SplitRecord | None
@@ -96,32 +110,36 @@ class Sidecar(Record):
     settings: dict[str, str | int | float | bool]
     """Settings of the preparation that the tokens depend on."""
     request: str
-    """Digest of settings and of paths, sizes and times of the sources."""
+    """Key of the request: a digest of the settings and of the paths, sizes and times of the
+    sources."""
 
     def splits(self) -> Iterator[tuple[Split, SplitRecord]]:
-        """The files of tokens there are."""
+        """Name and record of each split that exists."""
         yield "train", self.train
         if self.validation is not None:
             yield "validation", self.validation
 
 
 def token_path(folder: Path, split: Split) -> Path:
-    """The file of one split."""
+    """The path of the file that holds one split."""
     return folder / f"{split}.tokens"
 
 
 def dtype_for(vocab_size: int) -> DtypeName:
-    """The smallest type that holds every id."""
+    """The smallest type that holds every id below `vocab_size`."""
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def stored(dtype: DtypeName) -> np.dtype[np.unsignedinteger]:
-    """The type as it lies on the disk, little-endian on every machine."""
+    """The numpy type of ids in a file: little-endian on every machine."""
     return _STORED[dtype]
 
 
 def sample_digest(path: Path) -> str:
-    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` blocks, first and last included."""
+    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks.
+
+    The first block and the last are among them.
+    """
     size = path.stat().st_size
     digest = hashlib.blake2b(b"%d" % size, digest_size=16)
     last = max(0, size - SAMPLED_BYTES)
@@ -133,9 +151,10 @@ def sample_digest(path: Path) -> str:
 
 
 def read_sidecar(folder: Path, where: str) -> Sidecar:
-    """What a folder of prepared tokens holds; `where` names who asks in messages.
+    """The tokens.json of a folder; `where` names the setting in error messages.
 
-    Raises MissingInputError if it has no readable tokens.json, DataError if that is not ours.
+    Raises MissingInputError if it cannot be read, DataError if its contents are not those of
+    a tokens.json of this version.
     """
     path = folder / SIDECAR
     try:
@@ -163,7 +182,7 @@ def read_sidecar(folder: Path, where: str) -> Sidecar:
 
 
 class _Head(BaseModel):
-    """What every version has; the rest may differ."""
+    """The fields that every version of the format has."""
 
     format: Literal["axsparse tokens"]
     version: int

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from axsparse.data.prepare.documents import Reading
-from axsparse.data.prepare.preparation import Request, prepare
+from axsparse.data.prepare.preparation import prepare
+from axsparse.data.prepare.request import Request
 from axsparse.data.token_file import Sidecar
 from axsparse.runtime.console import Console
 

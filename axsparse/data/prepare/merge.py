@@ -1,4 +1,7 @@
-"""Part files, in order, into one file of tokens a split; documents across parts are joined here."""
+"""Merges part files, in order, into one file of tokens for each split.
+
+The pieces of a document that reaches over several parts are joined here.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from axsparse.data.prepare.documents import HUGE_LINE, UNREADABLE
 from axsparse.data.prepare.part import EXAMPLES, FinishedPart, Fragment
 from axsparse.data.prepare.whole_files import BLOCK, new_file
-from axsparse.data.token_file import DtypeName, Split, stored, token_path
+from axsparse.data.token_file import Split, TokenFormat, stored, token_path
 from axsparse.runtime.errors import DataError
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What went into one file of tokens."""
+    """The contents of one file of tokens, counted."""
 
     documents: int
     tokens: int
+    """Number of tokens, separators included."""
     digest: str
     """BLAKE2b-128 of the file."""
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What became of the text."""
+    """How many documents were written, and how many left out."""
 
     splits: dict[Split, TokenCounts]
     left_out: dict[str, int]
+    """Number of documents left out, by reason."""
     examples: tuple[str, ...]
+    """The first of these: file, byte at which the document begins, reason."""
 
 
 class _Output:
-    """A file of tokens that grows."""
+    """A file of tokens that is being written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.documents = 0
@@ -53,11 +57,12 @@ class _Output:
 
 
 @dataclass(frozen=True)
-class _Where:
-    """Tokens of a part file."""
+class _TokenRange:
+    """Consecutive tokens of a part file."""
 
     path: Path
     first: int
+    """Position of the first, counted in tokens."""
     tokens: int
 
 
@@ -66,14 +71,14 @@ def merge(
     folder: Path,
     splits: Iterable[Split],
     *,
-    separator: int,
-    dtype: DtypeName,
+    form: TokenFormat,
     max_line: int,
     unreadable: Sequence[str] = (),
 ) -> MergeResult:
-    """Write the files of tokens of these splits, which get their names once all is well.
+    """Write one file of tokens for each split; the files get their names once all are complete.
 
-    `parts` come in order and may be made meanwhile; `unreadable` files are counted with the
+    `parts` come in order; an iterator may make them meanwhile. A document with a line of more
+    than `max_line` bytes is left out. `unreadable` names files, which are counted with the
     documents left out. Raises DataError if a split stays empty.
     """
     with contextlib.ExitStack() as files:
@@ -81,7 +86,7 @@ def merge(
             split: _Output(files.enter_context(new_file(token_path(folder, split))))
             for split in splits
         }
-        merger = _Merger(outputs, stored(dtype), separator, max_line)
+        merger = _Merger(outputs, form, max_line)
         merger.leave_out({UNREADABLE: len(unreadable)}, [f"{n}: {UNREADABLE}" for n in unreadable])
         for made in parts:
             merger.add(made)
@@ -97,47 +102,41 @@ def merge(
 
 
 class _Merger:
-    """Joins what parts hold."""
+    """Copies parts into the files of their splits, and joins the documents across parts."""
 
-    def __init__(
-        self,
-        outputs: dict[Split, _Output],
-        dtype: np.dtype[np.unsignedinteger],
-        separator: int,
-        max_line: int,
-    ) -> None:
+    def __init__(self, outputs: dict[Split, _Output], form: TokenFormat, max_line: int) -> None:
         self.left_out: Counter[str] = Counter()
         self.examples: list[str] = []
         self._outputs = outputs
-        self._itemsize = dtype.itemsize
-        self._separator = np.array([separator], dtype).tobytes()
+        self._itemsize = stored(form.dtype).itemsize
+        self._separator = form.separator_bytes
         self._max_line = max_line
         self._open: Fragment | None = None
-        """The document whose end has not come yet, as far as it has."""
-        self._waiting: list[_Where] = []
-        """Its tokens."""
+        """The document whose end has not been reached, as far as its pieces are known."""
+        self._waiting: list[_TokenRange] = []
+        """Where the tokens of the open document lie."""
 
     def add(self, made: FinishedPart) -> None:
         record, at = made.record, 0
         if record.head is not None:
-            self._join(record.head, _Where(made.path, at, record.head.tokens))
+            self._join(record.head, _TokenRange(made.path, at, record.head.tokens))
             at += record.head.tokens
         self.leave_out(record.left_out, record.examples)
         for run in record.runs:
             output = self._outputs["validation" if run.validation else "train"]
-            self._copy(_Where(made.path, at, run.tokens), output)
+            self._copy(_TokenRange(made.path, at, run.tokens), output)
             output.documents += run.documents
             at += run.tokens
         if record.tail is not None:
-            self._join(record.tail, _Where(made.path, at, record.tail.tokens))
+            self._join(record.tail, _TokenRange(made.path, at, record.tail.tokens))
 
     def leave_out(self, counts: Mapping[str, int], examples: Sequence[str]) -> None:
-        """Count documents that cannot be used, and remember the first."""
+        """Count documents that cannot be used; the first of them are kept as examples."""
         self.left_out.update({name: count for name, count in counts.items() if count})
         self.examples += examples[: EXAMPLES - len(self.examples)]
 
     def refuse_empty(self) -> None:
-        """DataError if a split has nothing."""
+        """Raise DataError if a split has no document."""
         assert self._open is None, "a document without end"
         documents = sum(output.documents for output in self._outputs.values())
         if documents == 0:
@@ -155,8 +154,8 @@ class _Merger:
                     "name validation files by --validation"
                 )
 
-    def _join(self, fragment: Fragment, where: _Where) -> None:
-        """Go on with the open document, and write it if this is its end."""
+    def _join(self, fragment: Fragment, where: _TokenRange) -> None:
+        """Add a piece to the open document, and write the document if it ends here."""
         assert fragment.opens == (self._open is None), "parts out of order"
         self._open = (
             fragment if self._open is None else joined(self._open, fragment, self._max_line)
@@ -176,7 +175,7 @@ class _Merger:
             output.documents += 1
             output.tokens += 1
 
-    def _copy(self, where: _Where, output: _Output) -> None:
+    def _copy(self, where: _TokenRange, output: _Output) -> None:
         left = where.tokens * self._itemsize
         output.tokens += where.tokens
         with where.path.open("rb") as file:
@@ -189,7 +188,7 @@ class _Merger:
 
 
 def joined(first: Fragment, second: Fragment, max_line: int) -> Fragment:
-    """Two pieces of one document that follow each other, as one."""
+    """Two neighbouring pieces of one document as one piece."""
     last_line = first.lead if first.trail is None else first.trail
     line = last_line + second.lead
     trail = second.trail
@@ -201,7 +200,7 @@ def joined(first: Fragment, second: Fragment, max_line: int) -> Fragment:
             "closes": second.closes,
             "problem": first.problem or second.problem or (HUGE_LINE if line > max_line else None),
             "blank": first.blank and second.blank,
-            # Where a document begins with a cut, its first words came with the second piece.
+            # A blank first piece says nothing of the split: the first words are in the second.
             "validation": second.validation if first.blank else first.validation,
             "lead": line if first.trail is None else first.lead,
             "trail": trail,

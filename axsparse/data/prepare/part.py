@@ -1,7 +1,7 @@
-"""One part of the text into one file of tokens, with a record of what is in it.
+"""Turns one part of the text into a part file: a file of tokens, with a record beside it.
 
 A part file holds, in this order: the end of a document that began in an earlier part, whole
-documents with their separators, and the beginning of one that ends in a later part.
+documents with their separators, and the beginning of a document that ends in a later part.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 from pydantic import ValidationError
 
 from axsparse.data.prepare.documents import Piece, Problem, Reading
 from axsparse.data.prepare.text_sources import Part, Stretch, bytes_of, pieces_of
-from axsparse.data.prepare.tokenizers import Tokenizer, open_tokenizer
+from axsparse.data.prepare.tokenizers import TokenizerChoice, open_tokenizer
 from axsparse.data.prepare.whole_files import digest_of, new_file
-from axsparse.data.token_file import DtypeName, Record, TokenizerRecord, stored
+from axsparse.data.token_file import Record, TokenFormat, stored
 
 EXAMPLES = 20
-"""Documents left out that are named; all are counted."""
+"""Number of left-out documents that are named; all of them are counted."""
 
 
 class Run(Record):
-    """Whole documents that follow each other in one split."""
+    """Consecutive whole documents that belong to the same split."""
 
     validation: bool
+    """Whether the split is validation."""
     documents: int
     tokens: int
-    """Separators included."""
+    """Number of tokens, separators included."""
 
 
 class Fragment(Record):
-    """A piece of a document that begins or ends in another part."""
+    """The piece that one part holds of a document that reaches over several parts.
+
+    The fields that it shares with `Piece` mean what they mean there.
+    """
 
     place: str
-    """File and byte, for messages."""
+    """File and byte at which the piece begins, for messages."""
     tokens: int
     opens: bool
     closes: bool
@@ -47,43 +50,34 @@ class Fragment(Record):
     validation: bool
     lead: int
     trail: int | None
-    """As in `Piece`."""
 
 
 class PartRecord(Record):
-    """What a part file holds."""
+    """The contents of a part file."""
 
     source_bytes: int
+    """Bytes of text that the part was made from."""
     digest: str
     """BLAKE2b-128 of the part file."""
     head: Fragment | None
+    """The end of a document that began in an earlier part."""
     runs: tuple[Run, ...]
     tail: Fragment | None
+    """The beginning of a document that ends in a later part."""
     left_out: dict[str, int]
     examples: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class TokenizerChoice:
-    """What a worker needs to open the tokenizer; None and empty for bytes."""
-
-    path: Path | None
-    record: TokenizerRecord
-    separator: str
-
-    def open(self) -> Tokenizer:
-        return open_tokenizer(self.path, self.record, self.separator)
-
-
-@dataclass(frozen=True)
 class PartJob:
-    """What a worker is told."""
+    """What a worker process is sent to make one part."""
 
     number: int
     part: Part
     folder: Path
+    """The folder of parts."""
     tokenizer: TokenizerChoice
-    dtype: DtypeName
+    form: TokenFormat
     reading: Reading
     validation_fraction: float
 
@@ -94,23 +88,23 @@ class PartJob:
 
 @dataclass(frozen=True)
 class FinishedPart:
-    """A part on the disk."""
+    """A part file that lies on the disk with its record."""
 
     path: Path
     record: PartRecord
     kept: bool
-    """Whether an earlier run made it."""
+    """Whether an earlier run made the part."""
 
 
 def make_part(job: PartJob) -> FinishedPart:
-    """The part, made now unless it lies there complete and unharmed."""
+    """Make a part, unless an earlier run has left it complete and unharmed."""
     record_path = job.path.with_suffix(".json")
     try:
         record = PartRecord.model_validate_json(record_path.read_bytes())
         if digest_of(job.path) == record.digest:
             return FinishedPart(job.path, record, kept=True)
     except (OSError, ValidationError):
-        pass  # not there, or harmed: made again
+        pass  # There is no record, or it is damaged: the part is made again.
     with new_file(job.path) as file:
         record = _Writer(job, file).write()
     with new_file(record_path) as file:
@@ -119,14 +113,14 @@ def make_part(job: PartJob) -> FinishedPart:
 
 
 class _Writer:
-    """Writes one part file."""
+    """Writes one part file and collects its record."""
 
     def __init__(self, job: PartJob, file: BinaryIO) -> None:
         self._job = job
         self._file = file
-        self._tokenizer = job.tokenizer.open()
-        self._dtype = stored(job.dtype)
-        self._separator = np.array([self._tokenizer.separator], self._dtype).tobytes()
+        self._tokenizer = open_tokenizer(job.tokenizer)
+        self._dtype = stored(job.form.dtype)
+        self._separator = job.form.separator_bytes
         self._digest = hashlib.blake2b(digest_size=16)
         self._head: Fragment | None = None
         self._runs: list[Run] = []
@@ -201,7 +195,10 @@ class _Writer:
 
 
 def falls_to_validation(text: str, fraction: float) -> bool:
-    """Whether a document is one of the validation part: equal documents fall alike."""
+    """Whether a document is held out for validation.
+
+    A digest of its text decides, so that equal documents go to the same split.
+    """
     if fraction == 0:
         return False
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

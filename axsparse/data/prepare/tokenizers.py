@@ -1,10 +1,11 @@
-"""What turns text into token ids: its bytes, or Hugging Face's `tokenizers`, which is an extra."""
+"""Tokenizers: bytes, or those of Hugging Face's `tokenizers` library, an optional dependency."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,32 +23,46 @@ if TYPE_CHECKING:
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 SEPARATOR = "<|endoftext|>"
-"""The token between documents, unless a tokenizer has another."""
+"""The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
-"""All bytes and the separator: the smallest vocabulary of byte-pair encoding."""
+"""The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
 PIECE = 1 << 16
-"""Letters that are tokenized together: they cost about a hundred times their size in memory."""
+"""Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
-"""Letters beyond a piece in which a place to cut is looked for."""
+"""Characters beyond a piece in which a place to cut is searched for."""
 _CUT = re.compile(r"\S(?=[ \t\r\n])")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids, and what a reader has to know of them."""
+    """Turns text into token ids.
+
+    Every worker process opens a tokenizer of its own (`open_tokenizer`) and encodes whole
+    documents with it, or, where a file was cut into parts within a document, pieces of one.
+    Two rules follow: equal texts give equal ids, in every process; and the ids of a text that
+    is cut where `pieces` cuts, before white space that follows a word, are those of its pieces
+    one after the other.
+
+    To add a tokenizer, write a class with these members, and return it from `open_tokenizer`
+    for a `TokenizerRecord.kind` of its own.
+    """
 
     record: TokenizerRecord
+    """What tokens.json says about the tokenizer."""
     vocab_size: int
-    """Ids are below it."""
+    """All ids are below this number; it also decides how many bytes an id has in a file."""
     separator: int
-    """Follows each document, and stands for nothing inside one."""
+    """The id that is written after each document. `encode` never returns it."""
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text, without separator."""
+        """The ids of a text, (N,) unsigned integers, without separator; empty for ""."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8, which never has the byte 255: that separates documents."""
+    """Every byte of the UTF-8 text is a token.
+
+    The byte 255 never occurs in UTF-8, and separates documents.
+    """
 
     record = TokenizerRecord(kind="bytes")
     vocab_size = 256
@@ -58,21 +73,22 @@ class ByteTokenizer:
 
 
 class Subwords:
-    """A tokenizer of Hugging Face's library, from its file."""
+    """A tokenizer that Hugging Face's library reads from a file."""
 
     def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
-        """Raises DataError for a file that holds no tokenizer, ConfigError without `separator`."""
+        """Raises DataError if the file holds no tokenizer, ConfigError if its vocabulary has no
+        token `separator`."""
         library = import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_file(str(path))
-        except Exception as reason:  # the library raises nothing narrower
+        except Exception as reason:  # The library raises no narrower class.
             raise DataError(
                 f"--tokenizer: {path} holds no tokenizer ({' '.join(str(reason).split())}); name "
                 "a tokenizer.json of Hugging Face's tokenizers library"
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A separator that a document mentions is text like any other.
+        # A separator that occurs in a document is encoded as ordinary text.
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if separator not in vocabulary:
@@ -89,16 +105,17 @@ class Subwords:
         return np.concatenate(ids) if ids else np.empty(0, np.uint32)
 
     def _encode(self, piece: str) -> Tokens:
-        # The batch call is the one that does not trace where each token came from.
+        # Only the batch call leaves out the places of the tokens in the text.
         (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about `PIECE` letters, cut before white space that follows a word.
+    """The text in pieces of about `PIECE` characters, cut before white space after a word.
 
-    No token of GPT-2's kind of byte-pair encoding reaches across such a place, so that
-    pieces have the tokens of the whole. Without one near enough, the cut is where it falls.
+    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of
+    the pieces are those of the whole text. If there is no such place within `SLACK`
+    characters, the cut is made after `PIECE` characters.
     """
     begin = 0
     while len(text) - begin > PIECE + SLACK:
@@ -111,21 +128,34 @@ def pieces(text: str) -> Iterator[str]:
         yield text[begin:]
 
 
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """What a worker process needs to open the tokenizer."""
+
+    path: Path | None
+    """The tokenizer's file; None for bytes."""
+    record: TokenizerRecord
+    separator: str
+    """The token that is written after each document; empty for bytes."""
+
+
 @lru_cache(maxsize=1)
-def open_tokenizer(path: Path | None, record: TokenizerRecord, separator: str) -> Tokenizer:
-    """The tokenizer of a file, or bytes without one; the last one opened is kept."""
-    return ByteTokenizer() if path is None else Subwords(path, record, separator)
+def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """The chosen tokenizer; the one opened last is kept, and returned again for an equal choice."""
+    if choice.path is None:
+        return ByteTokenizer()
+    return Subwords(choice.path, choice.record, choice.separator)
 
 
 def describe(path: Path, kind: str) -> TokenizerRecord:
-    """The record of a tokenizer's file."""
+    """The record of a tokenizer's file, for tokens.json."""
     return TokenizerRecord.model_validate(
         {"kind": kind, "digest": digest_of(path), "library": library_version()}
     )
 
 
 def check_readable(path: Path) -> None:
-    """MissingInputError if a tokenizer's file is not there."""
+    """Raise MissingInputError if a tokenizer's file cannot be read."""
     try:
         path.open("rb").close()
     except OSError as reason:
@@ -135,9 +165,10 @@ def check_readable(path: Path) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Learn byte-pair encoding (GPT-2's kind: bytes first, words apart) and write its file.
+    """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019) and write its file.
 
-    Equal texts give equal files, whatever the number of threads.
+    It starts from the 256 bytes, and no token reaches from one word into the next. Equal texts
+    give equal files, whatever the number of threads.
     """
     library = import_tokenizers()
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -157,8 +188,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def import_tokenizers() -> Any:
-    """The library, or ConfigError where it is missing."""
-    # Processes are the parallelism, as ranks are elsewhere; training asks for threads itself.
+    """Hugging Face's tokenizers library; raises ConfigError if it is not installed."""
+    # The work is divided among processes; only `learn_bpe` asks for threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers
@@ -176,7 +207,7 @@ def library_version() -> str:
 
 
 def _suggested(tokenizer: tokenizers.Tokenizer) -> str:
-    """The special tokens there are, in words."""
+    """The end of an error message: the names of the special tokens of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder().values()
     names = sorted(token.content for token in added if token.special)
     return f", such as {', '.join(map(repr, names[:8]))}" if names else ""

@@ -20,7 +20,7 @@ from support.preparing import LINE, make_library, outputs, requested, run
 
 from axsparse.data.prepare import text_sources as prepare_sources
 from axsparse.data.prepare.documents import Reading
-from axsparse.data.prepare.preparation import Request
+from axsparse.data.prepare.request import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.runtime.errors import ConfigError, DataError, OutputError
 
@@ -334,8 +334,9 @@ def test_a_place_that_cannot_be_written_is_named(library: Path, tmp_path: Path) 
 MEASURED = """
 import io, resource, sys
 from pathlib import Path
-from axsparse.data.prepare import Request, prepare
 from axsparse.data.prepare.documents import Reading
+from axsparse.data.prepare.preparation import prepare
+from axsparse.data.prepare.request import Request
 from axsparse.runtime.console import Console
 source, out, bpe = sys.argv[1:]
 request = Request(

@@ -14,8 +14,9 @@ import pytest
 from support.mpirun import LONGEST_SECONDS
 from support.preparing import LINE, make_library, outputs, requested, run
 
-from axsparse.data.prepare.preparation import BpeJob, Request
 from axsparse.data.prepare.processes import apart
+from axsparse.data.prepare.request import Request
+from axsparse.data.prepare.vocabulary import BpeJob
 from axsparse.data.prepare.whole_files import locked
 from axsparse.runtime.errors import DataError, OutputError
 
@@ -27,24 +28,25 @@ def library(tmp_path: Path) -> Path:
 
 DEATHS = {
     # phase: what to replace by a function that dies, and at which call
-    "before anything is made": ("prepare.cut", 1),
-    "before the vocabulary is learnt": ("prepare.apart", 1),
-    "after the vocabulary": ("prepare.describe", 1),
-    "before the first part": ("prepare_part._Writer", 1),
-    "in the fourth part": ("prepare_part.pieces_of", 9),
-    "between a part and its record": ("prepare_part.PartRecord.model_dump_json", 4),
-    "while parts are joined": ("prepare_merge._Merger.add", 6),
-    "after the last part": ("prepare_merge._Merger.refuse_empty", 1),
-    "before the sidecar": ("prepare.Sidecar", 1),
-    "before parts are removed": ("prepare._rate", 1),
+    "before anything is made": ("preparation.cut", 1),
+    "before the vocabulary is learnt": ("vocabulary.apart", 1),
+    "after the vocabulary": ("vocabulary.describe", 1),
+    "before the first part": ("part._Writer", 1),
+    "in the fourth part": ("part.pieces_of", 9),
+    "between a part and its record": ("part.PartRecord.model_dump_json", 4),
+    "while parts are joined": ("merge._Merger.add", 6),
+    "after the last part": ("merge._Merger.refuse_empty", 1),
+    "before the sidecar": ("preparation.Sidecar", 1),
+    "before parts are removed": ("preparation._rate", 1),
 }
 KILLED = """
 import io, os, pickle, signal, sys
-from axsparse.data import prepare, prepare_merge, prepare_part
+from importlib import import_module
+from axsparse.data.prepare.preparation import prepare
 from axsparse.runtime.console import Console
 request, (place, call) = pickle.loads(bytes.fromhex(sys.argv[1]))
 module, *owners, name = place.split(".")
-owner = {"prepare": prepare, "prepare_merge": prepare_merge, "prepare_part": prepare_part}[module]
+owner = import_module(f"axsparse.data.prepare.{module}")
 for step in owners:
     owner = getattr(owner, step)
 real, calls = getattr(owner, name), 0
@@ -55,7 +57,7 @@ def dying(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **kwargs)
 setattr(owner, name, dying)
-prepare.prepare(request, 1, Console(io.StringIO(), bar=False))
+prepare(request, 1, Console(io.StringIO(), bar=False))
 """
 
 
@@ -137,7 +139,7 @@ def test_a_vocabulary_is_learnt_once_unless_it_was_harmed(
         learnt.append(job.path)
         apart(work, job)
 
-    monkeypatch.setattr("axsparse.data.prepare.preparation.apart", learn)
+    monkeypatch.setattr("axsparse.data.prepare.vocabulary.apart", learn)
     for harm in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr("axsparse.data.prepare.preparation.SourceCounts", interrupting)
