@@ -1,1 +1,1 @@
-"""Data: which samples a step sees is a pure function of (seed, step)."""
+"""Data sets, and the batches of each step: a pure function of (seed, step)."""

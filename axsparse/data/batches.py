@@ -1,4 +1,4 @@
-"""A step's samples, divided among the replicas and cut into microbatches."""
+"""The batches of training and evaluation, divided among replicas and cut into microbatches."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ from axsparse.runtime.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """Samples that pass through the pipeline together."""
+    """Samples that pass through the pipeline together.
+
+    Tensors have the samples as their first dimension.
+    """
 
     inputs: tuple[Tensor, ...]
-    """Inputs of the first layer, batch first; empty where nothing is read."""
+    """The inputs of the first layer; empty on a stage that reads no inputs."""
     targets: Tensor | None
-    """What the loss compares the output with, batch first; None where nothing is read."""
+    """The targets of the loss; None on a stage that reads no targets."""
     first_sample: int
-    """Global position of the first sample: step × global_batch_size + its place in the
-    batch. Keys random numbers, whatever the number of replicas."""
+    """Global position of the first sample: step × global_batch_size + its place in the global
+    batch. Random numbers are keyed by it, so that they do not depend on the layout."""
     size: int
-    """Samples in it."""
+    """Number of samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One replica's part of a global batch."""
+    """The part of a global batch that one replica computes."""
 
     step: int
-    """Training step, or number of the evaluation batch."""
+    """The training step, or the number of the evaluation batch."""
     microbatches: tuple[Microbatch, ...]
-    """In global order; none where an evaluation batch has fewer microbatches than replicas."""
+    """In global order. May be empty: an evaluation batch may have fewer microbatches than there
+    are replicas."""
     num_targets: int
-    """Targets that count in the loss, over this replica's microbatches."""
+    """Number of targets in `microbatches` that count in the loss; 0 on a stage that reads none."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Reads one replica's batches; any step at any time, since none depends on another.
+    """Reads the batches of one replica, for any step and in any order of steps.
 
-    Without a dataset, on stages that read nothing, the microbatches are those of the
-    stages that do, without tensors.
+    Stages that read nothing have no dataset: their batches consist of the same microbatches
+    as those of the stages that read, without tensors.
     """
 
     dataset: Dataset | PartedDataset | None
@@ -61,11 +65,11 @@ class Batches:
     g_data: int
     seed: int
     reads_inputs: bool = True
-    """Of a dataset in parts, whether inputs are read: on the first stage they are."""
+    """Whether the inputs of a `PartedDataset` are read here: true on the first stage."""
     reads_targets: bool = True
-    """Likewise of targets, for the last stage."""
+    """Whether the targets of a `PartedDataset` are read here: true on the last stage."""
     pinned: bool = False
-    """Whether tensors stand in memory that a GPU copies from without waiting."""
+    """Whether tensors are moved to pinned memory, from which a GPU copies asynchronously."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
@@ -74,13 +78,14 @@ class Batches:
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Targets of every sample; None where samples differ, or nothing is read."""
+        """`Samples.targets_per_sample` of the dataset; None on a stage that reads nothing."""
         return None if self.dataset is None else self.dataset.targets_per_sample
 
     def training(self, step: int) -> Batch:
-        """Shuffled samples, epoch after epoch: a pure function of (seed, step).
+        """The batch of a training step, a pure function of (seed, step); each epoch is shuffled.
 
-        A replica has a contiguous part of the batch; its last microbatch may be smaller.
+        Each replica has a contiguous share of the global batch; its last microbatch may be
+        smaller than the others.
         """
         size = self.global_batch_size
         shares = shard_bounds(size, self.g_data)
@@ -94,13 +99,14 @@ class Batches:
 
     @property
     def num_evaluation_batches(self) -> int:
-        """Batches that see every sample once; the last may be smaller."""
+        """Number of batches that contain every sample once; the last one may be smaller."""
         return -(-self.num_samples // self.global_batch_size)
 
     def evaluation(self, number: int) -> Batch:
-        """Samples in their own order; `number` is in [0, num_evaluation_batches).
+        """An evaluation batch, unshuffled; `number` is in [0, num_evaluation_batches).
 
-        Replicas share whole microbatches, so that each of these is the same in all layouts.
+        The global batch is cut into microbatches first, and these are divided among the
+        replicas, so that every microbatch is the same in all layouts.
         """
         assert 0 <= number < self.num_evaluation_batches, f"no evaluation batch {number}"
         first = number * self.global_batch_size
@@ -112,7 +118,7 @@ class Batches:
         return self._read(number, samples, np.zeros_like(samples), own)
 
     def close(self) -> None:
-        """Release what the dataset holds for reading; reading again takes it again."""
+        """Release what a `PartedDataset` needs for reading; a later read acquires it again."""
         if isinstance(self.dataset, PartedDataset):
             self.dataset.close()
 
@@ -123,9 +129,9 @@ class Batches:
         epochs: NDArray[np.int64],
         bounds: Sequence[int],
     ) -> Batch:
-        """Microbatches of the samples between neighbouring bounds."""
+        """A batch whose microbatches lie between neighbouring `bounds`, positions in `samples`."""
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
-        # All begun before the first is waited for, so that several processes may read at once.
+        # All reads begin before the first one is waited for, so that processes read in parallel.
         parts = [self._start(samples[span], epochs[span]) for span in spans]
         microbatches = []
         for span, part in zip(spans, parts, strict=True):
@@ -142,7 +148,7 @@ class Batches:
     def _start(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> Callable[[], tuple[tuple[Tensor, ...], Tensor | None]]:
-        """Begin to read a microbatch; the call that is returned waits for it."""
+        """Begin to read a microbatch; the returned function waits for its inputs and targets."""
         dataset = self.dataset
         if dataset is None:
             return lambda: ((), None)
@@ -152,7 +158,7 @@ class Batches:
         return lambda: (inputs(), dataset.targets(samples) if self.reads_targets else None)
 
     def _refuse_misread(self, inputs: object, targets: object, size: int) -> None:
-        """DataError for what a dataset of one's own reads and `Dataset.read` does not say."""
+        """Raise DataError if a dataset returned something else than `Dataset.read` describes."""
         if self.dataset is None:
             return
         if not isinstance(inputs, (tuple, list)):

@@ -1,4 +1,9 @@
-"""What training needs of its data: samples by number. Token arrays, and tensors in memory."""
+"""Data sets: the protocols that training reads samples by, and two implementations.
+
+A sample is known by its number, from 0 to the number of samples. `Dataset` reads inputs and
+targets together; `PartedDataset` reads them apart, for inputs that are expensive to make.
+`ArrayDataset` holds tensors in memory, `TokenDataset` cuts samples out of an array of tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +23,32 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class Samples(Protocol):
-    """What is known of samples before any is read."""
+    """The members that `Dataset` and `PartedDataset` share: what is known before any reading."""
 
     @property
     def name(self) -> str:
-        """Shown on the screen."""
+        """The name that the banner and error messages show."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the contents; ranks compare it at the start."""
+        """A hex digest of the contents.
+
+        All ranks that read must have the same one; it is compared at the start of a run.
+        """
         ...
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below this; None where samples are not tokens."""
+        """All token ids are below this number; None if samples are not tokens."""
         ...
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Targets of every sample; None where samples differ and `count_targets` decides."""
+        """How many targets of every sample count in the loss.
+
+        None if samples differ in this: then `count_targets` is asked for each microbatch.
+        """
         ...
 
     def __len__(self) -> int:
@@ -45,55 +56,143 @@ class Samples(Protocol):
         ...
 
     def count_targets(self, targets: Tensor) -> int:
-        """How many targets of a microbatch count in the loss (padding does not)."""
+        """How many of these targets, those of one microbatch, count in the loss.
+
+        Padding does not. The loss of a step is divided by the sum over all its microbatches.
+        """
         ...
 
 
 class Dataset(Samples, Protocol):
-    """Samples by number; bring your own by giving a class these members.
+    """Samples that are read by their numbers, inputs and targets together.
 
-    Batches are read ahead in a thread of their own, so `read` draws no random
-    numbers and changes no state that others see.
+    To bring data of your own, write a class with these members and those of `Samples`, for
+    example:
+
+        class Sines:
+            name, fingerprint = "sines", "sines, version 1"
+            vocab_size, targets_per_sample = None, 1
+
+            def __len__(self):
+                return 10_000
+
+            def read(self, indices):
+                x = torch.from_numpy(indices / 100.0).float().unsqueeze(1)
+                return (x,), torch.sin(x)
+
+            def count_targets(self, targets):
+                return targets.numel()
+
+    The first and the last stage of every replica open the data and read it. Batches are read
+    ahead of the steps in a thread, and an evaluation may read at the same time: therefore
+    `read` is a pure function of the sample numbers, draws no random numbers, and changes
+    nothing that others see.
     """
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Inputs and targets of the samples with these numbers, in this order, batch first."""
+        """The inputs and the targets of the samples with these numbers, in this order.
+
+        `indices` is (b,), with values in [0, len(self)). Every tensor that is returned, each
+        input of the first layer and the targets, has b as its first dimension and lies in CPU
+        memory; other types and lengths are refused with a DataError. Whatever `read` raises ends
+        the run: raise DataError for samples that cannot be read.
+        """
         ...
 
 
 @runtime_checkable
 class PartedDataset(Samples, Protocol):
-    """Samples whose inputs are dear: each end of the pipeline reads its own part only.
+    """Samples whose inputs are expensive to make, so that each stage reads only its own part.
 
-    Inputs may change from epoch to epoch, as long as they depend on nothing but sample
+    The first stage reads the inputs, the last stage the targets. `start` begins to read, so
+    that several processes may work on a batch at once. Unlike those of a `Dataset`, inputs may
+    change from epoch to epoch (random crops), as long as they are a pure function of sample
     and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
+
+    A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
+    `axsparse.data.images.image_folder.ImageFolder` is one.
     """
 
     def start(
         self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to read the inputs of these samples, each in its epoch, batch first.
+        """Begin to read the inputs of samples; the returned function waits for them.
 
-        The call that is returned waits for them; it is made once, or never.
+        `indices` and `epochs` are both (b,): the numbers of the samples, and the epoch that
+        each of them belongs to (0 in evaluations). The returned function is called once or
+        never. It returns a tuple of tensors as `Dataset.read` does, and raises what reading
+        raises.
         """
         ...
 
     def targets(self, indices: NDArray[np.int64]) -> Tensor:
-        """The targets of these samples, batch first."""
+        """The targets of the samples with these numbers, (b, ...)."""
         ...
 
     def close(self) -> None:
-        """Release what reading holds; a later `start` takes it again."""
+        """Release what reading needs, such as processes; a later `start` acquires it again."""
         ...
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The data of a run, as the function that is passed to `axsparse.build` returns it.
+
+    That function is called only on ranks that read.
+    """
+
+    training: Dataset | PartedDataset
+    validation: Dataset | PartedDataset | None = None
+    """The data of evaluations; None if the run has none."""
+
+
+class ArrayDataset:
+    """Tensors in memory whose first dimension numbers the samples: a `Dataset`.
+
+    Every target counts in the loss. Raises DataError if the tensors differ in their number of
+    samples, or have none.
+    """
+
+    vocab_size = None
+
+    def __init__(
+        self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor, name: str = "arrays"
+    ) -> None:
+        tensors = (*(inputs if isinstance(inputs, tuple) else (inputs,)), targets)
+        # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
+        lengths = {tuple(tensor.shape[:1]) for tensor in tensors}
+        if len(lengths) > 1 or not any(lengths.pop()):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise DataError(
+                f"dataset ({name}): inputs and targets have shapes {shapes}; the first dimension "
+                "numbers the samples: give all tensors the same, and at least one sample"
+            )
+        # No gradient flows into the samples, even if a given tensor requires one.
+        *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
+        self.name = name
+        self.fingerprint = _digest(tensors)
+        self.targets_per_sample: int | None = targets[0].numel()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The rows with these numbers, of every input and of the targets."""
+        rows = torch.from_numpy(indices)
+        return tuple(tensor[rows] for tensor in self._inputs), self._targets[rows]
+
+    def count_targets(self, targets: Tensor) -> int:
+        return targets.numel()
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """Windows of `sequence_length` tokens, side by side, over one flat array of token ids.
+    """Adjacent windows of `sequence_length` tokens in one flat array of token ids: a `Dataset`.
 
-    A target is the token after its input, so the last window needs one token more:
-    N tokens make (N - 1) // sequence_length samples. `tokens` may be a memory map;
-    only the windows asked for are read.
+    The target of a token is the token after it, so that the last window needs one token more:
+    N tokens make (N - 1) // sequence_length samples. `tokens` may be a memory map, of which
+    only the requested windows are read. Raises DataError for an array of another kind, or
+    one that is too short for a single sample.
     """
 
     name: str
@@ -123,45 +222,10 @@ class TokenDataset:
         return (self.tokens.size - 1) // self.sequence_length
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor], Tensor]:
-        """One (b, sequence_length) int64 input, and targets of the same shape and type."""
+        """One input, (b, sequence_length) int64, and targets of the same shape and type."""
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
         return (torch.from_numpy(inputs),), torch.from_numpy(targets)
-
-    def count_targets(self, targets: Tensor) -> int:
-        return targets.numel()
-
-
-class ArrayDataset:
-    """Tensors in memory, whose first dimension numbers the samples; every target counts."""
-
-    vocab_size = None
-
-    def __init__(
-        self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor, name: str = "arrays"
-    ) -> None:
-        tensors = (*(inputs if isinstance(inputs, tuple) else (inputs,)), targets)
-        # A 0-dimensional tensor has no first dimension: (), which equals no (n,).
-        lengths = {tuple(tensor.shape[:1]) for tensor in tensors}
-        if len(lengths) > 1 or not any(lengths.pop()):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            raise DataError(
-                f"dataset ({name}): inputs and targets have shapes {shapes}; the first dimension "
-                "numbers the samples: give all tensors the same, and at least one sample"
-            )
-        # Samples are leaves of every graph, even where a user's tensor asks for a gradient.
-        *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
-        self.name = name
-        self.fingerprint = _digest(tensors)
-        self.targets_per_sample: int | None = targets[0].numel()
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The rows of each input with these numbers, and those of the targets."""
-        rows = torch.from_numpy(indices)
-        return tuple(tensor[rows] for tensor in self._inputs), self._targets[rows]
 
     def count_targets(self, targets: Tensor) -> int:
         return targets.numel()
@@ -171,15 +235,6 @@ def _digest(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        # As bytes, since numpy knows no bfloat16.
+        # Viewed as bytes, since numpy has no bfloat16.
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """What is read, opened on the ranks that read only: an `ArrayDataset` or `TokenDataset`, or a
-    class of one's own with the members of `Dataset`."""
-
-    training: Dataset | PartedDataset
-    validation: Dataset | PartedDataset | None = None

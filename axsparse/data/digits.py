@@ -1,6 +1,6 @@
-"""Handwritten digits that come with axsparse: 1,797 images of 8×8 pixels, ten classes.
+"""The handwritten digits that come with axsparse: 1,797 images of 8×8 pixels, ten classes.
 
-Source and licence stand beside the data, in `digits.txt`.
+Their source and licence are stated beside the data, in `digits.txt`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from axsparse.data.order import shuffled
 
 FILE = Path(__file__).with_name("digits.npz")
 BRIGHTEST = 16
-"""Pixels are whole numbers up to here."""
+"""The largest value of a pixel; pixels are whole numbers from 0 on."""
 CLASSES = 10
 VALIDATION_SAMPLES = 360
-"""A fifth of the 1,797."""
+"""About a fifth of the 1,797."""
 SPLIT_SEED = 0
-"""Of the shuffle whose last samples are validation; not the run's, so that runs compare."""
+"""Seeds the shuffle that divides the samples; fixed, so that all runs have the same split."""
 
 
 def digits_datasets() -> tuple[ArrayDataset, ArrayDataset]:
-    """Training and validation: inputs (b, 1, 8, 8) fp32 in [0, 1], targets (b,) int64.
+    """Training and validation data: inputs (b, 1, 8, 8) fp32 in [0, 1], targets (b,) int64.
 
-    Always the same 1,437 and 360 samples: those that a fixed shuffle puts first and last.
+    Always the same split: the first 1,437 samples of a fixed shuffle, and the last 360.
     """
     with np.load(FILE) as arrays:
         images, classes = arrays["images"], arrays["targets"]

@@ -1,4 +1,4 @@
-"""Reads batches ahead of the step that needs them, in a thread of its own."""
+"""Reads batches in a thread, ahead of the steps that need them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from axsparse.data.batches import Batch
 
 
 class Prefetcher:
-    """Batches of consecutive steps; up to `depth` wait, while one more is being read.
+    """The batches of consecutive steps, read ahead by a thread.
 
-    Use it as a context manager, or `close` it: the thread lives until then. With an `end`
-    it reads the steps below that.
+    Up to `depth` batches wait in memory while one more is being read. With an `end`, only the
+    steps below it are read. The thread lives until `close`, or the end of a `with` block.
     """
 
     def __init__(
@@ -24,23 +24,24 @@ class Prefetcher:
         depth: int = 2,
         end: int | None = None,
     ) -> None:
-        # Without a bound the queue would hold the whole data set.
+        # A queue of size 0 has no bound: it would take in the whole data set.
         assert depth >= 1, f"depth {depth} must be at least 1"
         self._read = read
         self._next_step = first_step
         self._end = end
         self._queue: Queue[Batch | BaseException] = Queue(depth)
         self._closed = threading.Event()
-        # A daemon, so that a read that hangs cannot keep a failed job alive.
+        # A daemon thread, so that a read that hangs does not keep a failed job alive.
         self._thread = threading.Thread(
             target=self._run, args=(first_step,), name="axsparse-prefetch", daemon=True
         )
         self._thread.start()
 
     def get(self, step: int) -> Batch:
-        """That step's batch, asleep until it is there; steps are asked for in order.
+        """The batch of a step, waited for if necessary; steps must be requested in order.
 
-        Raises what `read` raised for this step, the object itself; that ends the thread.
+        If `read` raised an exception for this step, the same object is raised here, and the
+        thread ends.
         """
         assert step == self._next_step, f"step {step} asked for, {self._next_step} comes next"
         assert not self._closed.is_set(), "closed"
@@ -53,10 +54,10 @@ class Prefetcher:
         return item
 
     def close(self) -> None:
-        """End the thread; waits for the read under way, if any."""
+        """End the thread, after the read that it is busy with."""
         self._closed.set()
-        # The thread may be asleep before a full queue. Emptied once, the queue has room
-        # for the only item that can still come.
+        # The thread may be waiting because the queue is full. Once emptied, the queue has room
+        # for the one item that can still come.
         try:
             while True:
                 self._queue.get_nowait()
@@ -68,7 +69,7 @@ class Prefetcher:
             try:
                 item = self._read(step)
             except BaseException as error:
-                # Of any class: what this thread swallowed, `get` would wait for for ever.
+                # Exceptions of every class are passed on: `get` would wait forever for a lost one.
                 self._queue.put(error)
                 return
             self._queue.put(item)

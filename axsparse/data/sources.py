@@ -1,4 +1,4 @@
-"""Opens the data that a configuration names."""
+"""Opens the data sets that a configuration names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from axsparse.runtime.errors import ConfigError
 
 
 def open_datasets(loaded: LoadedConfig) -> Datasets:
-    """Training and validation data of `data.source`, for the model of the configuration.
+    """The training and validation data of `data.source`, for the model of the configuration.
 
-    Raises ConfigError, DataError or MissingInputError if they cannot be had, or have more
-    classes than the model.
+    Raises ConfigError, DataError or MissingInputError if the data cannot be opened, or has
+    more classes than the model.
     """
     config = loaded.config
     data = config.data

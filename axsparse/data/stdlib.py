@@ -1,4 +1,4 @@
-"""Data that is always there: the source files of Python's own standard library, byte by byte."""
+"""The source files of Python's standard library as byte tokens: data that is always there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from axsparse.runtime.errors import DataError, MissingInputError
 Split = Literal["train", "validation"]
 
 VOCAB_SIZE = 256
-"""A token is a byte; byte 0, which no source file contains, ends each file."""
+"""A token is a byte; the byte 0, which no source file contains, follows each file."""
 
 EXCLUDED_FOLDERS = frozenset(
-    # Installed packages and compiled files differ from host to host; tests are large, and
+    # Installed packages and compiled files differ between hosts. Tests are large, and
     # distributions package them separately.
     ("site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test")
 )
 
 
 def stdlib_dataset(split: Split, sequence_length: int) -> TokenDataset:
-    """Samples of the standard library of the running interpreter."""
+    """One split of the standard library of the running interpreter."""
     tokens, fingerprint = stdlib_tokens(split)
     return TokenDataset(
         name=f"stdlib {split}",
@@ -40,19 +40,21 @@ def stdlib_dataset(split: Split, sequence_length: int) -> TokenDataset:
 
 
 def stdlib_tokens(split: Split) -> tuple[NDArray[np.uint8], str]:
-    """The bytes of one split and their fingerprint; a virtual environment's base counts."""
+    """The bytes of one split and their fingerprint.
+
+    In a virtual environment the library is that of the base installation.
+    """
     return source_tokens(Path(sysconfig.get_path("stdlib")), split)
 
 
 def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
     """All `*.py` files of one split below `root`, each followed by a zero byte.
 
-    Files come in the order of their relative paths. A file's path alone decides its
-    split, so that a file more or less moves no other: about one in ten is validation.
-    The fingerprint covers relative paths and contents.
+    Files are sorted by their relative paths. The path of a file alone decides its split, so
+    that adding a file moves no other one; about one file in ten is validation. The
+    fingerprint covers relative paths and contents.
 
-    Raises DataError for a file or folder that cannot be read, MissingInputError
-    where there is nothing to read.
+    Raises DataError if a file or folder cannot be read, MissingInputError if there is no file.
     """
     digest = hashlib.blake2b(digest_size=16)
     parts = []
@@ -75,7 +77,7 @@ def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
 
 
 def _source_files(root: Path) -> list[str]:
-    """Relative POSIX paths, sorted; folders that are symbolic links are not entered."""
+    """Sorted relative POSIX paths of all `*.py` files; linked folders are not entered."""
     names = []
     if root.is_dir():
         for folder, subfolders, files in os.walk(root, onerror=_refuse):

@@ -1,4 +1,4 @@
-"""Prepared tokens as data sets: memory-mapped, so that ranks of a node share what they read."""
+"""Opens prepared tokens as data sets, memory-mapped, so that the ranks of a node share memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WHERE = "data.path"
 def token_datasets(
     folder: Path, sequence_length: int, *, validate: bool
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training and validation part of a folder that `axsparse data prepare` wrote.
+    """The training and the validation part of a folder that `axsparse data prepare` wrote.
 
-    The files are compared with what tokens.json says of them: sizes, and a digest of a few
-    megabytes spread over each. The validation part is None unless `validate`.
+    The size of each file, and a digest of 4 MiB spread over it, must be those of tokens.json.
+    The validation part is None unless `validate`.
 
-    Raises MissingInputError for files that are not there, DataError for files that are not
-    the prepared ones or too short, ConfigError if there is no validation part to `validate` on.
+    Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
+    ConfigError if `validate` is set and there is no validation part.
     """
     sidecar = read_sidecar(folder, WHERE)
     training = _open(folder, sidecar, "train", sidecar.train, sequence_length)

@@ -1,1 +1,1 @@
-"""Models as lists of layers."""
+"""Models as lists of layers: what a model declares, and what is found out about it."""

@@ -1,6 +1,8 @@
-"""A model is a list of layers; this is what such a list says.
+"""`Model`, `Layer` and `Tie`: how a model is declared as a list of layers.
 
-Every rank knows the whole list, and builds only the layers of its own stage.
+Every rank has the whole list, and allocates only the layers of its own stage. A model of your
+own needs layers and a loss, as in `examples/custom_model.py`; `models.sequential.from_sequential`
+makes one of an `nn.Sequential`.
 """
 
 from __future__ import annotations
@@ -16,61 +18,165 @@ from torch.overrides import TorchFunctionMode
 from axsparse.runtime.errors import ConfigError
 
 Kind = Literal["block", "embedding", "head"]
+"""What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
+"""`loss(*outputs of the last layer, targets)`; see `Model.loss`."""
 MetricFunction = Callable[..., Tensor]
+"""`metric(*outputs of the last layer, targets)`; see `Model.metrics`."""
 InitFunction = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
-
-
-class StartValues(Protocol):
-    """Where a model starts instead of at random: at the values of a file, say."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where the values are; ranks compare it."""
-        ...
-
-    def read(self, name: str) -> Tensor | None:
-        """The values of the parameter or buffer of a global name, read anew at each call.
-
-        Parameters have values, of their shape, all of them; None for a buffer that starts
-        as it would without.
-        """
-        ...
+"""`init(parameter name, shape, generator)`; see `Layer.init`."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: how to build it, and what pruning and partitioning need to know of it.
+    """One layer: how to build its module, and what pruning and partitioning must know of it.
 
-    The module maps a tensor, or a tuple of tensors, to the same; its output is the
-    next layer's input. A layer named "block3" with a parameter "fc1.weight" gives
-    the global parameter name "block3.fc1.weight".
+    The module's forward takes what the layer before returned, a tensor or a tuple of tensors
+    (passed as separate arguments), and returns a tensor or a tuple of tensors, dense and real or
+    integer, which may travel to another rank. Stages are cut between layers only: a residual
+    connection lies within one layer, or its tensor is passed on in the tuple.
+
+    Parameters are real floating-point numbers, held in the precision of the run; those that
+    require a gradient are trained. Buffers that are in the state dict are saved in checkpoints;
+    a forward may change them in training, and must not in evaluation. Every replica updates
+    running statistics (those of BatchNorm) from its own microbatches, and evaluations use the
+    first replica's.
+
+    A layer "block3" with a parameter "fc1.weight" gives the global name "block3.fc1.weight",
+    which masks, checkpoints and ties use.
     """
 
     name: str
-    """Unique in the model; letters, digits, '_', '-' and '.'."""
+    """Unique in the model; letters, digits, '_', '-' and '.', since it becomes a file name."""
     build: Callable[[], nn.Module]
-    """Makes the module, a new one in every call; every rank calls it for every layer, on the meta
-    device, and for its own layers once more. With `init` it runs there only and costs no memory."""
-    kind: Kind = "block"
-    """Blocks are pruned by default, embeddings and heads only if asked for."""
-    init: InitFunction | None = None
-    """`init(parameter name, shape, generator)` returns the fp32 start values of one parameter.
+    """Returns the module; every call makes a new one, with new parameters.
 
-    Without it `build` initialises the module itself, under a seed of (run seed, layer
-    name) and with torch's global generator restored afterwards.
+    Every rank calls it for every layer, on torch's meta device, to learn the shapes. Without
+    `init`, the stage that owns the layer calls it once more in earnest; with `init`, it is never
+    called elsewhere than on the meta device, so that it allocates nothing.
+    """
+    kind: Kind = "block"
+    """Blocks are pruned by default, embeddings and heads only on request."""
+    init: InitFunction | None = None
+    """`init(name, shape, generator)` returns the start values of one parameter, fp32 on the CPU.
+
+    `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by
+    run seed and global name, values do not depend on the layout. Without `init`, `build`
+    initialises the module itself; torch's global generators are then seeded by run seed and
+    layer name, and restored afterwards. Buffers of a layer with `init` must be running
+    statistics or come from `Model.start`, since the meta device holds no contents.
     """
     flops: float | None = None
-    """Multiply-adds × 2 of one sample's forward pass; None counts them on `Model.example`, and
-    without that 2 a parameter. Balances the stages and counts the model flops of a step."""
+    """Floating-point operations of one sample's forward pass; a multiply-add counts 2.
+
+    None counts them on `Model.example`; without an example, 2 for each parameter are assumed.
+    Stages are balanced by this number, and the model flops of a step are computed from it.
+    """
     random: bool = False
-    """Whether the layer draws random numbers beyond torch's dropout modules, which are
-    found without it."""
+    """Whether the forward draws random numbers otherwise than by torch's dropout modules.
+
+    A layer that does so undeclared is refused. A declared one finds torch's global generators
+    seeded by run seed, layer, step and sample, so that its numbers do not depend on the layout.
+    """
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Declares two parameters, in two layers, to be one weight.
+
+    Each use has a gradient of its own. The two gradients are summed, first + second, before
+    anything else, so that the result does not depend on the layout. If the layers stand on
+    two stages, each stage makes the start values by itself: hence both layers need the same
+    `Layer.init`, unless the model has a `start`. A weight has two uses at most.
+    """
+
+    first: str
+    """Global name of the use that comes earlier in the model; it owns the master weights and the
+    optimizer state."""
+    second: str
+    """Global name of the later use, a parameter of the same shape."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A list of layers, the loss, and what else is known of the model.
+
+    `models.survey.survey` checks the declaration and raises ConfigError if it does not fit.
+    """
+
+    layers: Sequence[Layer]
+    """In the order of the forward pass; at least one. The first layer gets the inputs of the data,
+    floating-point ones cast to the precision of the run."""
+    loss: LossFunction
+    """`loss(output, targets)` returns the *summed* loss of one microbatch, a scalar.
+
+    The trainer divides it by the number of targets in the whole step. If the last layer returns
+    a tuple, its tensors are passed separately: `loss(*outputs, targets)`. (So a large language
+    model's head returns its hidden states and its weight, and
+    `models.losses.linear_cross_entropy` computes the logits of some words at a time.) A loss
+    that compares samples with each other sees only those of one microbatch.
+    """
+    ties: Sequence[Tie] = ()
+    """The pairs of parameters that are one weight."""
+    name: str = "custom"
+    """The name that the banner and error messages show."""
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+    """What an evaluation reports beside the loss, by name.
+
+    `metric(output, targets)` returns the number of targets in one microbatch that are right, a
+    scalar; `count_top1` is one. The fraction over all targets is reported.
+    """
+    example: Callable[[int], tuple[Tensor, ...]] | None = None
+    """`example(samples)` returns inputs of the first layer, for so many samples, of any values.
+
+    With it, the layers are run on the meta device to count their flops and activations. Without
+    it, layers count by `Layer.flops` or their parameters, and their activations are unknown.
+    """
+    start: StartValues | None = None
+    """Start values of parameters and buffers; they take precedence over `Layer.init`."""
+    vocab_size: int | None = None
+    """The number of token ids that the model knows; data with more is refused. None checks
+    nothing."""
+
+
+class StartValues(Protocol):
+    """Start values for all parameters of a model, in place of those that its layers draw.
+
+    `start_weights.FromFile` reads them from a file, `sequential.OwnValues` from modules in
+    memory. For values of your own, set `Model.start` to an object with these members. Every
+    rank has one, and reads the tensors of its own stage.
+    """
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is equal if and only if the values are; ranks compare it at the start."""
+        ...
+
+    def read(self, name: str) -> Tensor | None:
+        """The values of one parameter or buffer, by its global name; of its shape, on the CPU.
+
+        Called several times for the same name; nothing is kept between the calls. A tied
+        weight is read under the name of its first use. Every parameter must have values.
+        None is returned for a buffer that keeps the value which its module gives it.
+        """
+        ...
+
+
+def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
+    """How many samples have their largest logit at their class: (B, classes), (B,) to a scalar.
+
+    Among equal logits only one is the largest. A sample with a logit that is not a number is
+    never right.
+    """
+    numbers = ~logits.isnan().any(dim=-1)
+    return ((logits.argmax(dim=-1) == targets) & numbers).sum()
 
 
 class _NoDraws(TorchFunctionMode):
-    """Draws no normal distribution for a tensor without memory: torch would load its compiler
-    for that, which takes every rank two seconds."""
+    """Skips normal distributions for tensors on the meta device.
+
+    Torch would load its compiler for them, which takes two seconds on every rank.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -84,13 +190,17 @@ class _NoDraws(TorchFunctionMode):
 
 
 def on_meta(layer: Layer) -> nn.Module:
-    """The module of a layer without memory and start values; raises what `build` does."""
+    """The module of a layer on the meta device, without memory; raises what `build` does."""
     with torch.device("meta"), _NoDraws():
         return layer.build()
 
 
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
-    """What the forward of a layer gave; ConfigError if that is no tensor and no tuple of them."""
+    """The output of a layer's forward as a tuple.
+
+    Raises ConfigError if it is neither a tensor nor a tuple of them, or a tensor is sparse or
+    complex.
+    """
     given = (output,) if isinstance(output, Tensor) else output
     if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
         for tensor in given:
@@ -106,54 +216,3 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
         f"layer {name}: its forward returned {type(output).__name__}; "
         "return a tensor or a tuple of tensors"
     )
-
-
-@dataclass(frozen=True)
-class Tie:
-    """Two parameters that are one weight, used in two layers.
-
-    Both uses have a gradient of their own; the gradients are summed in this order
-    before anything else, so that the result does not depend on the layout. Each stage
-    makes the start values by itself, hence both layers need an `init`, and the same
-    values from it for both parameters.
-    """
-
-    first: str
-    """Global name of the earlier use; owns the master weights and the optimizer state."""
-    second: str
-    """Global name of the later use; its `build` makes a parameter of the same shape."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A list of layers, its loss, and its ties."""
-
-    layers: Sequence[Layer]
-    loss: LossFunction
-    """`loss(output, target)`: the *summed* loss of one microbatch, a scalar. The trainer
-    divides by the step's global count of targets. A loss that compares samples sees those of one
-    microbatch, whose size is then part of the model. Where the last layer returns a tuple,
-    `loss(*outputs, target)`: a head of many words returns its hidden states and its weight,
-    and `models.losses.linear_cross_entropy` makes the logits of some words at a time."""
-    ties: Sequence[Tie] = ()
-    name: str = "custom"
-    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
-    """What an evaluation reports beside the loss: `metric(output, target)` counts the targets of
-    one microbatch that are right, and the fraction of all is shown under the metric's name."""
-    example: Callable[[int], tuple[Tensor, ...]] | None = None
-    """`example(samples)`: what the first layer gets, of any values. With it, layers are run on the
-    meta device, where stages find what they cost in flops and in activations; without it, a
-    layer without `flops` counts by its parameters."""
-    start: StartValues | None = None
-    """Values that parameters and buffers start at, before those of any layer's `init`."""
-    vocab_size: int | None = None
-    """Words that it knows, which those of the data may not exceed; None: it does not say."""
-
-
-def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
-    """Samples whose largest logit is that of their class: (B, classes) and (B,) to a scalar.
-
-    Of equal logits one counts; a sample with a logit that is no number is never right.
-    """
-    numbers = ~logits.isnan().any(dim=-1)
-    return ((logits.argmax(dim=-1) == targets) & numbers).sum()

@@ -1,5 +1,7 @@
-"""What a layer costs on one sample, found by running it on the meta device, where nothing is
-computed and nothing is stored."""
+"""Measures what each layer of a model costs on one sample, by running it on the meta device.
+
+There nothing is computed and nothing is stored; flops and bytes are counted by shapes.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,26 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
-"""Samples of the run: batch normalisation refuses one."""
+"""Samples in the run. More than one, since batch normalisation refuses a single sample."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one sample's forward leaves behind, in the type of training."""
+    """Bytes that one sample's forward pass leaves in memory, in the precision of the run."""
 
     inputs: int
-    """What the layer gets from the one before."""
+    """The inputs of the layer, from the layer before."""
     saved: int
-    """What its backward needs beside inputs and weights."""
+    """Tensors that the backward needs, without inputs and weights."""
     outputs: int
-    """What goes on to the next layer."""
+    """The outputs of the layer, for the next one."""
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Within, attention on the meta device keeps what it does elsewhere.
+    """Makes attention on the meta device keep as much as the kernels of CPUs and GPUs.
 
-    By itself torch takes the formula there, which keeps its scores: sequence length squared for
-    each head. Kernels of CPUs and GPUs keep a number a row.
+    By default torch evaluates the formula there and keeps the scores, sequence length squared
+    for each head. The kernels keep one number for each row.
     """
 
     def __torch_function__(
@@ -63,7 +65,8 @@ def _attention(
     is_causal: bool = False,
     **others: Any,
 ) -> Tensor:
-    """By the kernel, where CPUs have one for it; they have none with dropout."""
+    """Attention by the fused CPU kernel, or by torch's choice where that kernel does not apply,
+    as with dropout."""
     heads = {tensor.shape[:2] + tensor.shape[3:] for tensor in (query, key, value)}
     is_fused = query.dim() == 4 and len(heads) == 1 and not dropout_p
     if not is_fused or (attn_mask is not None and attn_mask.requires_grad):
@@ -71,7 +74,7 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, **others
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # so does torch
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # as torch does
     outputs: Tensor
     outputs, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=others.get("scale")
@@ -87,29 +90,31 @@ def _attention_flops(
 
 
 FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-"""Of kernels that torch's counter does not know."""
+"""Flop formulas of kernels that torch's counter does not know."""
 
 
 class Tracer:
-    """Runs the layers of a model one after another; each gets what the one before gave."""
+    """Runs the layers of a model one after another; each gets the outputs of the one before."""
 
     def __init__(self, example: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        """`example`: SAMPLES samples. Floating-point tensors are cast to `dtype`."""
+        """`example` is the input of the first layer, SAMPLES samples. Floating-point tensors are
+        cast to `dtype`."""
         self._dtype = dtype
         self._flow = tuple(self._on_meta(tensor) for tensor in example)
 
     def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
-        """Flops of one sample's forward through the next layer, and its activations.
+        """Flops and activations of one sample's forward through the next layer.
 
-        Counts matrix products, convolutions and attention.
-        Raises ConfigError for a layer that does not run there.
+        Matrix products, convolutions and attention are counted. Raises ConfigError for a
+        layer that does not run on the meta device.
         """
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module = copy.deepcopy(module)  # it may be somebody's own
+            module = copy.deepcopy(module)  # The module may be the user's.
         module = module.to(device="meta", dtype=self._dtype).train()
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
-        kept: dict[int, Tensor] = {}  # alive, so that no storage has another's place
+        # References, so that no storage is freed and its identity used again.
+        kept: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             kept.setdefault(_storage(tensor), tensor)
@@ -143,10 +148,11 @@ class Tracer:
 
 
 def _storage(tensor: Tensor) -> int:
+    """The identity of a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of one sample."""
+    """Bytes of these tensors for one sample."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // SAMPLES

@@ -1,4 +1,4 @@
-"""Cross entropies: of logits, and of a large vocabulary whose logits never exist whole.
+"""Cross entropy of logits, and of a large vocabulary, whose logits never exist all at once.
 
 Shapes: T tokens, H hidden size, V vocabulary, C words of one chunk of it.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 2**21
-"""Logits that exist at a time: 8 MB in fp32, which caches hold. Part of the numerics."""
+"""Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""
 CHUNK_WORDS = 1_024
-"""Words of a chunk, at least: narrower matrix products waste the machine."""
+"""Least number of words in a chunk; narrower matrix products are inefficient."""
 IGNORED = -100
 """The target of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
 
@@ -30,10 +30,10 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """`summed_cross_entropy(hidden @ weight.T, targets)` from (…, H), (V, H) and (…).
 
-    More logits than a chunk holds are made a chunk of words at a time, and made again in
-    the backward. A row of the weight's gradient is one product over all tokens, never a
-    sum of rounded parts. IndexError for a target that is no word; on a GPU torch's own error, at
-    some later call.
+    More than CHUNK_LOGITS logits are computed by chunks of words, and again in the backward.
+    Each row of the weight's gradient is one product over all tokens, never a sum of rounded
+    parts. Raises IndexError for a target that is not a word; on a GPU, a later call raises
+    torch's own error.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if flat.shape[0] * weight.shape[0] <= CHUNK_LOGITS:
@@ -43,7 +43,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """With z = hidden · weightᵀ (T, V) and y the targets:
+    """With the logits z = hidden · weightᵀ, (T, V), and the targets y, (T,):
 
     loss   = Σ_t log Σ_v exp z[t, v] − z[t, y[t]]
     ∂ / ∂z = softmax(z) − onehot(y), rounded to the type of z
@@ -55,7 +55,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         are_words = ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all()
         wrong = f"a target is no word of a vocabulary of {weight.shape[0]}"
         if targets.device.type != "cpu":
-            # To ask a GPU would hold up its host in every microbatch.
+            # To read the answer from a GPU would block the host in every microbatch.
             torch._assert_async(are_words, wrong)
         elif not are_words:
             raise IndexError(wrong)
@@ -66,7 +66,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             log_total = torch.logaddexp(log_total, logits.logsumexp(dim=1))
             here, column = _among(targets, start, stop)
             at_target += here * logits.gather(1, column).squeeze(1)
-            del logits  # before the next ones are made
+            del logits  # Freed before the next chunk is computed.
         ctx.save_for_backward(hidden, weight, targets, log_total)
         return torch.where(counts, log_total - at_target, 0).sum()
 
@@ -75,7 +75,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, targets, log_total = ctx.saved_tensors
         wants_hidden, wants_weight, _ = ctx.needs_input_grad
-        # Words are summed over in fp32, since their chunks are many.
+        # The sum over many chunks of words is kept in fp32.
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
@@ -85,7 +85,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             here, column = _among(targets, start, stop)
             dense.scatter_add_(1, column, -here.unsqueeze(1).float())
             chunk = dense.mul_(factor).to(weight.dtype)
-            del logits, dense  # before the products need room
+            del logits, dense  # Freed before the products need memory.
             if weight_gradient is not None:
                 torch.mm(chunk.t(), hidden, out=weight_gradient[start:stop])
             if hidden_gradient is not None:
@@ -97,13 +97,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
-    """The bounds of the chunks of words."""
+    """The (start, stop) of each chunk of words."""
     words = max(CHUNK_WORDS, CHUNK_LOGITS // targets.numel())
     for start in range(0, weight.shape[0], words):
         yield start, min(start + words, weight.shape[0])
 
 
 def _among(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Which tokens have a target among the words of a chunk (T,), and its column (T, 1)."""
+    """Which tokens have a target in a chunk of words, (T,), and its column there, (T, 1).
+
+    The columns of the other tokens are arbitrary columns of the chunk.
+    """
     here = (targets >= start) & (targets < stop)
     return here, (targets - start).clamp(0, stop - start - 1).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The buffers of a module: where they stand, and what they are."""
+"""The buffers of a module: their places, and which of them are running statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 _STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
-"""Running statistics of torch's normalisations, and where they start."""
+"""Running statistics of torch's normalisations, and their start values."""
 
 
 @dataclass(frozen=True)
@@ -17,39 +17,41 @@ class BufferSlot:
     """The place of one buffer in a module."""
 
     name: str
-    """Within the module, such as "norm1.running_mean"."""
+    """Name within the module, such as "norm1.running_mean"."""
     owner: nn.Module
+    """The submodule that registers the buffer."""
     key: str
+    """The buffer's name in `owner`."""
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now; a forward may have put another tensor there."""
+        """The tensor that is there now; a forward may replace it by another one."""
         found = self.owner._buffers[self.key]
         assert found is not None
         return found
 
     def put(self, tensor: Tensor) -> None:
-        """Put a tensor there; the one that was there stays as it is."""
+        """Replace the tensor; the old one is not changed."""
         self.owner._buffers[self.key] = tensor
 
     @property
     def persists(self) -> bool:
-        """Whether it is part of the model's state, as of a state dict; if not, it is a cache."""
+        """Whether the buffer is part of the state dict; if not, it is a cache."""
         return self.key not in self.owner._non_persistent_buffers_set
 
     @property
     def is_statistic(self) -> bool:
-        """Whether a normalisation of torch's keeps it up in training."""
+        """Whether it is a running statistic of one of torch's normalisations."""
         return isinstance(self.owner, _NormBase) and self.key in _STATISTICS
 
     def start(self) -> Tensor:
-        """Where a running statistic starts."""
+        """The start value of a running statistic, on the CPU."""
         tensor = self.tensor
         return torch.full(tensor.shape, _STATISTICS[self.key], dtype=tensor.dtype, device="cpu")
 
 
 def slots(module: nn.Module) -> list[BufferSlot]:
-    """The places of all buffers of a module, in its order; a shared one is found once."""
+    """The places of all buffers of a module, in its order; a shared submodule counts once."""
     return [
         BufferSlot(f"{prefix}.{key}" if prefix else key, child, key)
         for prefix, child in module.named_modules()
@@ -59,7 +61,7 @@ def slots(module: nn.Module) -> list[BufferSlot]:
 
 
 def tracked_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """The normalisations with running statistics, by name within the module."""
+    """The submodules of a module that keep running statistics, by name."""
     return {
         prefix: child
         for prefix, child in module.named_modules()

@@ -1,4 +1,8 @@
-"""What a list of layers contains, found without spending memory on it."""
+"""Finds out what a model consists of, layer by layer, without allocating memory for it.
+
+`survey` builds every layer on the meta device, checks the model's declaration, and returns
+names, shapes and costs.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,19 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
-"""Flops in the time of moving one byte; assumed, between a CPU with matrix units (60) and a
-data-centre GPU (200). Weighs pooling and norms against matrix products."""
+"""Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
+products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the model, dense."""
+    """One parameter of the model, before pruning."""
 
     name: str
     """Global name."""
     shape: tuple[int, ...]
     trained: bool
+    """Whether it requires a gradient."""
 
     @property
     def numel(self) -> int:
@@ -48,7 +53,7 @@ class BufferInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     persists: bool
-    """Whether it is state; if not, a cache."""
+    """Whether it is part of the state dict; if not, it is a cache."""
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +68,10 @@ class LayerInfo:
     kind: Kind
     parameters: tuple[ParameterInfo, ...]
     flops: float
-    """Of one sample's forward pass."""
+    """Floating-point operations of one sample's forward pass."""
     buffers: tuple[BufferInfo, ...] = ()
     activations: Activations | None = None
-    """Of one sample; None where the model has no example."""
+    """Bytes of one sample's activations; None if the model has no example."""
 
     @property
     def numel(self) -> int:
@@ -78,31 +83,32 @@ class LayerInfo:
 
     @property
     def work(self) -> float:
-        """What a sample's forward takes, in flops: those, and moving what it leaves behind."""
+        """The time of one sample's forward pass, in flops: computing, and moving activations."""
         moved = self.activations
         return self.flops + (FLOPS_PER_BYTE * (moved.saved + moved.outputs) if moved else 0.0)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """All layers of a model, in order, and its ties."""
+    """The contents of a whole model."""
 
     layers: Sequence[LayerInfo]
+    """In the order of the model."""
     ties: Mapping[str, str]
-    """Global name of each second use of a weight → the first."""
+    """Global names of tied parameters: second use → first use."""
     start: str = ""
-    """Fingerprint of the values that it starts at; empty if it starts at random."""
+    """Fingerprint of `Model.start`; empty if the layers draw their start values."""
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model, a tied weight once."""
+        """Number of parameters before pruning; a tied weight counts once."""
         return sum(
             p.numel for layer in self.layers for p in layer.parameters if p.name not in self.ties
         )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters in model order, a tied weight once: what tells models apart."""
+        """Shapes by global name, in model order, a tied weight once; they identify the model."""
         return {
             p.name: p.shape
             for layer in self.layers
@@ -112,7 +118,10 @@ class Survey:
 
     @property
     def counted(self) -> list[str]:
-        """Trained tensors in model order, a tied weight once: those of the gradient norm."""
+        """Names of the trained parameters, in model order, a tied weight once.
+
+        The gradient norm is taken over these.
+        """
         return [
             p.name
             for layer in self.layers
@@ -122,16 +131,16 @@ class Survey:
 
     @property
     def flops(self) -> float:
-        """Of one sample's forward pass through the model."""
+        """Floating-point operations of one sample's forward pass through the model."""
         return sum(layer.flops for layer in self.layers)
 
     @property
     def work(self) -> float:
-        """Of one sample's forward pass, in flops; what stages are balanced by."""
+        """`LayerInfo.work` of the whole model; stages are balanced by it."""
         return sum(layer.work for layer in self.layers)
 
     def layer_of(self, name: str) -> int:
-        """The number of the layer that holds a parameter."""
+        """The number of the layer that holds a parameter; KeyError if none does."""
         for number, layer in enumerate(self.layers):
             if any(parameter.name == name for parameter in layer.parameters):
                 return number
@@ -139,9 +148,10 @@ class Survey:
 
 
 def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
-    """Look at every layer; ConfigError for duplicate names and ties that do not fit.
+    """Survey a model; `dtype` is the type of its activations.
 
-    `dtype` is that of activations.
+    Raises ConfigError for a declaration that does not fit: duplicate names, layers that cannot
+    be built, parameters that cannot be trained, ties between different shapes.
     """
     for number, given in enumerate(model.layers):
         if not isinstance(given, Layer):
@@ -186,6 +196,7 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
 
 
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
     try:
         made = make(SAMPLES)
     except Exception as reason:
@@ -202,7 +213,7 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def costs_text(surveyed: Survey) -> str:
-    """What the layers cost, for ranks that have not run them."""
+    """The costs of all layers as JSON, to be sent to ranks that have not measured them."""
     return json.dumps(
         [
             [layer.flops, layer.activations and astuple(layer.activations)]
@@ -212,7 +223,7 @@ def costs_text(surveyed: Survey) -> str:
 
 
 def with_costs(surveyed: Survey, text: str) -> Survey:
-    """A survey with the costs of `costs_text`."""
+    """A copy of a survey with the costs of another rank's `costs_text`."""
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
         for layer, (flops, activations) in zip(surveyed.layers, json.loads(text), strict=True)
@@ -245,13 +256,16 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
 
 
 def _module_of(layer: Layer) -> nn.Module:
-    """The module without memory; a layer that cannot be built so is built and thrown away."""
+    """The module on the meta device.
+
+    A layer without `init` that cannot be built there is built in memory and thrown away.
+    """
     with preserved_rng(), warnings.catch_warnings():
-        if layer.init is None:  # what it loads into the module counts when it is built in earnest
+        if layer.init is None:  # Values that `build` loads are needed on the owning stage only.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         try:
             module = _built(layer)
-            # With memory, though none was to have any, it may be the same in every call.
+            # A module with memory, despite the meta device, may be the same one in every call.
             again = _built(layer) if _has_memory(module) else None
         except Exception as reason:
             raise ConfigError(
@@ -278,7 +292,7 @@ def _module_of(layer: Layer) -> nn.Module:
 
 
 def _built(layer: Layer) -> nn.Module:
-    """Without memory where it can be."""
+    """The module, on the meta device if that is possible or `init` demands it."""
     try:
         return on_meta(layer)
     except (NotImplementedError, RuntimeError):
@@ -292,7 +306,7 @@ def _has_memory(module: object) -> bool:
 
 
 def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
-    """ConfigError for parameters that no state can be made of."""
+    """Raise ConfigError for parameters that cannot be trained."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
@@ -308,6 +322,7 @@ def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
+    """Second use → first use; ConfigError for a tie that does not fit the parameters."""
     used: set[str] = set()
     for tie in model.ties:
         for name in (tie.first, tie.second):
@@ -335,7 +350,11 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, st
 
 
 def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[str, str]) -> None:
-    """Both uses of a weight start alike on whatever stage, which takes an `init` by name."""
+    """Raise ConfigError if the two uses of a weight could start differently.
+
+    Uses in two layers may stand on two stages, each of which draws the values by itself: this
+    needs the same `init` for both.
+    """
     owners = {
         parameter.name: layer
         for layer, info in zip(model.layers, layers, strict=True)

@@ -1,1 +1,1 @@
-"""Image folders as data: how files are decoded, cropped and flipped."""
+"""Image folders as data sets: files are decoded, cropped and flipped."""

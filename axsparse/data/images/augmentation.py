@@ -1,7 +1,7 @@
-"""What a training and a validation image look like: ImageNet's crops and flip, as pixels.
+"""Training and validation views of an image: the crops and the flip customary for ImageNet.
 
-Decoding processes import this: it needs Pillow and no torch. Pillow is imported late, since
-it is an extra (`pip install 'axsparse[images]'`).
+The decoding processes import this module, hence it needs no torch. Pillow is imported inside the
+functions, since it is an optional dependency (`pip install 'axsparse[images]'`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ if TYPE_CHECKING:
 SMALLEST_AREA = 0.08
 """A training crop has at least this fraction of the image's area (Szegedy et al. 2015, sec. 6)."""
 NARROWEST, WIDEST = 3 / 4, 4 / 3
-"""Bounds of a crop's width over its height (ibid.)."""
+"""Bounds of the ratio of a crop's width to its height (ibid.)."""
 TRIES = 10
-"""Crops that are drawn until one lies within the image; then the middle is taken."""
+"""Attempts to draw a crop that lies within the image; after these the middle is taken."""
 CENTRE = 224 / 256
-"""Validation scales the shorter side to size / CENTRE and takes the middle (Krizhevsky et al.
-2012 had 256 and 224)."""
+"""Validation scales the shorter side to size / CENTRE and takes the middle. (Krizhevsky et al.
+2012: 256 and 224 pixels.)"""
 NUMBERS = 4 * TRIES + 1
+"""Random numbers of one view: four for each attempt at a crop, and one for the flip."""
 _BITS = 53
-"""Random bits of a number in [0, 1): those that a double holds."""
+"""Random bits of a number in [0, 1): as many as a double holds."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels, right and bottom excluded."""
 
 
 class View(NamedTuple):
-    """One sample as the model is to see it; says all that its pixels depend on."""
+    """One sample as the model sees it: everything that its pixels depend on."""
 
     path: str
     size: int
-    """Pixels on each side."""
+    """Pixels of each side of the result."""
     key: tuple[int, int, int] | None
-    """(seed, epoch, sample), which decide crop and flip; None takes the middle, not flipped."""
+    """(seed, epoch, sample), which decide crop and flip; None takes the middle, unflipped."""
 
 
 def render(view: View) -> bytes:
-    """The (size, size, 3) pixels of a view, red, green and blue in [0, 255].
+    """The pixels of a view: bytes of a (size, size, 3) array of red, green and blue.
 
-    Raises what Pillow raises for a file that is no whole image.
+    Raises whatever Pillow raises for a file that is not a complete image.
     """
     from PIL import Image
 
@@ -52,7 +53,7 @@ def render(view: View) -> bytes:
     if view.key is None:
         return _middle(image, view.size).tobytes()
     numbers = uniforms(NUMBERS, *view.key)
-    # Cut out first: `resize` with a box would look at pixels beyond its edges.
+    # Crop before resizing: `resize` with a box would use pixels beyond the edges of the box.
     part = image.crop(crop_box(image.width, image.height, numbers[:-1]))
     part = part.resize((view.size, view.size), Image.Resampling.BILINEAR)
     if numbers[-1] < 0.5:
@@ -62,10 +63,11 @@ def render(view: View) -> bytes:
 
 
 def crop_box(width: int, height: int, numbers: list[float]) -> Box:
-    """A random part of an image, from 4 × TRIES numbers in [0, 1).
+    """A random part of an image, from 4 × TRIES `numbers` uniform in [0, 1).
 
-    Its area is uniform in [SMALLEST_AREA, 1] of the image's, the logarithm of its ratio of
-    width to height uniform in [log NARROWEST, log WIDEST], its place uniform.
+    Its area, as a fraction of the image's, is uniform in [SMALLEST_AREA, 1]; the logarithm of
+    its ratio of width to height is uniform in [log NARROWEST, log WIDEST]; and its position
+    within the image is uniform.
     """
     for number in range(TRIES):
         area, ratio, left, top = numbers[4 * number : 4 * number + 4]
@@ -75,14 +77,14 @@ def crop_box(width: int, height: int, numbers: list[float]) -> Box:
         if 0 < w <= width and 0 < h <= height:
             x, y = int(left * (width - w + 1)), int(top * (height - h + 1))
             return x, y, x + w, y + h
-    # Narrow images: the largest part in the middle whose ratio is allowed.
+    # No attempt fitted, as in narrow images: take the largest centred part of an allowed ratio.
     w = min(width, max(1, round(height * WIDEST)))
     h = min(height, max(1, round(width / NARROWEST)))
     return _centred(width, height, w, h)
 
 
 def uniforms(count: int, *key: int) -> list[float]:
-    """`count` numbers in [0, 1) for a key, the same on every platform."""
+    """`count` random numbers in [0, 1), determined by a key, the same on every platform."""
     text = "\x1f".join(map(str, ("axsparse.augment", *key)))
     digest = hashlib.shake_256(text.encode()).digest(8 * count)
     words = (int.from_bytes(digest[at : at + 8], "big") for at in range(0, len(digest), 8))

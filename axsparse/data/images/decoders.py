@@ -1,9 +1,9 @@
-"""Processes that decode images for one rank: views out, pixels back, and no wait without end.
+"""Processes that decode images for one rank: it sends them views, and they return pixels.
 
-A worker is a fresh Python that loads Pillow and neither torch nor MPI: after MPI has been
-initialised a process must not be copied by fork, and a copy of a rank would be large.
-It is connected by a socket pair. Whichever side dies, the other one reads the end of the
-stream: the rank raises an error, the worker leaves.
+A worker is a new Python process that runs this module (`python -m`). It loads Pillow, but
+neither torch nor MPI: once MPI is initialised a process must not fork, and a copy of a rank
+would be large. A socket pair connects the two. If one side dies, the other one reads the end
+of the stream, so that nobody waits forever: the rank raises an error, the worker exits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from axsparse.runtime.errors import DataError, TrainingError
 
 Task = tuple[View, "Future[bytes]"]
 _PIXELS, _REASON = b"\0", b"\1"
-"""First byte of an answer: the pixels follow, or why there are none."""
+"""The first byte of an answer: pixels follow, or the reason why there are none."""
 
 
 class Workers:
-    """`count` processes, started when the first view is asked for; without any, `render` here.
+    """`count` decoding processes, which are created when the first view is started.
 
-    Any thread may call it. Views are taken up in the order in which they were started. What
-    is under way is bounded by what the callers have started and not yet fetched.
+    With `count` 0, views are decoded in this process, when they are fetched. Any thread may
+    call the methods. Views are decoded in the order in which they were started; the callers
+    bound their number by fetching them.
     """
 
     def __init__(self, count: int) -> None:
@@ -42,10 +43,10 @@ class Workers:
         self._crew: _Crew | None = None
 
     def start(self, view: View) -> Callable[[], bytes]:
-        """Begin to render a view; the call that is returned waits for its pixels.
+        """Begin to decode a view; the returned function waits for its pixels (see `render`).
 
-        It raises DataError for a file that is no whole image, TrainingError if the
-        process died over it.
+        That function raises DataError if the file is not a complete image, TrainingError if
+        the process died while it decoded the view.
         """
         if self._count == 0:
             return lambda: _render_here(view)
@@ -55,7 +56,7 @@ class Workers:
             return self._crew.start(view)
 
     def close(self) -> None:
-        """End the processes; views that are not done raise. A later `start` makes new ones."""
+        """End the processes; to fetch an unfinished view raises. A later `start` makes new ones."""
         with self._lock:
             if self._crew is not None:
                 self._crew.close()
@@ -63,13 +64,13 @@ class Workers:
 
 
 class _Crew:
-    """Processes at work, each with a thread that hands it one view after the other."""
+    """Running processes, each with a thread that sends it one view after the other."""
 
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         processes = [_Worker() for _ in range(count)]
         threads = [
-            # Daemons: a read that hangs must not keep a failed job alive.
+            # Daemon threads, so that a read that hangs does not keep a failed job alive.
             threading.Thread(
                 target=_feed, args=(worker, self._tasks), name=f"axsparse-decode-{n}", daemon=True
             )
@@ -77,27 +78,28 @@ class _Crew:
         ]
         for thread in threads:
             thread.start()
-        # Also when nobody refers to it any more, and when Python ends.
+        # The processes also end when nothing refers to this object any more, and at exit.
         self.close = weakref.finalize(self, _dismiss, self._tasks, processes, threads)
 
     def start(self, view: View) -> Callable[[], bytes]:
         future: Future[bytes] = Future()
         self._tasks.put((view, future))
-        return lambda: self._result(future)  # which keeps the crew at work as well
+        # The function refers to this object, which keeps the processes alive.
+        return lambda: self._result(future)
 
     def _result(self, future: Future[bytes]) -> bytes:
         return future.result()
 
 
 class _Worker:
-    """One process and the rank's end of the stream to it."""
+    """One process, and the end of its stream that belongs to the rank."""
 
     def __init__(self) -> None:
         self._stream, theirs = Pipe()
-        # Where this process found its modules, the other one finds them, too.
+        # The new process searches for modules where this one does.
         path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - this very module
+            self._process = subprocess.Popen(  # noqa: S603 - runs this module
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -119,7 +121,7 @@ class _Worker:
         return answer[1:]
 
     def kill(self) -> None:
-        """It has nothing to tidy up."""
+        """End the process at once; it has nothing to clean up."""
         self._process.kill()
         self._process.wait()
 
@@ -128,6 +130,7 @@ class _Worker:
 
     def _end(self) -> str:
         code = self._process.wait()
+        """How the process ended, for an error message."""
         return (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
         )
@@ -139,7 +142,7 @@ def _feed(worker: _Worker, tasks: SimpleQueue[Task | None]) -> None:
         try:
             future.set_result(worker.render(view))
         except BaseException as error:
-            # Of any class: what this thread swallowed would be waited for for ever.
+            # Exceptions of every class are passed on: a caller would wait forever for a lost one.
             future.set_exception(error)
     worker.close()
 
@@ -175,13 +178,13 @@ def _unreadable(view: View, reason: str) -> DataError:
 
 
 def _reason(error: Exception) -> str:
-    # Pillow names the file once more.
+    # Error messages are one line.
     text = str(error).replace("\n", " ")
     return f"{type(error).__name__}: {text}"
 
 
 def serve(stream: Connection) -> None:
-    """A worker's life: render what comes, until the rank closes the stream."""
+    """The loop of a worker process: decode views until the rank closes the stream."""
     while True:
         try:
             view: View = stream.recv()
@@ -198,6 +201,6 @@ def serve(stream: Connection) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C reaches every process of a terminal; the rank decides what it ends.
+    # Ctrl-C reaches every process of a terminal; the rank alone decides what to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(Connection(int(sys.argv[1])))

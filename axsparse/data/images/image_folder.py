@@ -1,4 +1,4 @@
-"""Image folders in ImageNet's layout as data: root/train/<class>/*, root/val/<class>/*."""
+"""Data sets of images in ImageNet's folder layout: root/train/<class>/*, root/val/<class>/*."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from axsparse.data.images.decoders import Workers
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 TRAINING, VALIDATION = "train", "val"
-"""Names of the folders."""
+"""Names of the folders of the two splits."""
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp")
-"""Files with other endings, in either case, are not looked at; nor are hidden ones."""
+"""Endings of image files, in upper or lower case; other files and hidden ones are ignored."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's training images, red, green and blue, in units of the full brightness."""
+"""Mean and standard deviation of ImageNet's training images: red, green and blue in [0, 1]."""
 
 
 class ImageFolder:
-    """The images of one split; a class is a folder, its number the place of its name in order.
+    """The images of one split, a `PartedDataset`; each folder is a class.
 
-    Files are numbered class by class, in the order of their names. Only names are read at
-    the start; an image is decoded when it is needed, and one that cannot be ends the run
-    with its path. (It cannot be left out then: the last stage has the labels and never
-    sees the images.) Inputs are (b, 3, size, size) fp32, normalised; targets (b,) int64.
+    Classes are numbered in the order of their names, and images class by class in the order of
+    theirs. Inputs are (b, 3, size, size) fp32, normalised by MEAN and STD; targets are (b,) int64.
+    Only names are read at first. An image is decoded when it is needed; a file that cannot be
+    decoded ends the run with its path. (It cannot be skipped: the last stage has read its
+    label, and never sees the image.)
     """
 
     vocab_size = None
@@ -41,11 +42,11 @@ class ImageFolder:
     def __init__(
         self, root: Path, split: str, *, size: int, workers: Workers, seed: int | None
     ) -> None:
-        """With a `seed` crops and flips are random, keyed by (seed, epoch, sample); without,
-        the middle is taken.
+        """With a `seed`, crops and flips are random, keyed by (seed, epoch, sample). Without
+        one, the middle of each image is taken.
 
-        Raises ConfigError without Pillow, MissingInputError if the folder is not there,
-        DataError if it or a class holds nothing.
+        Raises ConfigError if Pillow is not installed, MissingInputError if the folder does not
+        exist, DataError if it holds no class, or a class no image.
         """
         if importlib.util.find_spec("PIL") is None:
             raise ConfigError(
@@ -68,7 +69,7 @@ class ImageFolder:
             lengths += [len(file) for file in encoded]
             names.append(b"".join(encoded))
         self.fingerprint = digest.hexdigest()
-        # A million Python strings would take a hundred megabytes on every rank that reads.
+        # All names are kept as one bytes object: a million strings would take 100 MB on each rank.
         self._names = b"".join(names)
         self._name_ends = np.cumsum(lengths, dtype=np.int64)
         self._class_ends = np.cumsum(counts, dtype=np.int64)
@@ -77,7 +78,7 @@ class ImageFolder:
         return len(self._name_ends)
 
     def path(self, sample: int) -> Path:
-        """The file of a sample."""
+        """The path of a sample's file."""
         begin = self._name_ends[sample - 1] if sample else 0
         name = os.fsdecode(self._names[begin : self._name_ends[sample]])
         return self._root / self.classes[self._class_of(sample)] / name
@@ -85,10 +86,10 @@ class ImageFolder:
     def start(
         self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to decode; the pixels are normalised when they are fetched.
+        """Begin to decode images; their pixels are normalised when they are fetched.
 
-        Fetching raises DataError for a file that cannot be decoded, TrainingError if a
-        worker died.
+        The returned function raises DataError for a file that cannot be decoded,
+        TrainingError if a worker process died.
         """
         pending = [
             self._workers.start(self._view(sample, epoch))
@@ -97,14 +98,14 @@ class ImageFolder:
         return lambda: (self._normalised([pixels() for pixels in pending]),)
 
     def targets(self, indices: NDArray[np.int64]) -> Tensor:
-        """The number of each sample's class."""
+        """The number of each sample's class, (b,) int64."""
         return torch.from_numpy(np.searchsorted(self._class_ends, indices, side="right"))
 
     def count_targets(self, targets: Tensor) -> int:
         return targets.numel()
 
     def close(self) -> None:
-        """End the worker processes, also those of others that share them."""
+        """End the worker processes, which data sets may share."""
         self._workers.close()
 
     def _view(self, sample: int, epoch: int) -> View:
@@ -118,7 +119,7 @@ class ImageFolder:
         shape = (len(pixels), self._size, self._size, 3)
         bright = torch.frombuffer(bytearray(b"".join(pixels)), dtype=torch.uint8).view(shape)
         mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-        # A type alone would keep the channels last in memory.
+        # The memory format has to be named: by itself `to` would leave the channels last.
         images = bright.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         return images.div_(255).sub_(mean).div_(std)
 
@@ -126,9 +127,10 @@ class ImageFolder:
 def image_folders(
     root: Path, *, size: int, workers: int, seed: int, validate: bool
 ) -> tuple[ImageFolder, ImageFolder | None]:
-    """Training and validation images below `root`, which share the worker processes.
+    """The training and validation images below `root`, which share `workers` processes.
 
-    Raises what `ImageFolder` raises, and DataError for a class that is only validated.
+    The validation images are None unless `validate`. Raises what `ImageFolder` raises, and
+    DataError if the two splits differ in their classes.
     """
     crew = Workers(workers)
     training = ImageFolder(root, TRAINING, size=size, workers=crew, seed=seed)

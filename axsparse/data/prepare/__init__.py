@@ -1,1 +1,1 @@
-"""axsparse data prepare: text files in, memory-mapped tokens out, restartable at any point."""
+"""`axsparse data prepare`: turns text files into memory-mapped tokens; a killed run can go on."""

@@ -1,6 +1,6 @@
-"""Where documents begin and end in text files and JSONL, and which of them cannot be used.
+"""Finds the documents in text files and JSONL files, and those that cannot be used.
 
-A document that cannot be used is left out whole and counted; it never ends the preparation.
+A document that cannot be used is left out as a whole and counted; it never ends the preparation.
 """
 
 from __future__ import annotations
@@ -25,57 +25,56 @@ MISSING_FIELD: Problem = "missing field"
 UNREADABLE: Problem = "unreadable"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SKIPPED = 1 << 20
-"""Bytes of a huge line that are passed over at once."""
+"""Bytes of a huge line that are skipped at a time."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files become documents."""
+    """How files are divided into documents."""
 
     split_documents: str = "none"
-    """Of text files. `none`: a file is a document; `blank-line`: blank lines stand between
-    documents and belong to none; `lines:N`: N lines are one; `regex:PATTERN`: a line in
-    which the pattern is found begins one."""
+    """How text files are divided. `none`: a file is a document; `blank-line`: documents are
+    separated by blank lines, which belong to none; `lines:N`: every N lines are a document;
+    `regex:PATTERN`: a document begins at each line in which the pattern is found."""
     jsonl_field: str = "text"
-    """Of JSONL files: the key of the text in each record, which is a document."""
+    """How JSONL files are divided: each record is a document, and this is the key of its text."""
     max_line: int = 16_000_000
-    """Bytes of the longest line of a usable document."""
+    """The longest line of a usable document, in bytes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or the part of one that lies in a stretch of a file."""
+    """A document, or as much of it as lies in one stretch of a file."""
 
     at: int
-    """Byte of the file at which it begins."""
+    """The byte of the file at which the piece begins."""
     text: str
-    """Empty where there is a problem."""
+    """The text; empty if there is a problem."""
     opens: bool
     """Whether the document begins here."""
     closes: bool
     """Whether the document ends here."""
     problem: Problem | None = None
+    """Why the document cannot be used; None if this piece is usable."""
     lead: int = 0
-    """Bytes before its first end of line; all of them if no line ends here."""
+    """Bytes before the first end of line; all bytes of the piece if no line ends in it."""
     trail: int | None = None
-    """Bytes after its last end of line; None if no line ends here."""
+    """Bytes after the last end of line; None if no line ends in the piece."""
 
     @property
     def blank(self) -> bool:
-        """Whether there is nothing but white space."""
+        """Whether the text consists of white space only."""
         return not self.text or self.text.isspace()
 
 
 class Splitter:
-    """Finds the documents of text files.
-
-    Raises ConfigError for a way of splitting that there is not.
-    """
+    """Finds the documents of text files by the rule of `Reading.split_documents`."""
 
     def __init__(self, how: str) -> None:
+        """Raises ConfigError if `how` is not a rule."""
         kind, colon, rest = how.partition(":")
         self.whole = how == "none"
-        """Whether a file is one document."""
+        """Whether each file is one document."""
         self._blank_lines = how == "blank-line"
         self._count = int(rest) if kind == "lines" and rest.isascii() and rest.isdigit() else 0
         self._pattern: re.Pattern[str] | None = None
@@ -94,21 +93,21 @@ class Splitter:
             )
 
     def divides(self, line: bytes, lines_before: int = 0) -> bool:
-        """Whether a document ends before this line, `lines_before` lines into it."""
+        """Whether a document ends before this line; `lines_before` of its lines came earlier."""
         if self._blank_lines:
             return not line.strip()
         if self._pattern is None:
             return not self.whole and lines_before % self._count == 0
-        # What is not UTF-8 is found out when its document is read.
+        # Bytes that are not UTF-8 are reported when their document is read.
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         return self._pattern.search(text) is not None
 
     def spans(self, block: bytes, *, mid_line: bool) -> Iterator[tuple[int, int]]:
-        """Begin and end of each document in a block of lines, in order.
+        """The (begin, end) of each document in a block of lines, in order.
 
-        The first span, which may be empty, goes on with the document that is open where the
-        block begins; the last, which may be empty, is open where it ends. `mid_line`: the
-        block begins within a line.
+        The first span belongs to the document that the block begins in, and the last one to
+        the document that it ends in; either may be empty. `mid_line` says that the block
+        begins within a line.
         """
         if self.whole:
             yield 0, len(block)
@@ -121,7 +120,7 @@ class Splitter:
                     if head or at > begin:
                         yield begin, at
                     head, lines = False, 0
-                    # A blank line belongs to no document: the next one begins after it.
+                    # A blank line belongs to no document; the next document begins after it.
                     begin = at + len(line) if self._blank_lines else at
                 lines += 1
             at += len(line)
@@ -131,7 +130,10 @@ class Splitter:
 def text_pieces(
     block: bytes, at: int, size: int, splitter: Splitter, max_line: int, *, mid_line: bool
 ) -> Iterator[Piece]:
-    """The documents in the bytes [at, at + len(block)) of a text file of `size` bytes."""
+    """The documents in `block`, the bytes [at, at + len(block)) of a text file of `size` bytes.
+
+    `mid_line` says that the block begins within a line.
+    """
     spans = splitter.spans(block, mid_line=mid_line)
     span: tuple[int, int] | None = next(spans)
     opens, usable = at == 0, False
@@ -172,7 +174,11 @@ def _text_piece(data: bytes, at: int, max_line: int, *, opens: bool, closes: boo
 
 
 def _has_line_above(data: bytes, limit: int) -> bool:
-    """Whether a line has more than `limit` bytes; looks at one place a line of that length."""
+    """Whether a line has more than `limit` bytes.
+
+    Searches for an end of line backwards from each place where a line would become too long,
+    so that most bytes are not looked at.
+    """
     begin = 0
     while len(data) - begin > limit:
         end = data.rfind(b"\n", begin, begin + limit + 1)
@@ -183,7 +189,7 @@ def _has_line_above(data: bytes, limit: int) -> bool:
 
 
 def record_pieces(file: BinaryIO, begin: int, end: int, reading: Reading) -> Iterator[Piece]:
-    """The records of a JSONL file whose lines begin in its bytes [begin, end)."""
+    """The records of a JSONL file whose lines begin in the bytes [begin, end)."""
     file.seek(begin)
     at = begin
     while at < end:
@@ -202,7 +208,7 @@ def record_pieces(file: BinaryIO, begin: int, end: int, reading: Reading) -> Ite
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of a line without holding it; returns its bytes."""
+    """Read to the end of a line in small blocks; returns the number of bytes."""
     skipped = 0
     while rest := file.readline(SKIPPED):
         skipped += len(rest)
@@ -212,7 +218,7 @@ def _skip_line(file: BinaryIO) -> int:
 
 
 def _field(line: bytes, field: str) -> tuple[str, Problem | None]:
-    """The text of a record, or what is wrong with it."""
+    """The text of a record, or why it cannot be used."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -226,6 +232,6 @@ def _field(line: bytes, field: str) -> tuple[str, Problem | None]:
         return "", EMPTY
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a pair, such as "\ud800", which JSON can write
+    except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.
         return "", NOT_UTF8
     return text, None

@@ -1,4 +1,7 @@
-"""Work in several processes, its results in order; no process outlives the one that started it."""
+"""Runs jobs in several processes and returns their results in order.
+
+No worker process outlives the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ from axsparse.runtime.errors import TrainingError
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 AHEAD = 4
-"""Jobs a worker that are handed out before the first result is taken."""
+"""Jobs for each worker that are handed out before the first result is taken."""
 
 
 def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """The results of all jobs, in the order of the jobs; one worker is this process itself.
+    """The results of all jobs, in the order of the jobs.
 
-    Raises what `work` raises, and TrainingError if a worker is killed.
+    A single worker is this process itself. Raises what `work` raises, and TrainingError if a
+    worker is killed.
     """
     if workers == 1:
         yield from map(work, jobs)
@@ -48,7 +52,7 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -
 
 
 def apart(work: Callable[[Job], Result], job: Job) -> Result:
-    """One job in a process of its own; raises as `in_order` does."""
+    """The result of one job, done in a process of its own; raises as `in_order` does."""
     pool = _pool(1)
     try:
         return pool.submit(work, job).result()
@@ -62,13 +66,13 @@ def apart(work: Callable[[Job], Result], job: Job) -> Result:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # A fresh interpreter each: a forked one would inherit locks of threads it does not have.
+    # New interpreters, since a forked one inherits locks of threads that it does not have.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
 
 
 def _begin() -> None:
-    # Ctrl-C goes to every process of a terminal; the parent says what there is to say.
+    # Ctrl-C reaches every process of a terminal; only the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

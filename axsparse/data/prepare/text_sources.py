@@ -1,6 +1,6 @@
-"""Which files are read, and how they are cut into parts that are prepared by themselves.
+"""Finds the files to read, and cuts them into parts that workers process independently.
 
-Cuts depend on the files and settings alone, never on the number of workers.
+The cuts depend only on the files and the settings, never on the number of workers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from axsparse.runtime.errors import DataError, MissingInputError
 
 JSONL_ENDINGS = (".jsonl", ".ndjson")
 WINDOW = 1 << 20
-"""Bytes in which a good place to cut is looked for."""
+"""Bytes in which a good place to cut is searched for."""
 _WORD_END = re.compile(r"\S(?=[ \t\r\n])")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when the preparation began."""
+    """A file, as it was when the preparation began."""
 
     path: str
+    """The path with all links resolved."""
     name: str
-    """As it is shown: the path that was given, and the way below it."""
+    """The path that messages show: as the user gave it, or below a folder that was given."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     changed_ns: int
-    """Time of its last change."""
+    """Time of the last change, in nanoseconds."""
     validation: bool
-    """Whether it was named as validation data."""
+    """Whether the user named it as validation data."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes [begin, end) of a file."""
+    """The bytes [begin, end) of a file."""
 
     source: Source
     begin: int
@@ -55,12 +56,12 @@ class Stretch:
 
 
 Part = tuple[Stretch, ...]
-"""What one worker turns into tokens at a time: whole small files, or a stretch of a large one."""
+"""The text that a worker processes at a time: whole small files, or a stretch of a large one."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What there is to read."""
+    """The files to read."""
 
     files: tuple[Source, ...]
     unreadable: tuple[str, ...]
@@ -68,10 +69,10 @@ class Sources:
 
 
 def find_sources(training: Sequence[Path], validation: Sequence[Path], out: Path) -> Sources:
-    """The files named, and those below the folders named, in the order of their paths.
+    """The files that are named, and those below named folders in the order of their paths.
 
-    Hidden files, links to folders and the folder `out` are passed over; a file counts once,
-    and as validation data if it is named so. Raises MissingInputError for a path that is
+    Hidden files, links to folders and the folder `out` are skipped. Each file is read once,
+    as validation data if it is named as both. Raises MissingInputError for a path that is
     neither a file nor a folder.
     """
     unreadable: list[str] = []
@@ -126,7 +127,7 @@ def _below(root: Path, out: Path, unreadable: list[str]) -> Iterator[Path]:
 
 
 def cut(sources: Sources, reading: Reading, part_bytes: int) -> tuple[list[Part], Sources]:
-    """Parts of about `part_bytes` each, and the sources without those that cannot be read."""
+    """Parts of about `part_bytes` each, and the sources, now with all unreadable files named."""
     splitter = Splitter(reading.split_documents)
     parts: list[Part] = []
     lost = list(sources.unreadable)
@@ -163,7 +164,7 @@ def cut(sources: Sources, reading: Reading, part_bytes: int) -> tuple[list[Part]
 def _ends(
     file: BinaryIO, source: Source, splitter: Splitter, reading: Reading, part_bytes: int
 ) -> Iterator[int]:
-    """Where the stretches of a large file end."""
+    """The bytes at which the stretches of a large file end."""
     at = part_bytes
     while at < source.size:
         file.seek(at)
@@ -180,12 +181,12 @@ def _ends(
 
 
 def is_jsonl(source: Source) -> bool:
-    """Whether a file holds a JSON record a line."""
+    """Whether each line of a file is a JSON record."""
     return source.path.endswith(JSONL_ENDINGS)
 
 
 def _to_line(file: BinaryIO) -> int:
-    """Bytes to the next line."""
+    """Number of bytes up to the next line."""
     passed = 0
     while line := file.readline(WINDOW):
         passed += len(line)
@@ -195,7 +196,8 @@ def _to_line(file: BinaryIO) -> int:
 
 
 def _to_word_end(window: bytes) -> int:
-    """Bytes to the end of a word: no token reaches across it (see `pieces` of tokenizers)."""
+    """Number of bytes up to the end of a word, across which no token reaches (see
+    `tokenizers.pieces`); up to the next character if there is none."""
     begin = _to_character(window)
     text = window[begin:].decode("utf-8", "surrogateescape")
     found = _WORD_END.search(text)
@@ -205,11 +207,11 @@ def _to_word_end(window: bytes) -> int:
 
 
 def _to_document(file: BinaryIO, splitter: Splitter, max_line: int) -> int:
-    """Bytes to the next document, else to the next line, else to the next character."""
+    """Number of bytes up to the next document, else the next line, else the next character."""
     begin = file.readline(max_line + 1)
     first = at = len(begin)
     if not begin.endswith(b"\n"):
-        # The end of the file, or a line that is too long for its document to be used.
+        # The end of the file, or a line so long that its document cannot be used.
         return first if first <= max_line else _to_character(begin)
     for line in io.BytesIO(file.read(WINDOW)):
         if line.endswith(b"\n") and splitter.divides(line):
@@ -219,12 +221,15 @@ def _to_document(file: BinaryIO, splitter: Splitter, max_line: int) -> int:
 
 
 def _to_character(window: bytes) -> int:
-    """Bytes to the next character of UTF-8."""
+    """Number of bytes up to the next character of UTF-8."""
     return next((at for at in range(min(3, len(window))) if window[at] & 0xC0 != 0x80), 3)
 
 
 def pieces_of(stretch: Stretch, reading: Reading) -> Iterator[Piece]:
-    """The documents of a stretch; DataError if its file is no longer what it was."""
+    """The documents of a stretch; raises DataError if the file has changed since it was found.
+
+    A file that can no longer be read gives one piece with that problem.
+    """
     source = stretch.source
     begin, end = stretch.begin, stretch.end
     try:
@@ -239,7 +244,7 @@ def pieces_of(stretch: Stretch, reading: Reading) -> Iterator[Piece]:
             _check_unchanged(file, source)
     except OSError:
         opens, closes = begin == 0, end == source.size
-        if is_jsonl(source):  # where a document is a line
+        if is_jsonl(source):  # Each line is a document.
             opens = closes = True
         yield Piece(begin, "", opens=opens, closes=closes, problem=UNREADABLE)
         return
@@ -257,5 +262,5 @@ def _check_unchanged(file: BinaryIO, source: Source) -> None:
 
 
 def bytes_of(parts: Iterable[Part]) -> int:
-    """Bytes of text in some parts."""
+    """Number of bytes of text in these parts."""
     return sum(stretch.end - stretch.begin for part in parts for stretch in part)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the lock that keeps a folder to one run."""
+"""Files that appear complete or not at all, and the lock that reserves a folder for one run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.durable import sync_folder
 
 BLOCK = 1 << 20
+"""Bytes that are read at a time."""
 _UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes its name once it is complete and on the disk.
+    """Open a file to write, which gets its name once it is complete and on the disk.
 
-    Raises OutputError for whatever keeps it from being written.
+    Raises OutputError if the operating system refuses any of this.
     """
-    # Of this process only: a worker of a run that was killed may outlive it for a moment.
+    # The name contains the process: a worker of a killed run may outlive it for a moment.
     unfinished = path.with_name(f"{path.name}{_UNFINISHED}{os.getpid()}")
     with writes(path):
         try:
@@ -40,7 +41,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """OutputError for what the operating system refuses while `path` is written."""
+    """Turn an OSError within the block into an OutputError about `path`."""
     try:
         yield
     except OSError as reason:
@@ -51,19 +52,19 @@ def writes(path: Path) -> Iterator[None]:
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """A small file once more, complete or not at all."""
+    """Copy a small file; the copy appears complete or not at all."""
     with new_file(path) as file:
         file.write(source.read_bytes())
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs left half written."""
+    """Remove the files that killed runs left unfinished."""
     for path in folder.glob(f"*{_UNFINISHED}*"):
         path.unlink(missing_ok=True)
 
 
 def digest_of(path: Path) -> str:
-    """BLAKE2b-128 of a file, hex."""
+    """BLAKE2b-128 of a file's contents, in hexadecimal."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -73,9 +74,10 @@ def digest_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder for this process; False where the file system knows no locks.
+    """Reserve a folder for this process; yields False if the file system has no locks.
 
-    A lock ends with its process, however that ends. Raises OutputError if another has it.
+    The lock ends with the process, however that ends. Raises OutputError if another process
+    holds it.
     """
     path = folder / ".lock"
     with writes(path):
