@@ -1,4 +1,4 @@
-"""A model from an `nn.Sequential`, or any list of modules: each of them is a layer."""
+"""Makes a `Model` of an `nn.Sequential`, or of any list of modules; each of them is a layer."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def from_sequential(
     name: str = "sequential",
     example: Callable[[int], tuple[Tensor, ...]] | None = None,
 ) -> Model:
-    """Modules that map a tensor or a tuple of tensors to the next one's input, as a model.
+    """A model whose layers are modules; each takes what the one before returns.
 
-    Layers have the modules' names: those in the `nn.Sequential`, else "0", "1", …
-    `loss`, `metrics` and `example` are those of `Model`. `kinds` says by name what is not so: an
-    `nn.Embedding` is an embedding, the last module with parameters is the head, all others
-    are blocks.
+    The names of the layers are those in the `nn.Sequential`, or "0", "1", … in a list. `loss`,
+    `metrics` and `example` are those of `Model`. An `nn.Embedding` is an embedding, the last
+    module with parameters is the head, and all others are blocks; `kinds` overrides this for
+    the layers that it names.
 
-    The model starts at the modules' own values; the modules stay as they are. Those made
-    under `torch.device("meta")` cost no memory: then every stage starts its own layers as
-    torch would, from the run's seed.
+    The model starts at the values of the modules, which are not changed by training. Modules
+    made under `torch.device("meta")` take no memory: then each stage initialises its own
+    layers by their `reset_parameters`, from the run's seed.
 
-    Raises ConfigError if modules share parameters, if some are on the meta device and some
-    are not, or if a module there cannot start by itself.
+    Raises ConfigError if two modules share a parameter or buffer, if some are on the meta
+    device and others are not, or if one there has no `reset_parameters`.
     """
     layers = _by_name(modules)
     for layer in kinds:
@@ -74,7 +74,7 @@ def from_sequential(
 
 
 class OwnValues:
-    """`StartValues` that are those of modules in memory."""
+    """`StartValues` taken from modules in memory."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._tensors = {
@@ -94,12 +94,13 @@ class OwnValues:
 
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules by the names of their layers, in order."""
     if not isinstance(modules, Iterable):
         raise ConfigError(
             f"sequential: {type(modules).__name__} is no list; give an nn.Sequential or a list of "
             "modules"
         )
-    # A Sequential's named_children() leaves out what stands in it for a second time.
+    # named_children() would leave out a module that the Sequential contains a second time.
     named = (
         modules._modules.items()
         if isinstance(modules, nn.Sequential)
@@ -117,12 +118,13 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name within the module."""
+    """The parameters and buffers of a module, with their names within it."""
     yield from module.named_parameters()
     yield from ((slot.name, slot.tensor) for slot in slots(module))
 
 
 def _refuse_shared(layers: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError if two layers share a tensor."""
     users: dict[int, str] = {}
     for layer, module in layers.items():
         for name, tensor in _tensors(module):
@@ -135,7 +137,10 @@ def _refuse_shared(layers: Mapping[str, nn.Module]) -> None:
 
 
 def _on_meta(layers: Mapping[str, nn.Module]) -> bool:
-    """Whether the modules are empty; ConfigError if only some are, or cannot start themselves."""
+    """Whether the modules are on the meta device.
+
+    Raises ConfigError if only some are, or if one of them cannot initialise itself.
+    """
     places = {
         layer: {tensor.is_meta for _, tensor in _tensors(module)}
         for layer, module in layers.items()
@@ -158,19 +163,19 @@ def _on_meta(layers: Mapping[str, nn.Module]) -> bool:
 
 
 def _owned(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module without those of its children."""
+    """The parameters and buffers of a module, without those of its submodules."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:
-    """What gives a module's own tensors their start values, by torch's custom."""
+    """The method that initialises a module's own tensors, by torch's convention; None without."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
 
 
 def _structure(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device, made without copying what it holds."""
+    """A copy of a module on the meta device; its tensors are not copied for this."""
     empty: dict[int, Tensor] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for parameter in module.parameters()
@@ -180,9 +185,9 @@ def _structure(module: nn.Module) -> nn.Module:
 
 
 def _started(module: nn.Module) -> nn.Module:
-    """A copy with start values of its own, on torch's default device."""
+    """A newly initialised copy of a module, on torch's default device."""
     made = _structure(module).to_empty(device=torch.empty(0).device)
-    # Outermost last, as they are constructed: a module may change what its children began with.
+    # Submodules first, as in construction: a module may change the start values of its submodules.
     for child in reversed(list(made.modules())):
         reset = _reset(child)
         if reset is not None:

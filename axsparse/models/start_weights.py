@@ -1,8 +1,8 @@
-"""Start values from a file of tensors by name, read one tensor at a time.
+"""Starts a model at the values of a file of named tensors, which is read one tensor at a time.
 
-Names are those of the model, or those that another library has for it: then a function
-says which is which. The ending of a file's name tells safetensors and an index of several;
-anything else is a state dict as torch saves it. A folder stands for its safetensors.
+The names are those of the model, or those of another library, which a function translates.
+A name that ends in .safetensors or .safetensors.index.json tells the format of a file; any
+other file is a state dict that torch saved. Of a folder, its safetensors are read.
 """
 
 from __future__ import annotations
@@ -27,37 +27,53 @@ from axsparse.runtime.files.safetensors import (
 )
 
 WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
-"""What Hugging Face's folders call the weights, or the index of their files."""
+"""Names of the file of weights, or of the index of several, in Hugging Face's folders."""
 PICKLED = ".bin"
-"""What Hugging Face's older files end with."""
+"""Ending of Hugging Face's older files."""
 SAMPLES, SAMPLE_BYTES = 16, 65_536
-"""How much of a file's contents goes into its fingerprint, beside its length."""
+"""The blocks of a file that its fingerprint covers beside its length: SAMPLES + 1 of this size."""
 COUNTER = "num_batches_tracked"
-"""The one tensor that older files of batch normalisations lack; it starts at zero then."""
+"""A counter that older files of batch normalisations lack; it then starts at zero."""
 Convert = Callable[[str, Tensor], Tensor]
+"""`convert(global name, tensor of the file)` returns the tensor as the model has it."""
 
 
 class WeightFile(Protocol):
-    """A file of tensors by name."""
+    """A file of named tensors, opened for reading.
+
+    `TorchFile`, `SafetensorsFile` and `SafetensorsIndex` are such files, and `open_weights`
+    chooses among them. To add a format, write a class with these members and return it there.
+    Opening a file reads names and shapes, and no tensors if the format permits; it raises
+    MissingInputError or DataError, and must never run code that the file contains. All ranks
+    open the same file at once.
+    """
 
     @property
-    def path(self) -> Path: ...
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """All that is read, `path` among them."""
+    def path(self) -> Path:
+        """The file that was opened; error messages name it."""
         ...
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def files(self) -> Sequence[Path]:
+        """All files that tensors are read from, and `path`; the fingerprint covers them."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor, by its name in the file."""
+        ...
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the type that it has in the file."""
+        """The tensor of a name in `shapes`: on the CPU, in the type that it has in the file.
+
+        Called several times for a name, and only for tensors of the rank's own stage; hence
+        nothing large is kept between calls.
+        """
         ...
 
 
 def _refuse_unsafe_torch(path: Path) -> None:
-    """Before torch 2.6 a file could run code of its own even so (CVE-2025-32434)."""
+    """Raise DataError before torch 2.6, where even weights_only runs code (CVE-2025-32434)."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
         raise DataError(
             f"{path}: torch {torch.__version__} may run code that it finds in such a file; take "
@@ -66,20 +82,21 @@ def _refuse_unsafe_torch(path: Path) -> None:
 
 
 class TorchFile:
-    """A state dict that `torch.save` wrote; mapped into memory, not read, where torch can.
+    """A state dict that `torch.save` wrote, mapped into memory.
 
-    Files from before torch 1.6 are read whole and held until the model is built.
+    Torch cannot map files from before version 1.6: they are read whole, and held until the
+    model is built.
     """
 
     def __init__(self, path: Path) -> None:
-        """DataError for what is no state dict, or holds more than tensors."""
+        """Raises DataError if the file is not a state dict, or holds other things than tensors."""
         self.path = path
         self.files: Sequence[Path] = (path,)
         _refuse_unsafe_torch(path)
         try:
             try:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # an older file, or a broken one
+            except RuntimeError:  # The file is older, or damaged.
                 loaded = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as reason:
             raise DataError(
@@ -102,9 +119,9 @@ class TorchFile:
 
 
 def open_weights(path: str | Path) -> WeightFile:
-    """A file of weights, or those of a folder of Hugging Face's.
+    """Open a file of weights, or the safetensors of a folder that Hugging Face's library wrote.
 
-    MissingInputError if it cannot be read, DataError if it holds no weights.
+    Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(path)
     try:
@@ -127,7 +144,7 @@ def open_weights(path: str | Path) -> WeightFile:
 
 
 def _weights_in(folder: Path) -> Path:
-    """The file of a folder, or its index."""
+    """The file of weights in a folder, or the index of several."""
     for name in (WHOLE_FILE, INDEX_FILE):
         if (folder / name).exists():
             return folder / name
@@ -140,7 +157,7 @@ def _weights_in(folder: Path) -> Path:
 
 
 def fingerprint(*files: Path) -> str:
-    """Length and samples of the contents of files; the same for equal files on two hosts."""
+    """A digest of files' lengths and of samples of their contents, equal for equal files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         size = path.stat().st_size
@@ -153,22 +170,22 @@ def fingerprint(*files: Path) -> str:
 
 
 def keep(_: str, tensor: Tensor) -> Tensor:
-    """The conversion of tensors that are in a file as the model has them."""
+    """A `Convert` for files whose tensors are as the model has them."""
     return tensor
 
 
 def none(_: str) -> bool:
-    """No tensor of a file is without use."""
+    """False for every name: all tensors of the file have to be used."""
     return False
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """`StartValues` of a file whose names and shapes fit the model."""
+    """`StartValues` that are read from a file; `start_from` has checked names and shapes."""
 
     file: WeightFile
     names: Mapping[str, str]
-    """Global name → name in the file, of all that the file has."""
+    """Global name → name in the file, for every tensor that the file contains."""
     convert: Convert
     fingerprint: str
 
@@ -185,13 +202,15 @@ def start_from(
     convert: Convert = keep,
     ignored: Callable[[str], bool] = none,
 ) -> Model:
-    """The model, starting at the values of a file instead of its own.
+    """A copy of the model that starts at the values of a file.
 
-    `named(global name)` is what the file calls a parameter or buffer; a file of global
-    names works, too. `convert(global name, tensor)` makes a tensor of the file one of the
-    model. `ignored(name in the file)`: the model has no use for it.
+    `named(global name)` returns the name of a parameter or buffer in the file, and
+    `convert(global name, tensor)` turns the file's tensor into the model's; neither is used
+    for a file that has the global names. `ignored(name in the file)` tells tensors that the
+    model does not need.
 
-    DataError unless every parameter and buffer is there in its shape, and nothing else.
+    Raises DataError unless the file holds every parameter and every buffer of the state dict,
+    in its shape, and nothing else.
     """
     surveyed = survey(model)
     wanted = _wanted(surveyed)
@@ -229,12 +248,14 @@ def start_from(
 
 @dataclass(frozen=True)
 class _Requirement:
+    """The shape that a file must have for a name, and whether the name may be missing."""
+
     shape: tuple[int, ...]
     required: bool
 
 
 def _wanted(surveyed: Survey) -> dict[str, _Requirement]:
-    """What a file has to hold: parameters, a tied one once, and buffers that persist."""
+    """What a file should contain: parameters, a tied one once, and buffers of the state dict."""
     wanted = {}
     for layer in surveyed.layers:
         for parameter in layer.parameters:
@@ -250,6 +271,7 @@ def _wanted(surveyed: Survey) -> dict[str, _Requirement]:
 def _check_shape(
     file: WeightFile, there: str, name: str, wanted: tuple[int, ...], convert: Convert
 ) -> None:
+    """Raise DataError if a converted tensor has not the shape that the model wants."""
     shape = tuple(convert(name, torch.empty(file.shapes[there], device="meta")).shape)
     if shape != wanted:
         turned = "" if shape == file.shapes[there] else f", which is read as {shape}"
@@ -260,7 +282,10 @@ def _check_shape(
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
-    """A file may hold a tied weight twice, but not two weights."""
+    """Raise DataError if a file holds a tied weight twice, with different values.
+
+    `seconds` maps the name of each second use to that of the first, both as in the file.
+    """
     for second, first in seconds.items():
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
             raise DataError(

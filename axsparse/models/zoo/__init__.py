@@ -1,1 +1,1 @@
-"""The models that a configuration can name, and GPT-2 as Hugging Face stores it."""
+"""The models that a configuration can name, and the translation of Hugging Face's GPT-2."""

@@ -19,11 +19,12 @@ from axsparse.models.zoo.initialization import normalised_convolution
 from axsparse.models.zoo.wide_resnet import Head, init_head
 
 WIDTHS = ((32, False), (64, True), (128, False), (128, True))
-"""Channels of each block, and whether it halves the sides."""
+"""For each block, its output channels and whether it halves the sides."""
 
 
 class Block(nn.Module):
-    """3×3 convolution, batch normalisation, ReLU; the larger of 2×2 where sides are halved."""
+    """3×3 convolution, batch normalisation, ReLU, and 2×2 max pooling if `halves`:
+    (B, inputs, S, S) to (B, outputs, S, S) or (B, outputs, S/2, S/2)."""
 
     def __init__(self, inputs: int, outputs: int, *, halves: bool) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Block(nn.Module):
 def cnn(config: ModelConfig, image_size: int) -> Model:
     """The network of a configuration: 5 layers, 242,000 parameters for 10 classes.
 
-    `image_size` is S, for what the layers cost.
+    `image_size` is S; only the layers' costs depend on it.
     """
     layers: list[Layer] = []
     inputs = config.channels

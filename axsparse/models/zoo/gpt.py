@@ -1,4 +1,4 @@
-"""GPT-3-style decoders: learned positions, pre-LayerNorm, GELU, tied or separate head.
+"""Decoders like GPT-3: learned positions, pre-LayerNorm, GELU, and a tied or a separate head.
 
 Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.losses import linear_cross_entropy
 
 INIT_STD = 0.02
-"""Standard deviation of initial matrices (Radford et al. 2019)."""
+"""Standard deviation of the initial matrices (Radford et al. 2019)."""
 
 
 class Embedding(nn.Module):
@@ -74,9 +74,9 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final LayerNorm: (B, S, H) to (B, S, H), beside it the projection's weight (V, H).
+    """Final LayerNorm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
 
-    Logits are what `linear_cross_entropy` makes of the two, some at a time.
+    `linear_cross_entropy` computes the logits from the two, some of them at a time.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -91,7 +91,8 @@ class Head(nn.Module):
 def init_parameter(
     num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
-    """Start values: N(0, 0.02²) for matrices, residual projections divided by √(2·layers)."""
+    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
+    gains of norms 1, biases 0."""
     if len(shape) == 1:
         is_gain = "norm" in name and name.endswith("weight")
         return torch.full(shape, 1.0 if is_gain else 0.0)
@@ -103,7 +104,7 @@ def init_parameter(
 def gpt(config: ModelConfig, sequence_length: int) -> Model:
     """The GPT of a configuration as a list of `num_layers + 2` layers.
 
-    `sequence_length` is that of the data, for what the layers cost.
+    `sequence_length` is that of the data; only the layers' costs depend on it.
     """
     s, h = sequence_length, config.hidden_size
     init = partial(init_parameter, config.num_layers)
@@ -119,7 +120,7 @@ def gpt(config: ModelConfig, sequence_length: int) -> Model:
                 partial(Head, config),
                 kind="head",
                 init=init,
-                flops=2 * s * h * config.vocab_size,  # of the product, which the loss makes
+                flops=2 * s * h * config.vocab_size,  # The loss computes this product.
             ),
         ],
         loss=linear_cross_entropy,

@@ -1,4 +1,4 @@
-"""GPT-2 as Hugging Face's transformers has it: what it calls our parameters and settings.
+"""GPT-2 in Hugging Face's transformers: the names that our parameters and settings have there.
 
     embed.token, embed.position        transformer.wte, transformer.wpe
     block3.norm1, block3.norm2         transformer.h.3.ln_1, transformer.h.3.ln_2
@@ -6,8 +6,8 @@
     block3.fc1, block3.fc2             transformer.h.3.mlp.c_fc, .c_proj
     head.norm, head.weight             transformer.ln_f, lm_head.weight
 
-Matrices of blocks are turned there: inputs × outputs. Checkpoints of the body alone, such as
-those of OpenAI's models, leave out "transformer.". A tied head is in the embedding only.
+Matrices of blocks are transposed there: (inputs, outputs). Checkpoints of the body alone, such
+as OpenAI's, leave out the prefix "transformer.". A tied head is stored as the embedding only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from axsparse.runtime.errors import ConfigError, DataError
 CONFIG_FILE = "config.json"
 PREFIX = "transformer."
 LAYER_NORM_EPSILON = 1e-5
-"""That of torch, and of our GPT."""
+"""The epsilon of our GPT, which is torch's default."""
 
 _OUR_OWN = "embed.token.weight"
+"""A parameter whose name tells a file with our own names."""
 _WITHOUT_BLOCK = {
     "embed.token": "wte",
     "embed.position": "wpe",
@@ -48,7 +49,7 @@ _IN_BLOCK = {
 }
 _HEAD = {"head.weight": "lm_head.weight"}
 _CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-"""Buffers that older versions saved."""
+"""Names of buffers that older versions of transformers saved."""
 _SIZES = {
     "n_layer": ("num_layers", 12),
     "n_embd": ("hidden_size", 768),
@@ -57,7 +58,7 @@ _SIZES = {
     "vocab_size": ("vocab_size", 50257),
     "tie_word_embeddings": ("tie_embeddings", True),
 }
-"""What it calls settings of ours, and what it takes for what a file leaves out."""
+"""Its name of a setting → our name, and the value that it assumes if a file leaves it out."""
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -67,11 +68,12 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-"""What our GPT has; the first is also what a file that leaves it out means."""
+"""Settings that our GPT fixes, with the values that fit it. The first value is also the one
+assumed for a file that leaves the setting out."""
 
 
 def gpt2_name(name: str, prefix: str = PREFIX) -> str:
-    """What transformers calls the parameter of a global name; KeyError for no GPT's."""
+    """The name in transformers of a GPT's parameter; KeyError for other global names."""
     if name in _HEAD:
         return _HEAD[name]
     module, _, kind = name.rpartition(".")
@@ -82,18 +84,21 @@ def gpt2_name(name: str, prefix: str = PREFIX) -> str:
 
 
 def turned(name: str, tensor: Tensor) -> Tensor:
-    """The tensor of a global name as the other side has it; the same both ways."""
+    """The tensor of a global name, transposed if the two libraries store it differently.
+
+    The same function converts in both directions.
+    """
     return tensor.t() if name.startswith("block") and tensor.dim() == 2 else tensor
 
 
 def start_from_gpt2(model: Model, file: WeightFile, config: ModelConfig) -> Model:
-    """The GPT of a configuration, starting at a file of its own names or of transformers'.
+    """A copy of a GPT that starts at a file, whose names are ours or those of transformers.
 
-    With the latter, the config.json beside the file is compared, if there is one: the number
-    of heads, say, is in no weight's shape.
+    In the latter case the config.json beside the file, if there is one, is compared with the
+    settings: no shape tells the number of heads, for example.
 
-    Raises ConfigError where the settings are not those of the file, DataError for what our
-    GPT has not, and what `start_from` raises.
+    Raises ConfigError if the settings differ from those of the file, DataError if the file is
+    of a model that our GPT cannot represent, and what `start_from` raises.
     """
     if _OUR_OWN in file.shapes:
         return start_from(model, file)
@@ -113,8 +118,8 @@ def start_from_gpt2(model: Model, file: WeightFile, config: ModelConfig) -> Mode
 def gpt2_settings(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a GPT whose weights are saved in `dtype`.
 
-    No token of the vocabulary is known to begin or end a text: `bos_token_id` and
-    `eos_token_id` are null.
+    `bos_token_id` and `eos_token_id` are null, since it is not known which tokens begin and end
+    a text.
     """
     sizes = {theirs: getattr(config, ours) for theirs, (ours, _) in _SIZES.items()}
     return {
@@ -144,6 +149,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise DataError for what our GPT cannot represent, ConfigError for other sizes."""
     width = settings.get("n_embd", _SIZES["n_embd"][1])
     inner = ("n_inner", (None, 4 * width if isinstance(width, int) else None))
     for key, values in (*_FIXED.items(), inner):
@@ -167,5 +173,5 @@ def _check_settings(path: Path, settings: Mapping[str, Any], config: ModelConfig
 
 
 def _shown(value: object) -> str:
-    """A value as it stands in JSON, and in YAML."""
+    """A value as it is written in JSON and in YAML."""
     return json.dumps(value)

@@ -17,7 +17,7 @@ from axsparse.models.zoo.vgg import vgg19
 from axsparse.runtime.errors import ConfigError
 
 DIGIT_SIZE = 8
-"""Pixels a side of the bundled digits."""
+"""Pixels on each side of the bundled digits."""
 
 
 def _start(model: Model, file: WeightFile, _: ModelConfig) -> Model:
@@ -30,11 +30,14 @@ def _start_wide_resnet(model: Model, file: WeightFile, _: ModelConfig) -> Model:
 
 @dataclass(frozen=True)
 class _Family:
+    """How the models of one name are made."""
+
     build: Callable[[Config], Model]
     start: Callable[[Model, WeightFile, ModelConfig], Model] = _start
-    """The model, starting at the values of a file."""
+    """Returns a copy of the model that starts at the values of a file."""
     least_image_size: int = 0
-    """Pixels a side; batch normalisation wants more than one left, even of one image."""
+    """The fewest pixels on each side: batch normalisation of a single image needs more than one
+    after the poolings."""
 
 
 def _gpt(config: Config) -> Model:
@@ -55,16 +58,16 @@ _FAMILIES = {
 
 
 def image_size(config: Config) -> int:
-    """Pixels a side of what the model sees."""
+    """Pixels on each side of the images that the model gets."""
     return DIGIT_SIZE if config.data.source == "digits" else config.data.image_size
 
 
 def named_model(loaded: LoadedConfig) -> Model:
-    """The model of a configuration, starting at the values of `model.weights` if there are any.
+    """The model of a configuration; it starts at the values of `model.weights` if that is set.
 
-    Raises ConfigError for images that are too small for it and for settings that are not
-    those of the weights, MissingInputError or DataError for a file of weights that cannot
-    be read or does not fit.
+    Raises ConfigError if images are too small for the model, or its settings differ from those
+    of the weights; MissingInputError or DataError if the file of weights cannot be read or
+    does not fit.
     """
     config = loaded.config
     family = _FAMILIES[config.model.name]

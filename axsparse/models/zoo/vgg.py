@@ -1,4 +1,4 @@
-"""VGG (Simonyan & Zisserman 2015) without batch normalisation; its names are torchvision's.
+"""VGG (Simonyan & Zisserman 2015) without batch normalisation, with torchvision's names.
 
 Shapes: B images of a microbatch, C channels, S pixels a side; inputs are (B, 3, S, S) floats,
 outputs are logits (B, classes).
@@ -19,16 +19,18 @@ from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.initialization import he_normal
 
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
-"""Channels of each 3×3 convolution; after each group the sides are halved (table 1, column E)."""
+"""Channels of each 3×3 convolution, group by group; each group ends with a pooling that halves
+the sides (table 1, column E)."""
 HIDDEN = 4096
+"""Outputs of each hidden layer of the classifier."""
 POOLED = 7
-"""Pixels a side that the classifier sees."""
+"""Pixels on each side that the classifier gets."""
 HIDDEN_STD = 0.01
 """Standard deviation of the classifier's initial matrices."""
 
 
 class Convolution(nn.Module):
-    """3×3 convolution and ReLU, and at the end of a group the larger of 2×2: (B, C, S, S) to
+    """3×3 convolution, ReLU, and 2×2 max pooling if `halves`: (B, C, S, S) to
     (B, outputs, S, S) or (B, outputs, S/2, S/2)."""
 
     def __init__(self, inputs: int, outputs: int, *, halves: bool) -> None:
@@ -43,7 +45,10 @@ class Convolution(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Linear layer, ReLU and dropout: images or (B, inputs) to (B, outputs)."""
+    """Linear layer, ReLU and dropout: (B, inputs) to (B, outputs).
+
+    Images (B, C, S, S) are averaged to POOLED pixels on each side and flattened first.
+    """
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -59,7 +64,7 @@ class Hidden(nn.Module):
 
 
 def init_parameter(_: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Convolutions as in `he_normal`, matrices N(0, 0.01²), biases zero."""
+    """Start values: convolutions as `he_normal`, matrices N(0, 0.01²), biases 0."""
     if len(shape) == 4:
         return he_normal(shape, generator)
     if len(shape) == 2:
@@ -75,9 +80,9 @@ def vgg(
     image_size: int,
     dropout: float,
 ) -> Model:
-    """Convolutions of these channels, group by group, two hidden layers and the classes.
+    """A VGG: convolutions with the channels of `groups`, two hidden layers, and the classes.
 
-    `image_size` is S, for what the layers cost.
+    `image_size` is S; only the layers' costs depend on it.
     """
     layers: list[Layer] = []
     inputs, number = 3, 0
@@ -92,8 +97,8 @@ def vgg(
                 )
             )
             inputs = outputs
-            number += 2  # torchvision counts the ReLU
-        number += 1  # and the pooling
+            number += 2  # torchvision numbers the ReLU, too.
+        number += 1  # It also numbers the pooling.
     inputs *= POOLED**2
     for name in ("classifier.0", "classifier.3"):
         layers.append(

@@ -1,8 +1,8 @@
-"""Wide ResNets (Zagoruyko & Komodakis 2016) of bottlenecks, as torchvision defines them.
+"""Wide ResNets (Zagoruyko & Komodakis 2016) with bottlenecks, as torchvision defines them.
 
 Shapes: B images of a microbatch, C channels, S pixels a side; inputs are (B, 3, S, S) floats,
-outputs are logits (B, classes). A residual block is one layer, so that no residual crosses a
-stage.
+outputs are logits (B, classes). Each residual block is one layer, so that no residual
+connection crosses two stages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.initialization import normalised_convolution, uniform_by_inputs
 
 RESNET101 = (3, 4, 23, 3)
-"""Blocks of each group; from the second group on the first block halves the sides."""
+"""Number of blocks in each group. The first block of every group but the first halves the
+sides."""
 WIDTH = 64
 """Channels of the stem, and of the first group's bottlenecks at factor 1."""
 EXPANSION = 4
-"""Channels that leave a block, per channel of its bottleneck at factor 1."""
+"""Output channels of a block, as a multiple of its bottleneck's channels at factor 1."""
 STEM = "stem."
+"""The prefix that the stem's parameters have here, and not in torchvision."""
 
 
 class Stem(nn.Module):
@@ -43,8 +45,8 @@ class Stem(nn.Module):
 class Bottleneck(nn.Module):
     """1×1, 3×3 and 1×1 convolutions beside a shortcut: (B, C, S, S) to (B, outputs, S', S').
 
-    The 3×3 convolution has the stride. The shortcut is a 1×1 convolution where shapes
-    change, which is in each group's first block.
+    The 3×3 convolution has the stride. In the first block of a group, where shapes change, the
+    shortcut is a 1×1 convolution.
     """
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int, *, first: bool) -> None:
@@ -67,7 +69,7 @@ class Bottleneck(nn.Module):
 
 
 class Head(nn.Module):
-    """Mean over the pixels and linear layer: (B, C, S, S) to (B, classes)."""
+    """Mean over the pixels, and a linear layer: (B, C, S, S) to (B, classes)."""
 
     def __init__(self, inputs: int, num_classes: int) -> None:
         super().__init__()
@@ -79,16 +81,17 @@ class Head(nn.Module):
 
 
 def init_head(inputs: int, _: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """As torch's linear layers start."""
+    """A `Layer.init` for `Head`, as torch initialises linear layers."""
     return uniform_by_inputs(shape, inputs, generator)
 
 
 def wide_resnet(
     groups: Sequence[int], *, width: int, factor: int, num_classes: int, image_size: int
 ) -> Model:
-    """A stem, groups of so many bottlenecks, `factor` times as wide as ResNet's, and the classes.
+    """A wide ResNet: a stem, groups of bottlenecks, and the classes.
 
-    `image_size` is S, for what the layers cost.
+    `groups` are the numbers of blocks, `width` the channels of the stem; the bottlenecks are
+    `factor` times as wide as a ResNet's. `image_size` is S; only the layers' costs depend on it.
     """
     init = normalised_convolution
     layers = [Layer("stem", partial(Stem, width), kind="embedding", init=init)]
@@ -132,10 +135,10 @@ def wide_resnet101_2(config: ModelConfig, image_size: int) -> Model:
 
 
 def torchvision_name(name: str) -> str:
-    """What torchvision calls a parameter or buffer: the same, but the stem has no name there."""
+    """The name of a parameter or buffer in torchvision: the same without the stem's prefix."""
     return name.removeprefix(STEM)
 
 
 def name_of_torchvision(name: str) -> str:
-    """The global name of what torchvision calls so."""
+    """The global name of a parameter or buffer, from its name in torchvision."""
     return f"{STEM}{name}" if name.startswith(("conv1.", "bn1.")) else name
