@@ -294,7 +294,7 @@ def test_an_evaluation_batch_smaller_than_the_replicas_leaves_some_without_work(
 
 @pytest.mark.parametrize("g_data", [2, 3, 4])
 def test_evaluation_has_the_same_microbatches_for_any_number_of_replicas(g_data: int) -> None:
-    # The second batch holds 11 samples: 4, 4 and 3, in whichever replica.
+    # The second batch holds 11 samples, in microbatches of 4, 4 and 3, in all layouts.
     one = batches(numbered(35), global_batch_size=24, microbatch_size=4).evaluation(1)
     many = [
         batches(
@@ -308,7 +308,7 @@ def test_evaluation_has_the_same_microbatches_for_any_number_of_replicas(g_data:
 
 
 class Dear:
-    """Samples in parts that note what is asked of them; an input is its sample and its epoch."""
+    """A `PartedDataset` that records its calls; an input is (number, epoch) of its sample."""
 
     name = "dear"
     fingerprint = ""
@@ -395,7 +395,7 @@ def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> No
     ]
     evaluated = reader.evaluation(0)
 
-    # Steps 0 to 4 begin with places 0, 8, 16, 24 and 32 of epochs of ten.
+    # Steps 0 to 4 begin at positions 0, 8, 16, 24 and 32; an epoch has ten samples.
     assert [epoch for _, epoch in seen] == [0] * 4 + [0] * 2 + [1] * 2 + [1] * 4 + [2] * 4 + [3] * 4
     assert len(set(seen)) == 20
     assert [m.inputs[0][:, 1].tolist() for m in evaluated.microbatches] == [[0, 0], [0, 0]]

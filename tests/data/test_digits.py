@@ -35,7 +35,7 @@ def test_images_are_grey_and_bright_up_to_one() -> None:
 def test_the_split_is_the_same_in_every_version() -> None:
     training, validation = digits_datasets()
 
-    # Published accuracies are those of these samples.
+    # The published accuracies were measured on these samples.
     assert (training.fingerprint, validation.fingerprint) == (
         "a6b6da69bb943ad49ce2a72a94378179",
         "63b95d3fffee4c402f59456052ffafff",

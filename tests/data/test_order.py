@@ -1,4 +1,4 @@
-"""Which samples a step sees."""
+"""The samples of each step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_step_may_reach_into_later_epochs() -> None:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    # The seeds of 2**32 and more are where words of seed and epoch could be confused.
+    # From 2**32 on, a seed has two words, and one of them could be mistaken for the epoch.
     seeds = (0, 1, 2**32, 2**32 + 1, 2**64)
     orders = {tuple(epoch_order(100, seed, epoch)) for seed in seeds for epoch in range(20)}
 

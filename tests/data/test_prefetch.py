@@ -13,7 +13,7 @@ from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
 
 PATIENCE = 30
-"""Seconds after which a test gives up on a thread that hangs; none comes near it."""
+"""Seconds after which a test gives up on a hanging thread; passing tests take far less."""
 
 
 def read(step: int) -> Batch:
@@ -70,7 +70,7 @@ def test_with_an_end_it_reads_no_further() -> None:
 
     with Prefetcher(read_and_note, first_step=2, depth=5, end=5) as prefetcher:
         got = [prefetcher.get(step).step for step in (2, 3, 4)]
-        # Asked for more it must not wait for a thread that has ended.
+        # A further call must not wait for a thread that has ended.
         with pytest.raises(AssertionError, match="step 5 is the end"):
             prefetcher.get(5)
 
@@ -109,7 +109,7 @@ def test_what_read_raises_comes_out_of_get_at_its_step(kind: type[BaseException]
         assert [prefetcher.get(step).step for step in (0, 1)] == [0, 1]
         with pytest.raises(kind) as caught:
             prefetcher.get(2)
-        # Asked again it must not wait for a thread that has ended.
+        # A second call must not wait for a thread that has ended.
         with pytest.raises(AssertionError, match="closed"):
             prefetcher.get(2)
 

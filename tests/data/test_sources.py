@@ -1,4 +1,4 @@
-"""The data that configurations name, from the folder to metrics.jsonl."""
+"""The data sets that a configuration can name, in runs up to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_images_train_over_mpi_alike_in_all_layouts_and_with_any_workers(
     for ours, reference in zip(records(many), records(one), strict=True):
         if "loss" in reference:
             assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4)
-    # Later ones depend on running statistics, which each replica keeps of its own samples.
+    # Later losses depend on running statistics, which each replica computes from its samples.
     assert records(many)[0] == records(one)[0]
     evaluations = [record for record in records(many) if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [0, 3, 6]
@@ -146,7 +146,7 @@ def test_a_broken_image_ends_the_job_with_its_path(root: Path, tmp_path: Path) -
 
 
 def test_a_worker_that_dies_ends_the_job(root: Path, tmp_path: Path) -> None:
-    # The decoder of each rank loads this at its start, and the rank does not.
+    # The decoding process of each rank loads this when it starts; the rank does not.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, signal\n"
         "if 'axsparse.data.images.decoders' in sys.orig_argv:"
@@ -176,7 +176,7 @@ def test_the_bundled_digits_configuration_trains_prunes_and_evaluates(tmp_path: 
     assert "4 ranks = 2 stages × 2 replicas" in done.stdout
     found = [record for record in records(tmp_path) if "eval_loss" in record]
     assert [record["step"] for record in found] == [0, 3, 6]
-    # All 360 images: a fraction of anything else would be no whole number of them.
+    # The fraction is of all 360 images only if it is a whole number of 360ths.
     for record in found:
         assert 360 * record["top1"] == pytest.approx(round(360 * record["top1"]))
     states = [record["model_state_bytes"] for record in records(tmp_path) if "loss" in record]

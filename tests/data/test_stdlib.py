@@ -12,7 +12,7 @@ import pytest
 from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset, stdlib_tokens
 from axsparse.runtime.errors import DataError, MissingInputError
 
-# All of these are training files by the CRC of their paths.
+# The CRC of their paths makes all of these training files.
 FILES = {"a.py": b"x = 1\n", "b.py": b"", "c/a.py": "é = 2\n".encode(), "c.py": b"pass"}
 
 
@@ -95,7 +95,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Refused by hand, since root may read every folder.
+    # The refusal is simulated, since root may read every folder.
     def scandir(folder: str) -> object:
         raise PermissionError(13, "Permission denied", folder)
 

@@ -1,4 +1,4 @@
-"""Prepared tokens as data sets, and what is found wrong with them at the start."""
+"""Prepared tokens as data sets, and the damage that is found when they are opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers may return."""
+"""The outputs that a layer may return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers cost, counted on the meta device against counts by hand."""
+"""The costs of layers, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_batch_normalisation_and_dropout_can_be_counted() -> None:
 
 
 class Attention(nn.Module):
-    """Of a sequence whose width is that of three heads each."""
+    """Attention whose queries, keys and values lie side by side in the input."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_an_example_that_is_none_is_refused(
 
 
 class Returns(nn.Module):
-    """Gives what a function makes of its input."""
+    """A module whose forward is a given function."""
 
     def __init__(self, made: Callable[[Tensor], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cross entropy of a large vocabulary: as of whole logits, which it never has."""
+"""The chunked cross entropy equals that of whole logits, and never holds all logits."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from axsparse.models.losses import IGNORED, linear_cross_entropy, summed_cross_e
 
 TOKENS, HIDDEN, WORDS = 24, 16, 100
 FP32_TOLERANCE = 1e-5
-"""Sums over words in another order (7e-7 seen)."""
+"""Chunks sum over the words in another order (7e-7 seen)."""
 ROUNDINGS = 1.3
-"""Error of chunks over that of whole logits, both against fp32: the gradient of the hidden
-states is rounded to bf16 a chunk, too (1.08 seen)."""
+"""Bound of the error with chunks, relative to that with whole logits, both measured against fp32.
+With chunks, the gradient of the hidden states is rounded to bf16 once more per chunk (1.08
+seen)."""
 
 
 @pytest.fixture
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 28 words: three whole ones and a rest."""
+    """Sets chunks of 28 words, so that there are three whole ones and a smaller one."""
     monkeypatch.setattr(losses, "CHUNK_WORDS", 28)
     monkeypatch.setattr(losses, "CHUNK_LOGITS", TOKENS)
 
@@ -44,7 +45,7 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=generator)
     weight = torch.randn(WORDS, HIDDEN, generator=generator)
     targets = torch.randint(WORDS, (2, TOKENS // 2), generator=generator)
-    # Words at the bounds of chunks, and one token that does not count.
+    # These words lie at the bounds of chunks, and one token does not count.
     targets.view(-1)[:5] = torch.tensor([0, 27, 28, WORDS - 1, IGNORED])
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
@@ -58,7 +59,7 @@ def gradients(loss: Tensor, *inputs: Tensor, factor: float = 1.0) -> tuple[Tenso
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the entries of each tensor that an operation makes."""
+    """Records the number of entries of every tensor that an operation creates."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -242,9 +243,9 @@ def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         linear_cross_entropy(hidden, weight, targets).backward()
         hidden.grad = weight.grad = None
 
-    # Logits in fp32 beside those in bf16 that they come of, and what a sum of exponentials needs.
+    # fp32 logits, the bf16 logits that they are made of, and the exponentials of their sum.
     assert peak_of_torch(there) < (4 + 4 + 1) * chunk
-    # What is added to another chunk's gradient is as small as the hidden states.
+    # The products that are summed over chunks are as small as the hidden states.
     assert peak_of_torch(there_and_back) < (4 + 4 + 1) * chunk
 
 

@@ -1,4 +1,4 @@
-"""Runs that start from a file: torchvision's names or ours, safetensors or torch's own."""
+"""Runs that start from a file, with torchvision's names or ours, in either file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a list of layers contains, and every way in which it can be wrong."""
+"""The contents of a model, and every way in which its declaration can be wrong."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_survey_costs_no_memory_and_no_random_numbers() -> None:
 
 
 class ReadsItself(nn.Module):
-    """Cannot be built on the meta device, since it looks at its numbers; draws some, too."""
+    """Cannot be built on the meta device, since it reads its values; also draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_to_look_at_layers_loads_no_compiler() -> None:
-    """It would take two seconds of every rank; the one that runs them has to."""
+    """The compiler takes two seconds on each rank; only the rank that measures costs loads it."""
     done = subprocess.run(
         [sys.executable, "-c", LOOKS],
         capture_output=True,

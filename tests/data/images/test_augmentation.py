@@ -1,4 +1,4 @@
-"""What of an image a model sees."""
+"""The part of an image that a model sees."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_numbers_depend_on_every_part_of_their_key_and_on_nothing_else() -> None
     assert len(drawn) == len(keys)
     assert uniforms(2, 1, 23) != uniforms(2, 12, 3)
     assert uniforms(3, 1, 2, 3) == uniforms(3, 1, 2, 3)
-    # Runs of today and of next year see the same crops, on whatever machine.
+    # These numbers must never change, so that a run sees the same crops on every machine.
     assert uniforms(2, 1234, 5, 6) == [0.9323594424662051, 0.16728612232053008]
 
 
@@ -92,7 +92,7 @@ def test_crops_have_the_areas_and_shapes_of_imagenet() -> None:
 def test_a_narrow_image_falls_back_to_its_middle(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    # A whole image's area fits into it in no allowed shape.
+    # No allowed ratio of a crop with the full area fits into this image.
     assert crop_box(*size, [0.999] * 4 * TRIES) == box
 
 

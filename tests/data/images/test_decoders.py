@@ -22,7 +22,7 @@ from axsparse.data.images.decoders import Workers, serve
 from axsparse.runtime.errors import DataError, TrainingError
 
 PATIENCE = 60
-"""Seconds after which a test gives up on what hangs; none comes near it."""
+"""Seconds after which a test gives up on a hanging call; passing tests take far less."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _no_test_hangs_and_no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """Those that are started during a test."""
+    """The worker processes that are started during a test."""
     started: list[subprocess.Popen[bytes]] = []
 
     class Noted(subprocess.Popen[bytes]):
@@ -208,7 +208,7 @@ def test_a_worker_leaves_when_its_rank_does(tmp_path: Path) -> None:
 
     assert done.returncode == 3
     with os.fdopen(ours, "rb") as stream:
-        # The stream ends once nobody holds its other end, the worker among them.
+        # The stream ends once no process holds its other end; the worker is one of these.
         assert stream.read() == b""
 
 

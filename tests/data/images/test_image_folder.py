@@ -145,7 +145,7 @@ def batches_of(data: ImageFolder, replica: int, g_data: int) -> Batches:
 
 
 def pixels(root: Path, step: int, *, workers: int = 0, g_data: int = 1) -> list[bytes]:
-    """Every microbatch of a step, of all replicas."""
+    """The microbatches of a step, of all replicas."""
     found = []
     for replica in range(g_data):
         batches = batches_of(folder(root, workers=workers), replica, g_data)

@@ -1,4 +1,4 @@
-"""Where documents begin and end, and which cannot be used."""
+"""Finding documents in files, and those that cannot be used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole(data: bytes, how: str = "none", max_line: int = 100) -> Iterator[Piece
 
 
 def texts(data: bytes, how: str) -> list[str]:
-    """Documents of a file, those with nothing but white space left out."""
+    """The documents of a file, except those of white space only."""
     return [piece.text for piece in whole(data, how) if not piece.blank]
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a document across parts, as one."""
+"""Joining the pieces of a document that reaches over several parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens as a whole: what comes out, whatever the parts and the workers."""
+"""The whole preparation: its results do not depend on the parts or the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids_of(folder: Path, split: Split = "train") -> Any:
 
 
 def documents_of(folder: Path, split: Split = "train") -> list[str]:
-    """Documents decoded from the tokens and the tokenizer that lie there."""
+    """The documents that the tokens in a folder decode to."""
     sidecar = read_sidecar(folder, "")
     ids = ids_of(folder, split)
     assert ids[-1] == sidecar.separator
@@ -53,7 +53,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def expected_documents(data: bytes, how: str, max_line: int) -> list[bytes]:
-    """The documents of a file by the rules, one line at a time."""
+    """The usable documents of a file, found by a simple loop over its lines."""
     documents = [b""]
     for line in data.removeprefix(b"\xef\xbb\xbf").splitlines(keepends=True) if data else []:
         if how == "blank-line" and not line.strip():
@@ -92,7 +92,7 @@ def test_tokens_decode_to_the_usable_documents_however_the_file_is_cut(
     data = b"".join(pieces)
     (folder / "a.txt").write_bytes(data)
     (folder / "b.txt").write_bytes(b"last")
-    # Lines are long enough to be cut through only where a file is one document.
+    # Only where a file is one document may a long line be cut.
     max_line = 12 if how == "none" else 1000
     request = Request(
         inputs=(folder / "a.txt", folder / "b.txt"),
@@ -142,7 +142,7 @@ def test_the_number_of_workers_changes_no_byte(
 def test_byte_pairs_are_those_of_the_text_in_one_piece(library: Path, tmp_path: Path) -> None:
     import tokenizers
 
-    # Which documents are held out may depend on where they are cut.
+    # Without a document boundary near, the held-out documents may depend on the cuts.
     whole = {"validation_fraction": 0.0}
     run(requested(library, tmp_path / "cut", train_bpe=300, part_bytes=500, **whole))
     cut = documents_of(tmp_path / "cut")
@@ -232,7 +232,7 @@ def test_a_document_across_parts_with_a_bad_byte_is_left_out_whole(tmp_path: Pat
 
 
 def words_of(folder: Path) -> set[str]:
-    """What a learnt vocabulary has beside single letters."""
+    """The words of a learnt vocabulary that are longer than one character."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     return {word for word in vocabulary if len(word) == 2}
 
@@ -367,5 +367,5 @@ def test_memory_does_not_grow_with_the_text(kind: str, tmp_path: Path) -> None:
         )
         peaks.append(int(done.stdout))
 
-    # Several times what a part takes, and far below what the text would.
+    # A part takes a fraction of this, and the whole text would take many times as much.
     assert peaks[1] - peaks[0] < (6 if kind == "BPE" else 16) * 1_000_000

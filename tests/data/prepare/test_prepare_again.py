@@ -1,4 +1,4 @@
-"""Text to tokens after an accident, or once more: what is there is used, or kept from harm."""
+"""Preparing into a folder that is not empty: finished work is used again, and never overwritten."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library(tmp_path: Path) -> Path:
 
 
 DEATHS = {
-    # phase: what to replace by a function that dies, and at which call
+    # phase: the function that is replaced by one that kills its process, and at which call
     "before anything is made": ("preparation.cut", 1),
     "before the vocabulary is learnt": ("vocabulary.apart", 1),
     "after the vocabulary": ("vocabulary.describe", 1),
@@ -63,7 +63,7 @@ prepare(request, 1, Console(io.StringIO(), bar=False))
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, bytes]]]:
-    """A folder of text, and what becomes of it without accidents."""
+    """A folder of text, and the files that an uninterrupted preparation makes of it."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "in").mkdir()
     for number in range(12):

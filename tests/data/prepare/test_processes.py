@@ -1,4 +1,4 @@
-"""Work in several processes."""
+"""Jobs in several processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path) -> None:
 
     process.kill()
 
-    # The pipe ends when nobody holds it any more.
+    # The pipe ends when no process holds it any more.
     assert process.stdout.readline() == ""
     process.wait()
     process.stdout.close()

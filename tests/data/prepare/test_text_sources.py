@@ -1,4 +1,4 @@
-"""Which files are read, and how they are cut."""
+"""The files that are read, and how they are cut into parts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def config(
 
 
 def modules(model: Model) -> list[nn.Module]:
-    """All layers with real start values."""
+    """The modules of all layers, with their start values."""
     built = []
     for layer in model.layers:
         module = layer.build()

@@ -30,11 +30,11 @@ from axsparse.training.trainer import Trainer
 os.environ["HF_HUB_OFFLINE"] = "1"
 STEPS = 5
 LOGITS_ATOL = 3e-6
-"""Of logits up to 2: transformers writes its GELU out in elementary functions, which rounds
-otherwise (seen: 6e-7). With torch's own GELU on both sides the bits are the same."""
+"""Tolerance for logits up to 2. transformers computes GELU by elementary functions, which round
+differently (seen: 6e-7). With torch's own GELU on both sides the bits are the same."""
 LOSS_RTOL = 1e-6
-"""Eight roundings of an fp32 loss (seen: 8e-8): beside the GELU, a tied weight's two gradients and
-the squares of the norm add up in another order, and each AdamW step passes that on."""
+"""Eight roundings of an fp32 loss (seen: 8e-8). Beside the GELU, the two gradients of a tied weight
+and the squares of the norm are added in another order, which every AdamW step carries on."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def transformers() -> Any:
 
 
 def make_gpt2(transformers: Any, **settings: Any) -> Any:
-    """A GPT-2 whose every parameter is random, biases and norms too."""
+    """A GPT-2 of transformers in which all parameters are random, biases and norms included."""
     config = transformers.GPT2Config(
         **{
             "vocab_size": VOCABULARY,
@@ -85,7 +85,7 @@ def ours_from(path: Path, config: Config) -> Model:
 
 
 def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:
-    """Of the layers as a run has built them, before its first step."""
+    """The logits of the layers that a run has built, before its first step."""
     stages: dict[int, list[nn.Module]] = {}
 
     def note(trainer: Trainer) -> None:
@@ -189,7 +189,7 @@ def test_five_steps_lose_what_transformers_and_torch_lose(
 
 
 def hf_losses(model: Any, config: Config) -> Iterator[float]:
-    """transformers' model, torch's AdamW and clipping, and nothing of ours but the data's order."""
+    """Training with transformers' model and torch's AdamW; only the order of the data is ours."""
     model.train()
     data, batch, settings = token_data(), config.batch, config.optimizer
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -242,7 +242,7 @@ def test_what_a_run_saves_is_loaded_by_transformers(
     for name, master in masters.items():
         block = name.startswith("block") and master.dim() == 2
         assert torch.equal(state[gpt2_name(name)], master.t() if block else master), name
-    # And the way back: what transformers saves again is what the next run starts at.
+    # The way back: the next run starts at the file that transformers saves again.
     theirs.save_pretrained(tmp_path / "theirs")
     still = dense_config(
         pruning={"sparsity": 0.8},
@@ -284,7 +284,7 @@ def test_settings_are_those_that_transformers_makes(transformers: Any) -> None:
 
 
 def saved(tmp_path: Path, changed: dict[str, Any], **settings: Any) -> Path:
-    """A folder of our own making, with some tensors (None: without it) and settings changed."""
+    """A folder with some tensors and settings changed; a tensor that is None is left out."""
     config = dense_config()
     state: dict[str, Tensor] = {}
     for layer in survey(tiny_gpt(config)).layers:

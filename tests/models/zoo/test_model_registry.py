@@ -1,4 +1,4 @@
-"""What a configuration calls a model is that model."""
+"""The models that a configuration can name."""
 
 from __future__ import annotations
 

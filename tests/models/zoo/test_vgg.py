@@ -22,7 +22,7 @@ from axsparse.models.zoo.vgg import init_parameter, vgg19
 from axsparse.runtime.seeds import keyed_generator
 
 CONVOLUTIONS = [
-    # number in torchvision's `features`, inputs, outputs
+    # (number in torchvision's `features`, input channels, output channels)
     (0, 3, 64),
     (2, 64, 64),
     (5, 64, 128),
@@ -69,7 +69,7 @@ def test_flops_are_those_of_19_6_billion_multiply_adds_at_224_pixels() -> None:
 
 
 def reference(dropout: float = 0.0) -> nn.Module:
-    """The small VGG of these tests, as torchvision puts such a network together."""
+    """The small VGG of these tests, built of modules as torchvision does it."""
     features: list[nn.Module] = []
     for inputs, outputs in [(3, 4), (4, 8), (8, 16)]:
         features += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]

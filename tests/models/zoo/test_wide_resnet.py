@@ -29,7 +29,7 @@ from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 
 GROUPS = [
-    # blocks, channels that enter the first, of the bottleneck, that leave
+    # (blocks, input channels of the first, bottleneck channels, output channels)
     (3, 64, 128, 256),
     (4, 256, 256, 512),
     (23, 512, 512, 1024),
@@ -43,7 +43,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 
 def published() -> dict[str, tuple[int, ...]]:
-    """torchvision's state dict."""
+    """A state dict under torchvision's names."""
     table: dict[str, tuple[int, ...]] = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
     for group, (blocks, entering, inner, leaving) in enumerate(GROUPS, start=1):
         for block in range(blocks):
@@ -94,7 +94,7 @@ def built(model: Model) -> list[BuiltLayer]:
 
 
 def by_torchvisions_names(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The small network of these tests in evaluation, written out from its state dict."""
+    """The small network of these tests in evaluation mode, computed from its state dict."""
 
     def convolved(name: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
         return F.conv2d(x, state[f"{name}.weight"], stride=stride, padding=padding)
