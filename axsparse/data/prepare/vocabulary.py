@@ -47,13 +47,13 @@ def choose_tokenizer(
             sample = format_bytes(min(size, request.bpe_sample_bytes))
             console.line(f"learning {request.train_bpe:,} words from {sample} …")
             job = BpeJob(
-                tuple(parts),
-                request.reading,
-                request.validation_fraction,
-                min(1.0, request.bpe_sample_bytes / max(1, size)),
-                request.train_bpe,
-                folder / TOKENIZER,
-                workers,
+                parts=tuple(parts),
+                reading=request.reading,
+                validation_fraction=request.validation_fraction,
+                share=min(1.0, request.bpe_sample_bytes / max(1, size)),
+                vocab_size=request.train_bpe,
+                path=folder / TOKENIZER,
+                threads=workers,
             )
             # In a process of its own, so that its memory goes back to the system.
             apart(learn_bpe, job)
