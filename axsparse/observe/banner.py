@@ -1,8 +1,9 @@
-"""The first lines on the screen: what is trained, where it stands, what it costs."""
+"""The banner: the first lines on the screen say what is trained, where, and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from axsparse.config.schema import Config, prunes
@@ -13,36 +14,56 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.version import __version__
 
 
+@dataclass(frozen=True)
+class ModelLayout:
+    """A model and where its layers lie."""
+
+    name: str
+    survey: Survey
+    stages: Sequence[range]
+    """The numbers of the layers of each stage."""
+    grid: Grid
+    transport: str
+    """What carries messages between the ranks, such as "mpi (MPICH 4.2)"."""
+
+
+@dataclass(frozen=True)
+class ModelStateSize:
+    """Bytes of model state on the fullest rank."""
+
+    dense: int
+    """If nothing were pruned."""
+    live: int
+    """As the run begins."""
+
+
 def banner(
     config: Config,
-    survey: Survey,
-    stages: Sequence[range],
-    grid: Grid,
+    model: ModelLayout,
+    state: ModelStateSize,
     *,
-    name: str,
-    transport: str,
-    dense_bytes: int,
-    live_bytes: int,
     data: str,
     metrics: Path,
     planned: str = "",
 ) -> Iterator[str]:
-    """The lines in order. `config` has every `auto` resolved; bytes are the fullest rank's.
+    """The lines in order.
 
-    `planned` is what was predicted, and why this layout.
+    `config` has every `auto` resolved. `data` describes the training data, `metrics` is the file
+    of the records. `planned` says what the planner predicts and why it chose this layout.
     """
+    survey, grid = model.survey, model.grid
     parameters = f"{format_count(survey.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
     yield (
-        f"axsparse {__version__} · {name} {parameters} · {_pruning(config)} · "
-        f"{config.precision} · {ranks} = {grid} · {transport}"
+        f"axsparse {__version__} · {model.name} {parameters} · {_pruning(config)} · "
+        f"{config.precision} · {ranks} = {grid} · {model.transport}"
     )
     yield "   ".join(
         f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"
-        for number, stage in enumerate(stages)
+        for number, stage in enumerate(model.stages)
     )
     beside = f" · {planned}" if planned else ""
-    yield f"model state/rank: {_state(config, dense_bytes, live_bytes)}{beside}"
+    yield f"model state/rank: {_state(config, state)}{beside}"
     batch = config.batch
     per_replica = batch.global_batch_size // grid.g_data
     yield (
@@ -68,17 +89,18 @@ def _pruning(config: Config) -> str:
     return f"{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
 
 
-def _state(config: Config, dense_bytes: int, live_bytes: int) -> str:
-    if live_bytes == dense_bytes:
+def _state(config: Config, state: ModelStateSize) -> str:
+    dense = f"dense {format_bytes(state.dense)}"
+    if state.live == state.dense:
         later = config.samo.enabled and prunes(config.pruning)
         at_step = config.pruning.at_step
         when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
-        return f"dense {format_bytes(dense_bytes)}" + f" until {when}, then SAMO" * later
-    return f"dense {format_bytes(dense_bytes)} → SAMO {format_bytes(live_bytes)}"
+        return dense + f" until {when}, then SAMO" * later
+    return f"{dense} → SAMO {format_bytes(state.live)}"
 
 
 def _layers(layers: Sequence[LayerInfo], work: float) -> str:
-    """ "embed, block0–2 (2.4M, 48 % of the work)"; layers are weighed by `LayerInfo.work`."""
+    """The layers of a stage, as in "embed, block0–2 (2.4M, 48 % of the work)"."""
     parameters = format_count(sum(layer.numel for layer in layers))
     share = (
         f", {100 * sum(layer.work for layer in layers) / work:.0f} % of the work" if work else ""
@@ -87,7 +109,7 @@ def _layers(layers: Sequence[LayerInfo], work: float) -> str:
 
 
 def _names(layers: Sequence[LayerInfo]) -> str:
-    """ "embed, block0–2": runs of numbered layers are drawn together."""
+    """The layers' names, as in "embed, block0–2": consecutive numbers become one range."""
     runs: list[tuple[str, int | None, int | None]] = []
     for layer in layers:
         stem = layer.name.rstrip("0123456789")

@@ -242,17 +242,7 @@ class Recorder:
         run = self._run
         assert self._first is not None, "a step has been pushed"
         each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
-        line = step_line(
-            record.step,
-            run.steps,
-            record.loss,
-            record.grad_norm,
-            record.bubble_seconds / record.step_seconds,
-            record.tokens_per_second,
-            each * (run.steps - record.step),
-            run.unit,
-            record.skipped_steps,
-        )
+        line = step_line(record, run.steps, each * (run.steps - record.step), run.unit)
         console.progress(record.step, run.steps, line.partition("  ")[2])
         if record.step % run.log_every == 0 or record.step in (1, run.steps):
             console.line(line)

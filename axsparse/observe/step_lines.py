@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from axsparse.runtime.console import (
-    Unit,
-    format_rate,
-    format_seconds,
-)
+from axsparse.observe.metrics import StepRecord
+from axsparse.runtime.console import Unit, format_rate, format_seconds
 
 
-def step_line(
-    step: int,
-    steps: int,
-    loss: float,
-    grad_norm: float,
-    bubble: float,
-    rate: float,
-    eta: float,
-    unit: Unit,
-    skipped: int = 0,
-) -> str:
-    """One step on one line; `bubble` is a fraction of the step, `rate` is a second's units,
-    `eta` is in seconds, `skipped` counts steps."""
+def step_line(record: StepRecord, steps: int, eta: float, unit: Unit) -> str:
+    """One of the run's `steps` on one line; `eta` is the time to the end of the run in seconds."""
     line = (
-        f"step {step}/{steps}  loss {loss:.3f}  grad norm {grad_norm:.2f}  "
-        f"bubble {100 * bubble:.0f} %  {format_rate(rate, unit)}  eta {format_seconds(eta)}"
+        f"step {record.step}/{steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
+        f"bubble {100 * (record.bubble_seconds / record.step_seconds):.0f} %  "
+        f"{format_rate(record.tokens_per_second, unit)}  eta {format_seconds(eta)}"
     )
-    return f"{line}  skipped {skipped}" if skipped else line
+    return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
 
 
 def eval_line(step: int, steps: int, loss: float, metrics: Mapping[str, float]) -> str:

@@ -29,9 +29,7 @@ class TraceRecorder:
         place: Place,
         phases: Phases,
         folder: Path,
-        *,
-        first: int,
-        last: int,
+        steps: range,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`clock` is the one of `phases`."""
@@ -39,8 +37,7 @@ class TraceRecorder:
         self._place = place
         self._phases = phases
         self._folder = folder
-        self._first = first
-        self._last = last
+        self._steps = steps
         self._clock = clock
         self._zero = 0.0
         self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
@@ -48,9 +45,9 @@ class TraceRecorder:
     def begin(self, step: int) -> None:
         """Before a step; ranks agree before the first one on when time begins, since clocks of
         hosts differ. They leave that agreement at almost the same moment."""
-        if not self._first <= step <= self._last:
+        if step not in self._steps:
             return
-        if step == self._first:
+        if step == self._steps[0]:
             sum_by_owner(self._transport.world, self._transport.backoff, [0.0])
             self._zero = self._clock()
         self._phases.start_spans()
@@ -58,11 +55,11 @@ class TraceRecorder:
     def end(self, step: int) -> None:
         """After a step; the last one writes the file. OutputError if a rank cannot write its part,
         on all ranks, or rank 0 the whole."""
-        if not self._first <= step <= self._last:
+        if step not in self._steps:
             return
         # A GPU may still be in this step: only the last one waits for it.
         self._taken.append((step, self._phases.take_spans()))
-        if step == self._last:
+        if step == self._steps[-1]:
             self._write()
 
     def _write(self) -> None:
@@ -75,7 +72,7 @@ class TraceRecorder:
             for phase, name, begin, end in spans
         ]
         self._taken = []
-        whole = self._folder / TRACES / f"steps-{self._first}-{self._last}.json"
+        whole = self._folder / TRACES / f"steps-{self._steps[0]}-{self._steps[-1]}.json"
         parts = [whole.with_suffix(f".rank-{rank}") for rank in range(place.grid.size)]
 
         def write_own() -> None:

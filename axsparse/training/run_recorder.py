@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from axsparse.observe.banner import banner
+from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
@@ -61,15 +61,13 @@ def make_recorder(
     metrics = run_dir / METRICS_FILE
     lines = banner(
         config,
-        survey,
-        run.stages,
-        run.place.grid,
-        name=run.model.name,
-        transport=transport.name,
-        dense_bytes=max(
-            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+        ModelLayout(run.model.name, survey, run.stages, run.place.grid, transport.name),
+        ModelStateSize(
+            dense=max(
+                run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+            ),
+            live=int(max(row[0] for row in rows)),
         ),
-        live_bytes=int(max(row[0] for row in rows)),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
         planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),

@@ -308,9 +308,8 @@ class Trainer:
         last = min(self.steps_done + 1 + wanted, self.config.train.steps)
         first = min(self.steps_done + 2, last)
         parts = self.parts
-        return TraceRecorder(
-            parts.transport, parts.place, parts.phases, folder, first=first, last=last
-        )
+        steps = range(first, last + 1)
+        return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)
 
     def _progress(self) -> Progress:
         return self._step.progress(

@@ -14,7 +14,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
-from axsparse.observe.banner import banner
+from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
 from axsparse.runtime.grid import Grid
 
 
@@ -37,13 +37,14 @@ def lines(
     return list(
         banner(
             settings,
-            surveyed or survey(gpt(settings.model, 128)),
-            stages,
-            grid or Grid(2, 2),
-            name="gpt",
-            transport="mpi (MPICH 4.2)",
-            dense_bytes=4_000_000,
-            live_bytes=live_bytes,
+            ModelLayout(
+                "gpt",
+                surveyed or survey(gpt(settings.model, 128)),
+                stages,
+                grid or Grid(2, 2),
+                "mpi (MPICH 4.2)",
+            ),
+            ModelStateSize(dense=4_000_000, live=live_bytes),
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
             planned=planned,

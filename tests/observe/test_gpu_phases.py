@@ -317,15 +317,8 @@ def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
     gpu = Gpu(rank)
     gpu.now = 1000.0 * (rank + 1)
     transport, phases = LocalTransport(world, rank), gpu.phases
-    tracing = TraceRecorder(
-        transport,
-        Grid(2, 1).place(rank),
-        phases,
-        folder,
-        first=2,
-        last=3,
-        clock=lambda: gpu.now,
-    )
+    place = Grid(2, 1).place(rank)
+    tracing = TraceRecorder(transport, place, phases, folder, range(2, 4), lambda: gpu.now)
     for step in range(1, 5):
         gpu.hardware.frozen = step != 2  # where the GPU's clock is tied to the host's
         tracing.begin(step)

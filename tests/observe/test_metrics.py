@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from support.records import STEP_RECORD
 
 from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
 from axsparse.observe.phases import PHASES
@@ -41,34 +42,6 @@ FIELDS = [
     "peak_memory_bytes",
 ]
 
-RECORD = StepRecord(
-    step=3,
-    loss=3.5,
-    learning_rate=1e-3,
-    grad_norm=0.5,
-    loss_scale=1.0,
-    skipped=False,
-    skip_reason=None,
-    skipped_steps=0,
-    tokens=6144,
-    step_seconds=2.0,
-    data_seconds=0.125,
-    compute_seconds=1.0,
-    compress_seconds=0.125,
-    optimizer_seconds=0.125,
-    p2p_seconds=0.125,
-    bubble_seconds=0.25,
-    collective_seconds=0.125,
-    other_seconds=0.125,
-    tokens_per_second=3072.0,
-    model_flops_per_second=1e9,
-    mfu=0.25,
-    model_state_bytes=2_100_000,
-    gradient_bytes_sent=1000,
-    p2p_bytes_sent=2000,
-    peak_memory_bytes=3_000_000,
-)
-
 
 def read(path: Path) -> list[dict[str, object]]:
     """The lines of a file of strict JSON."""
@@ -82,11 +55,11 @@ def read(path: Path) -> list[dict[str, object]]:
 
 def test_a_step_is_one_line_with_the_documented_fields_in_order(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write(RECORD)
+        metrics.write(STEP_RECORD)
 
     (line,) = read(tmp_path / "metrics.jsonl")
     assert list(line) == FIELDS
-    assert line == {name: getattr(RECORD, name) for name in FIELDS}
+    assert line == {name: getattr(STEP_RECORD, name) for name in FIELDS}
 
 
 def test_every_phase_of_a_step_has_its_field() -> None:
@@ -116,16 +89,16 @@ def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write(replace(RECORD, grad_norm=value))
+        metrics.write(replace(STEP_RECORD, grad_norm=value))
 
     (line,) = read(tmp_path / "metrics.jsonl")
     assert line["grad_norm"] is None
-    assert line["loss"] == RECORD.loss
+    assert line["loss"] == STEP_RECORD.loss
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write(RECORD)
+        metrics.write(STEP_RECORD)
         lines = read(tmp_path / "metrics.jsonl")
 
     assert len(lines) == 1
@@ -134,7 +107,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-            metrics.write(replace(RECORD, step=step))
+            metrics.write(replace(STEP_RECORD, step=step))
 
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
@@ -144,7 +117,7 @@ def test_leaving_the_block_closes_the_file(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(ValueError, match="closed file"):
-        metrics.write(RECORD)
+        metrics.write(STEP_RECORD)
 
 
 def test_a_missing_folder_is_named_with_its_mend(tmp_path: Path) -> None:
@@ -160,7 +133,7 @@ def test_a_full_disk_is_named_when_the_line_is_written_and_when_the_file_is_clos
     metrics = MetricsFile(Path("/dev/full"))
 
     with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
-        metrics.write(RECORD)
+        metrics.write(STEP_RECORD)
     with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
         metrics.close()
 

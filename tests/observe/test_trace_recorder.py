@@ -31,7 +31,7 @@ def play(rank: int, world: LocalWorld[Any], folder: Path, actions: int = 1) -> L
     clock = Clock(1000.0 * rank)
     transport, phases = LocalTransport(world, rank), Phases(clock)
     place = Grid(2, 1).place(rank)
-    tracing = TraceRecorder(transport, place, phases, folder, first=2, last=3, clock=clock)
+    tracing = TraceRecorder(transport, place, phases, folder, range(2, 4), clock)
     for step in range(1, 5):
         tracing.begin(step)
         phases.begin_step()

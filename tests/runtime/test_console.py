@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.observe.step_lines import eval_line, step_line
 from axsparse.runtime import console
 from axsparse.runtime.console import (
     Console,
@@ -323,29 +322,6 @@ def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Figures
-
-
-def test_a_step_reads_as_one_line() -> None:
-    line = step_line(
-        step=10,
-        steps=30,
-        loss=3.9117,
-        grad_norm=0.8351,
-        bubble=0.1799,
-        rate=3_120,
-        eta=12.4,
-        unit="samples",
-    )
-
-    assert line == (
-        "step 10/30  loss 3.912  grad norm 0.84  bubble 18 %  3.1k samples/s  eta 00:12"
-    )
-
-
-def test_an_evaluation_reads_as_one_line() -> None:
-    line = eval_line(10, 30, 1.23456, {"perplexity": 3.43689, "top1": 0.98765})
-
-    assert line == "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %"
 
 
 @pytest.mark.parametrize(

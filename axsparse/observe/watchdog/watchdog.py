@@ -78,7 +78,6 @@ class Watchdog:
         place: Place,
         *,
         timeout: float,
-        run_dir: Path,
         leave: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +86,7 @@ class Watchdog:
         self._pulse = pulse
         self._place = place
         self._timeout = timeout
-        self._report = run_dir / REPORT_FILE
+        self._report = board.folder.parent / REPORT_FILE
         self._leave = leave
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
@@ -297,14 +296,7 @@ def open_watchdog(
 
     together(transport, clear)
     board = together(transport, lambda: _or_refuse(folder, lambda: Board(folder, place.rank)))
-    return Watchdog(
-        board,
-        pulse,
-        place,
-        timeout=settings.timeout,
-        run_dir=run_dir,
-        leave=transport.abort,
-    )
+    return Watchdog(board, pulse, place, timeout=settings.timeout, leave=transport.abort)
 
 
 def _or_refuse(folder: Path, work: Callable[[], T]) -> T:

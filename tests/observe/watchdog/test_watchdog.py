@@ -57,7 +57,6 @@ class Rank:
             self.pulse,
             job.grid.place(number),
             timeout=TIMEOUT,
-            run_dir=job.folder,
             leave=lambda code: job.left.append((number, code)),
             clock=job.clock,
         )
