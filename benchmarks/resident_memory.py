@@ -41,7 +41,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
-from axsparse.pruning.targets import targets
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -113,7 +113,7 @@ def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
     return stage_bytes(
         found.layers,
         found.ties,
-        targets(found, config.pruning).kept() if config.samo.enabled else {},
+        find_targets(found, config.pruning).kept() if config.samo.enabled else {},
         dtype=torch.bfloat16,
         gradient_dtype=gradient_dtype,
         moments=2,

@@ -1,1 +1,1 @@
-"""Which entries are kept: masks from scores. Knows nothing of compressed storage."""
+"""Pruning: which entries of which tensors are kept, and when that changes during training."""

@@ -1,4 +1,4 @@
-"""By which score entries of a tensor are kept."""
+"""Pruning criteria: the scores by which the entries of a tensor are kept."""
 
 from __future__ import annotations
 
@@ -17,30 +17,49 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
 
 Score: TypeAlias = Callable[[str, Tensor], Tensor]
-"""`score(name, weight)`: a score an entry, in the weight's shape; higher ones are kept. It is
-called with one tensor's global name and its fp32 weights (zero where already pruned), on every
-rank that holds the tensor, and must depend on nothing else."""
+"""`score(name, weight)` scores the entries of one tensor, and those of highest score are kept.
 
+`name` is the tensor's global name. `weight` has its fp32 weights on the CPU, zero where they are
+already pruned; it is a copy, which the function may change. It returns a dense real tensor of
+the same shape on the CPU, without NaN. Every rank that holds the tensor calls it, so the result
+must depend on the two arguments alone. This one prunes the entries of smallest magnitude:
 
-def kept_entries(numel: int, sparsity: float) -> int:
-    """How many of a tensor's entries stay: numel − round(sparsity · numel), exactly."""
-    return numel - round(sparsity * numel)
+    def by_magnitude(name: str, weight: Tensor) -> Tensor:
+        return weight.abs()
+
+A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
+that prunes over time.
+"""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A score for the entries of any tensor, and with `pattern` (n, m) the rule that n of
-    every m stay, whatever their number in the whole."""
+    """Scores the entries of any tensor, and keeps those of highest score.
+
+    A score of one's own needs no change here (see `Score`). To add a named criterion:
+
+    1. Add its name to the type of `score`, and a branch to `scores`. It may use the name, the
+       shape and the weights of the tensor, and `seed`; nothing that differs between ranks.
+    2. Add the name to `PruningConfig.method` in `config/schema.py`, and describe it there.
+       `configured_criterion` maps the method to the criterion and refuses a second score.
+    3. If it looks at nothing but weights, add the method to `FROM_START` in `targets.py`; if it
+       prunes once, to `ONCE` in `config/validate.py`.
+    4. Add it to `tests/pruning/test_criteria.py` (exact counts, the same mask for the same name),
+       and to the dense oracle in `tests/support/methods.py` and the `METHODS` of
+       `tests/pruning/methods/test_methods.py`, which compares masks and weights bitwise in every
+       layout.
+    """
 
     score: Literal["magnitude", "random"] | Score
     seed: int = 0
-    """Of the random score."""
+    """Seeds the generator of the random score."""
     pattern: tuple[int, int] | None = None
+    """With (n, m), the n highest of every m consecutive inputs are kept."""
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
-        """Flat fp32 scores without NaN, and what orders them.
+        """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
 
-        Raises ConfigError where a score of one's own does not fit its tensor.
+        Raises ConfigError if a score of one's own does not fit its tensor.
         """
         if self.score == "magnitude":
             return weight().view(-1), by_magnitude
@@ -48,10 +67,10 @@ class Criterion:
             generator = keyed_generator(self.seed, name, "mask")
             return torch.rand(torch.Size(shape).numel(), generator=generator), by_value
         assert callable(self.score)
-        scores = self.score(name, weight().clone())  # which may be written to
+        scores = self.score(name, weight().clone())
         if not isinstance(scores, Tensor) or scores.shape != shape or not _is_plain(scores):
             raise ConfigError(
-                f"score of {name}: {_described(scores)}; it must be one number an entry, a dense "
+                f"score of {name}: {_description(scores)}; it must be one number an entry, a dense "
                 f"real tensor of shape {shape} on the CPU"
             )
         scores = scores.detach().float().reshape(-1)
@@ -62,8 +81,13 @@ class Criterion:
     def mask(
         self, name: str, shape: Shape, weight: Weight, keep: int | Cut, within: Tensor | None = None
     ) -> Tensor:
-        """The flat mask of the entries of highest score, so many or down to a cut, of all or of
-        the flat positions `within`; among equal ones, lower positions first."""
+        """The flat bool mask of a tensor, True where an entry is kept.
+
+        `keep` is the number of entries to keep, or the cut down to which they are kept. `within`
+        has the flat positions that may be kept; without it all may. Among equal scores, lower
+        positions are kept. A `pattern` decides by itself and ignores `keep`. Raises what `scores`
+        raises.
+        """
         scores, keys = self.scores(name, shape, weight)
         if self.pattern is not None:
             assert within is None, "a pattern is drawn once"
@@ -74,7 +98,7 @@ class Criterion:
             scores = scores[within]
         cut = keep if isinstance(keep, Cut) else cut_of(scores, keep, keys)
         selected = select(scores, keys, cut)
-        del scores  # before there is a byte an entry
+        del scores  # frees their memory before the mask takes a byte an entry
         if within is None:
             return selected.mask()
         mask = torch.zeros(numel, dtype=torch.bool)
@@ -82,20 +106,11 @@ class Criterion:
         return mask
 
 
-def _described(scores: object) -> str:
-    if not isinstance(scores, Tensor):
-        return type(scores).__name__
-    return f"{tuple(scores.shape)} of {scores.dtype}, {scores.layout}, on {scores.device}"
-
-
-def _is_plain(scores: Tensor) -> bool:
-    return (
-        scores.layout == torch.strided and scores.device.type == "cpu" and not scores.is_complex()
-    )
-
-
 def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion:
-    """The score by which the method of the configuration prunes."""
+    """The criterion of a configuration's pruning method; `score` is the user's own, if any.
+
+    Raises ConfigError if the method needs such a score and has none, or has one already.
+    """
     config = loaded.config
     pruning = config.pruning
     if pruning.method == "custom" and score is None and pruning.ticket is None:
@@ -113,3 +128,15 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
         return Criterion(score, config.seed, pattern)
     at_random = pruning.method in ("random", "set", "rigl")
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
+
+
+def _is_plain(scores: Tensor) -> bool:
+    return (
+        scores.layout == torch.strided and scores.device.type == "cpu" and not scores.is_complex()
+    )
+
+
+def _description(scores: object) -> str:
+    if not isinstance(scores, Tensor):
+        return type(scores).__name__
+    return f"{tuple(scores.shape)} of {scores.dtype}, {scores.layout}, on {scores.device}"

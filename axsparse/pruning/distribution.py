@@ -1,4 +1,4 @@
-"""How a sparsity is spread over tensors, and which tensors a pattern of names means."""
+"""How a sparsity is spread over tensors, and which tensors a pattern of names matches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
-from axsparse.pruning.criteria import kept_entries
 from axsparse.runtime.errors import ConfigError
 
 NONE: Mapping[str, float] = MappingProxyType({})
@@ -23,12 +22,12 @@ def kept_counts(
     distribution: Literal["uniform", "erk"],
     own: Mapping[str, float] = NONE,
 ) -> dict[str, int]:
-    """How many entries of each tensor stay, in the order of `shapes`; sparsities are in [0, 1).
+    """How many entries of each tensor stay, in the order of `shapes`.
 
-    Tensors of `own` have the sparsity given there, and `sparsity` is that of all others
-    together: `uniform` gives it to each of them, `erk` spreads it by their shapes. Both
-    keep numel − round(sparsity · numel) entries, exactly: of each tensor, or of all others
-    together.
+    The tensors of `own` have the sparsity given there, all others together have `sparsity`:
+    `uniform` gives it to each of them, `erk` spreads it by their shapes. Counts are exact (see
+    `kept_entries`), for each tensor with `uniform`, for the others together with `erk`. All
+    sparsities are in [0, 1).
     """
     assert own.keys() <= shapes.keys()
     assert all(0 <= value < 1 for value in (sparsity, *own.values()))
@@ -43,15 +42,20 @@ def kept_counts(
     return kept
 
 
+def kept_entries(numel: int, sparsity: float) -> int:
+    """How many of `numel` entries stay: numel − round(sparsity · numel), exactly."""
+    return numel - round(sparsity * numel)
+
+
 def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict[str, int]:
-    """`keep` entries in all, spread so that small and narrow tensors stay denser.
+    """How many entries of each tensor stay if `keep` stay in all, small tensors being denser.
 
     density = min(1, ε · (sum of the dimensions) / (product of the dimensions))
 
-    with the one ε that keeps `keep` entries (Evci et al. 2020, RigL, section 3). In whole
-    numbers throughout, rounded by Webster's method: fewer entries in all never mean more of
-    one tensor, which pruning in steps relies on (largest remainders would not do). Among
-    equals names decide, so that neither the order of tensors nor rounding errors do.
+    with the one ε that keeps `keep` entries (Evci et al. 2020, RigL, section 3). All numbers are
+    whole and rounded by Webster's method, so that a smaller `keep` never gives a tensor more
+    entries, which pruning in steps relies on. (The method of largest remainders could.) Ties are
+    broken by name, so that the order of the tensors does not matter.
     """
     numel = {name: math.prod(shape) for name, shape in shapes.items()}
     sums = {name: sum(shape) for name, shape in shapes.items()}
@@ -63,11 +67,12 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict
         full = {name for name in free if left * sums[name] >= numel[name] * weight}
         if not full:
             break
-        # What they do not take raises ε for the others, so a full tensor stays full.
+        # Full tensors take less than their share, which raises ε for the others; so a tensor
+        # that is full once stays full.
         kept.update((name, numel[name]) for name in full)
         left -= sum(numel[name] for name in full)
         free -= full
-    for name in free:  # to the nearest: halves up
+    for name in free:  # rounds to the nearest number, and halves up
         kept[name] = (2 * left * sums[name] + weight) // (2 * weight)
     _settle(kept, sums, numel, keep)
     return kept
@@ -76,7 +81,7 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict
 def _settle(
     kept: dict[str, int], sums: Mapping[str, int], numel: Mapping[str, int], keep: int
 ) -> None:
-    """Add and take away single entries, where that bends proportions least, until the sum fits."""
+    """Add or remove single entries, where that changes proportions least, until `keep` are left."""
     missing = keep - sum(kept.values())
     while missing > 0:
         open_ones = [name for name in sums if kept[name] < numel[name]]
@@ -91,10 +96,11 @@ def _settle(
 
 
 def match(patterns: Sequence[str], names: Sequence[str], where: str) -> list[str]:
-    """The names that any of some glob patterns means, in their order.
+    """The names that match any of the patterns, in the order of `names`.
 
-    `*`, `?` and `[…]`; case counts, and `*` crosses dots. `where` is the place of the
-    patterns: key, and file if known. Raises ConfigError for a pattern that means no name.
+    A pattern may contain `*`, `?` and `[…]`; case counts, and `*` matches dots, too. `where` is
+    the key of the patterns, and their file if known. Raises ConfigError for a pattern that matches
+    no name.
     """
     found: set[str] = set()
     for pattern in patterns:

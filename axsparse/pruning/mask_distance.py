@@ -1,14 +1,15 @@
-"""When the mask of a dense run has stopped changing: the Early-Bird search.
+"""Finds out when the mask of a dense run has stopped changing: the Early-Bird criterion.
 
-You et al., "Drawing Early-Bird Tickets", ICLR 2020, there for channels by their BatchNorm
-scales, here for single weights. Every `interval` steps the mask that pruning would give is
-compared with the one before. Two distances, from integers that are summed over stages:
+You et al., "Drawing Early-Bird Tickets" (ICLR 2020), prune channels by their BatchNorm scales;
+here single weights are pruned. In a round, every `interval` steps, the mask that pruning would
+give is compared with that of the round before. There are two distances, computed from integers
+that are summed over stages:
 
     hamming = mismatched / total
     churn   = mismatched / (2 · kept)
 
-Hamming distance is at most twice the density: at 95 % sparsity even independent masks are
-within 0.1 of each other. Churn is the share of kept entries that were exchanged, at any density.
+The Hamming distance is at most twice the density: at 95 % sparsity even independent masks are
+within 0.1 of each other. Churn is the share of kept entries that was exchanged, at any density.
 """
 
 from __future__ import annotations
@@ -24,39 +25,40 @@ from torch import Tensor
 Metric = Literal["churn", "hamming"]
 
 CHUNK = 1 << 20
-"""Packed bytes that are compared at a time."""
+"""How many packed bytes are compared at a time."""
 BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
-"""How many bits of a byte are set."""
+"""The number of set bits of every byte."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one round of masks says."""
+    """The outcome of one round."""
 
     outcome: Literal["search", "draw", "exhausted"]
     """`draw`: the mask has settled. `exhausted`: it has not, and no round is left before
-    `max_steps`; whether to fail or to draw anyway is the caller's choice."""
+    `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are left."""
     hamming: float | None
-    """None for the first mask, which has none before it; so is churn."""
     churn: float | None
+    """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
 
 
 @dataclass(frozen=True)
 class SearchState:
-    """What a search must find again to go on as if it had never stopped."""
+    """What a search needs to go on as if it had never stopped."""
 
     masks: dict[str, Tensor]
-    """Bit-packed masks of the last round, uint8, by name: of the tensors of this rank."""
+    """The bit-packed uint8 masks of the last round, by name; those of this rank's tensors."""
     queue: list[float]
     """The last distances, oldest first; the same on all ranks."""
     last_step: int | None
-    """Successful steps at the last round; None before the first."""
+    """How many steps had succeeded at the last round; None before the first round."""
 
 
-class SettledMask:
-    """The search on one rank: `due`, then `compare` for each tensor, then `judge` with the sums.
+class MaskConvergence:
+    """Judges on one rank whether masks have settled.
 
-    It holds one bit an entry of the tensors that were compared.
+    If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
+    and call `judge` with the sums. One bit is held for each entry that was compared.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class SettledMask:
         threshold: float = 0.1,
         metric: Metric = "churn",
     ) -> None:
+        """Rounds come every `interval` steps from `start_step` on. Masks have settled once the
+        last `length` distances are below `threshold`."""
         assert start_step + length * interval <= max_steps, "no draw would be possible"
         self._interval, self._start, self._max_steps = interval, start_step, max_steps
         self._threshold, self._metric = threshold, metric
@@ -77,18 +81,19 @@ class SettledMask:
         self._last_step: int | None = None
 
     def due(self, successful_steps: int) -> bool:
-        """Whether a round stands at this count of successful steps and was not done yet.
+        """Whether a round is due after so many successful steps.
 
-        A step that overflows does not count, so the same count can come twice.
+        A step that overflows does not count, so the same number can come twice; the round is due
+        the first time only.
         """
         since = successful_steps - self._start
         return since >= 0 and since % self._interval == 0 and successful_steps != self._last_step
 
     def compare(self, name: str, mask: Tensor) -> int:
-        """How many entries differ from the mask of the last round, and keep the new one instead.
+        """How many entries differ from the last round's mask, which `mask` then replaces.
 
-        `mask` is bool, of the same shape in all rounds. In the first round 0, which `judge`
-        does not count as a distance.
+        `mask` is a bool tensor of the same shape in all rounds. The first round gives 0, which
+        `judge` does not take for a distance.
         """
         new = np.packbits(mask.reshape(-1).numpy(), bitorder="little")
         mismatched = 0
@@ -98,16 +103,15 @@ class SettledMask:
             for start in range(0, new.size, CHUNK):
                 changed = new[start : start + CHUNK] ^ old[start : start + CHUNK]
                 mismatched += int(BITS[changed].sum(dtype=np.int64))
-        # A new tensor: the old one may be on its way into a checkpoint.
+        # The old tensor is not written to, since a checkpoint may still be reading it.
         self._masks[name] = torch.from_numpy(new)
         return mismatched
 
     def judge(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Judgement:
-        """End a round: push its distance into the queue, and say whether to draw.
+        """End a round and say whether the mask has settled.
 
-        The integers are those of all pruned tensors on all stages: entries that differ,
-        entries, kept entries of one mask. Draws if the queue is full and all of it is below
-        the threshold.
+        The integers count, over all pruned tensors on all stages, the entries that differ, all
+        entries, and those that the mask keeps.
         """
         assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
         first, self._last_step = self._last_step is None, successful_steps
@@ -121,11 +125,11 @@ class SettledMask:
         return Judgement("exhausted" if last_round else "search", hamming, churn)
 
     def state(self) -> SearchState:
-        """What `restore` needs; later rounds do not change it."""
+        """The state that `restore` needs; later rounds do not change it."""
         return SearchState(dict(self._masks), list(self._queue), self._last_step)
 
     def restore(self, state: SearchState) -> None:
-        """Go on where another search of the same settings stood after its last round."""
+        """Continue a search of the same settings from where it stood after its last round."""
         self._masks = dict(state.masks)
         self._queue.clear()
         self._queue.extend(state.queue)

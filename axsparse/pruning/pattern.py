@@ -1,4 +1,4 @@
-"""N:M masks: of every M neighbours N stay, as sparse tensor cores want them (2:4)."""
+"""N:M masks: N of every M neighbours stay, as sparse tensor cores need them (2:4)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from axsparse.runtime.errors import ConfigError
 
 CHUNK = 131_072
-"""Entries that are sorted at a time, in whole rows: temporaries of some 5 MB."""
+"""Entries that are sorted at a time, in whole rows; this bounds temporaries to some 5 MB."""
 
 
 def parse_pattern(text: str) -> tuple[int, int]:
-    """(2, 4) for "2:4"; ConfigError for what is no such pattern."""
+    """The two numbers of a pattern such as "2:4"; ConfigError for any other text."""
     found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
     n, m = map(int, found.groups()) if found else (0, 0)
     if not 0 < n < m:
@@ -26,7 +26,7 @@ def parse_pattern(text: str) -> tuple[int, int]:
 
 
 def check_pattern(name: str, shape: tuple[int, ...], n: int, m: int) -> None:
-    """Raises ConfigError for a tensor whose inputs, dimension 1, M does not divide."""
+    """ConfigError unless `m` divides dimension 1 of the tensor, its inputs."""
     if shape[1] % m:
         raise ConfigError(
             f"{name}: {n}:{m} runs along dimension 1 of its shape {shape}, which is not a "
@@ -35,11 +35,11 @@ def check_pattern(name: str, shape: tuple[int, ...], n: int, m: int) -> None:
 
 
 def n_of_m(score: Tensor, n: int, m: int) -> Tensor:
-    """The mask, in the shape of `score`, of the n largest of every m consecutive inputs.
+    """The bool mask, in the shape of `score`, of the n largest of every m consecutive inputs.
 
-    Inputs are dimension 1: of a Linear (out, in), of a Conv (out, in, kh, kw), there at each
-    place of the kernel by itself. Among equal scores lower positions stay. `score` has no
-    NaN, and m divides its dimension 1.
+    Inputs are dimension 1 of a Linear (out, in) and of a Conv (out, in, kh, kw), where each place
+    of the kernel counts by itself. Among equal scores, those at lower positions stay. `score` has
+    no NaN, and m divides its dimension 1.
     """
     rows, inputs = score.shape[:2]
     assert inputs % m == 0, "check_pattern was not asked"

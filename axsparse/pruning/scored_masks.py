@@ -1,4 +1,4 @@
-"""Where masks come from, for whoever builds or shrinks state."""
+"""Masks by score: the entries of highest score of each tensor, or of several together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, se
 
 @dataclass(frozen=True)
 class ScoredMasks:
-    """The entries of highest score of each tensor, by count or down to a common cut."""
+    """Masks that keep the entries of highest score of each tensor."""
 
     criterion: Criterion
     kept: Mapping[str, int]
+    """How many entries each tensor keeps."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """Of the tensors that share one threshold, from `common_cuts`."""
+    """The cuts of the tensors that share one threshold, from `common_cuts`."""
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         keep = self.cuts.get(name, self.kept[name])
@@ -29,13 +30,13 @@ class ScoredMasks:
 
 @dataclass(frozen=True)
 class ScoredTensor:
-    """One tensor of this rank whose scores count in a common threshold."""
+    """A tensor of this rank whose scores count in a common threshold."""
 
     name: str
     shape: Shape
     weight: Weight
     within: Callable[[], Tensor | None] = lambda: None
-    """Flat positions that may be kept; None: all."""
+    """Gives the flat positions that may be kept, or None if all may."""
 
 
 def common_cuts(
@@ -45,11 +46,12 @@ def common_cuts(
     keep: int,
     total: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, int], dict[str, Cut]]:
-    """Kept entries and cut of every tensor, such that the `keep` highest scores of all stay.
+    """How many entries every tensor keeps, and its cut, if the `keep` highest scores of all stay.
 
-    Among equal scores, earlier tensors of `names` come first, then lower positions. `own`
-    are the tensors that count on this rank, each on one rank. `total` sums a vector of
-    integers over all ranks, which call this together; no weights travel.
+    Among equal scores, those of earlier tensors in `names` stay, then those at lower positions.
+    `own` has the tensors that count on this rank; each tensor counts on one rank only. `total`
+    sums a vector of integers over all ranks, which call this function together. Only counts
+    travel, no weights.
     """
     own = list(own)
     numbers = {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Which tensors of a model are pruned, and to how many entries."""
+"""Which tensors of a model are pruned, and how many of their entries are kept."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.masks import Shape
 
+FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
+"""Methods whose first masks need nothing but the initial weights."""
+
 
 @dataclass(frozen=True)
 class Targets:
-    """The pruned tensors in model order, a tied weight once, and their final sparsities."""
+    """The tensors to prune and their final sparsities."""
 
     shapes: Mapping[str, Shape]
+    """The tensors by global name, in model order; a tied weight stands here once."""
     sparsity: float
+    """Fraction that is removed of all tensors that are not in `own`."""
     distribution: Literal["uniform", "erk", "global"]
     own: Mapping[str, float]
-    """Of tensors that have a sparsity of their own."""
+    """The sparsities of tensors that `pruning.layers` names."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
-        """Entries that each tensor keeps; `at` gives the sparsity of now for a final one.
+        """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
 
-        Of a global distribution the even spread, which is what can be said without weights.
+        A global distribution needs the weights to say that; here it counts as uniform.
         """
         return kept_counts(
             self.shapes,
@@ -45,8 +50,31 @@ class Targets:
         return [name for name in self.shapes if name not in self.own]
 
 
-def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
-    """What the settings prune of a model; ConfigError where they do not fit it."""
+def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
+    """The tensors that a run prunes, and the ticket whose masks it uses from the start.
+
+    The first is None for dense training, the second unless the settings name a ticket; a ticket
+    decides which tensors are pruned. Raises ConfigError where the settings or the ticket do not
+    fit the model, and what `open_ticket` raises.
+    """
+    pruning = config.pruning
+    targets = find_targets(surveyed, pruning) if config.samo.enabled else None
+    if targets is None or not prunes(pruning):
+        return None, None
+    if pruning.ticket is None:
+        return targets, None
+    ticket = open_ticket(pruning.ticket)
+    ticket.check(surveyed.shapes)
+    shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
+    return replace(targets, shapes=shapes, own={}), ticket
+
+
+def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
+    """The tensors of a model that the settings prune; ConfigError where the two do not fit.
+
+    Those are the trained matrices of the blocks (with `include: all`, of every layer) that
+    `pruning.exclude` does not name.
+    """
     trained = {
         parameter.name: tuple(parameter.shape)
         for layer in surveyed.layers
@@ -67,7 +95,7 @@ def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
         )
     own = {}
     for entry in pruning.layers:
-        pattern, own_sparsity = _entry(entry)
+        pattern, own_sparsity = _parse_own_sparsity(entry)
         own.update(dict.fromkeys(match([pattern], list(shapes), "pruning.layers"), own_sparsity))
     sparsity = pruning.sparsity
     if pruning.pattern is not None:
@@ -78,8 +106,25 @@ def targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     return Targets(shapes, sparsity, pruning.distribution, own)
 
 
-def _entry(entry: str) -> tuple[str, float]:
-    """The pattern and the sparsity of `pattern=sparsity`."""
+def starts_pruned(config: Config, targets: Targets | None, ticket: Ticket | None) -> bool:
+    """Whether state is built compressed; otherwise it is dense until the first pruning."""
+    pruning = config.pruning
+    if targets is None:
+        return False
+    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+
+
+def kept_at_start(
+    config: Config, targets: Targets | None, ticket: Ticket | None
+) -> Mapping[str, int]:
+    """Kept entries of the tensors that are built compressed, by name; empty if none is."""
+    if targets is None or not starts_pruned(config, targets, ticket):
+        return {}
+    return targets.kept() if ticket is None else ticket.kept
+
+
+def _parse_own_sparsity(entry: str) -> tuple[str, float]:
+    """The pattern and the sparsity of an entry `pattern=sparsity` of `pruning.layers`."""
     pattern, _, number = entry.rpartition("=")
     try:
         sparsity = float(number)
@@ -91,37 +136,3 @@ def _entry(entry: str) -> tuple[str, float]:
             "write it like block0.*=0.5"
         )
     return pattern.strip(), sparsity
-
-
-FROM_START = frozenset({"magnitude", "random", "custom", "set", "rigl"})
-"""Methods whose first masks ask for nothing but the weights."""
-
-
-def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
-    """The pruned tensors, None for dense training, and the ticket that is used from the start."""
-    pruning = config.pruning
-    wanted = targets(surveyed, pruning) if config.samo.enabled else None
-    if wanted is not None and not prunes(pruning):
-        wanted = None
-    if wanted is None or pruning.ticket is None:
-        return wanted, None
-    ticket = open_ticket(pruning.ticket)
-    ticket.check(surveyed.shapes)
-    shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
-    return replace(wanted, shapes=shapes, own={}), ticket
-
-
-def starts_pruned(config: Config, wanted: Targets | None, ticket: Ticket | None) -> bool:
-    """Whether state is built compressed; otherwise it is dense until the first pruning."""
-    pruning = config.pruning
-    if wanted is None:
-        return False
-    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
-
-
-def kept_at_start(
-    config: Config, wanted: Targets | None, ticket: Ticket | None
-) -> Mapping[str, int]:
-    if wanted is None or not starts_pruned(config, wanted, ticket):
-        return {}
-    return wanted.kept() if ticket is None else ticket.kept

@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from torch import Tensor
 
-from axsparse.pruning.criteria import Criterion, kept_entries
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.pattern import n_of_m
 from axsparse.runtime.errors import ConfigError
 
@@ -24,15 +24,6 @@ def no_weights() -> Tensor:
 
 
 # -- counts ---------------------------------------------------------------------------------
-
-
-@examples
-@given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
-def test_a_tensor_loses_its_share_rounded_to_whole_entries(numel: int, sparsity: float) -> None:
-    kept = kept_entries(numel, sparsity)
-
-    assert kept == numel - round(sparsity * numel)
-    assert 0 <= kept <= numel
 
 
 @pytest.mark.parametrize("method", ["magnitude", "random"])

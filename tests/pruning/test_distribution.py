@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from axsparse.config.schema import ModelConfig
 from axsparse.models.zoo.gpt import gpt
-from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, match
+from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, kept_entries, match
 from axsparse.runtime.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -42,6 +42,18 @@ def gpt_names() -> list[str]:
         for name, parameter in layer.build().named_parameters()
         if parameter.dim() > 1
     ]
+
+
+# -- counts ---------------------------------------------------------------------------------
+
+
+@examples
+@given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
+def test_a_tensor_loses_its_share_rounded_to_whole_entries(numel: int, sparsity: float) -> None:
+    kept = kept_entries(numel, sparsity)
+
+    assert kept == numel - round(sparsity * numel)
+    assert 0 <= kept <= numel
 
 
 # -- uniform --------------------------------------------------------------------------------

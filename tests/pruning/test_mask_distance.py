@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.pruning import mask_distance as early_bird
-from axsparse.pruning.criteria import kept_entries
-from axsparse.pruning.mask_distance import Judgement, Metric, SearchState, SettledMask
+from axsparse.pruning.distribution import kept_entries
+from axsparse.pruning.mask_distance import Judgement, MaskConvergence, Metric, SearchState
 from axsparse.samo.selection import largest
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -24,8 +24,8 @@ EVERY = 10
 
 def search(
     metric: Metric = "churn", max_steps: int = 10_000, threshold: float = 0.1
-) -> SettledMask:
-    return SettledMask(
+) -> MaskConvergence:
+    return MaskConvergence(
         interval=EVERY, start_step=0, max_steps=max_steps, threshold=threshold, metric=metric
     )
 
@@ -36,7 +36,7 @@ def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
     return mask
 
 
-def judge(searches: Iterable[SettledMask], step: int, masks: Round) -> list[Judgement]:
+def judge(searches: Iterable[MaskConvergence], step: int, masks: Round) -> list[Judgement]:
     """One round over stages: each has its share of the tensors, and the integers are summed."""
     searches = list(searches)
     mismatched = sum(
@@ -48,7 +48,7 @@ def judge(searches: Iterable[SettledMask], step: int, masks: Round) -> list[Judg
     return [one.judge(step, mismatched, total, kept) for one in searches]
 
 
-def play(one: SettledMask, churns: Iterable[int], start: int = 0) -> list[str]:
+def play(one: MaskConvergence, churns: Iterable[int], start: int = 0) -> list[str]:
     """Outcomes of judging distances of so many hundredths, with 50 of 1,000 entries kept."""
     return [
         one.judge(start + EVERY * number, churn, 1000, 50).outcome
@@ -175,7 +175,7 @@ def test_stages_that_share_their_sums_judge_as_one_does_alone() -> None:
 
 
 def test_rounds_stand_at_every_interval_from_the_start_step_on() -> None:
-    one = SettledMask(interval=10, start_step=25, max_steps=100)
+    one = MaskConvergence(interval=10, start_step=25, max_steps=100)
 
     assert [step for step in range(70) if one.due(step)] == [25, 35, 45, 55, 65]
 
@@ -209,10 +209,10 @@ def test_masks_that_keep_nothing_have_settled() -> None:
 
 
 def test_a_search_needs_room_for_a_draw() -> None:
-    SettledMask(interval=100, start_step=200, max_steps=700)
+    MaskConvergence(interval=100, start_step=200, max_steps=700)
 
     with pytest.raises(AssertionError, match="no draw would be possible"):
-        SettledMask(interval=100, start_step=200, max_steps=699)
+        MaskConvergence(interval=100, start_step=200, max_steps=699)
 
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_search_resumed_in_mid_queue_draws_at_the_same_step(stop: int) -> None
         kept = kept[count:] + [(kept[-1] + 1 + more) % 100 for more in range(count)]
         rounds.append({"w": mask_of(kept)})
 
-    def outcomes(one: SettledMask, numbers: Iterable[int]) -> list[Judgement]:
+    def outcomes(one: MaskConvergence, numbers: Iterable[int]) -> list[Judgement]:
         return [judge([one], EVERY * at, rounds[at])[0] for at in numbers]
 
     whole = outcomes(search(threshold=0.25), range(10))

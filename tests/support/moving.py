@@ -15,7 +15,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
-from axsparse.pruning.methods.regrowth import CAPACITY, Regrowth
+from axsparse.pruning.methods.regrowth import GradientGrowth, RandomGrowth, Regrowth
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.training.trainer import Trainer
 
@@ -32,7 +32,7 @@ class Plan:
     at: Collection[int] = (1, 3)
     """Steps done before the steps that are armed."""
     fraction: float = 0.3
-    capacity: int = CAPACITY
+    capacity: int = 1
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -132,9 +132,9 @@ def moving(
             parts.sync._ties,
             parts.survey.ties,
             parts.replicas,
-            collector=parts.collector if plan.by == "gradient" else None,
-            seed=trainer.config.seed,
-            capacity=plan.capacity,
+            GradientGrowth(parts.collector, plan.capacity)
+            if plan.by == "gradient"
+            else RandomGrowth(trainer.config.seed),
         )
 
         def moving_step() -> Verdict:

@@ -8,9 +8,10 @@ from typing import Literal
 from axsparse.config.schema import PruningConfig
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import survey
-from axsparse.pruning.criteria import Criterion, kept_entries
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.scored_masks import ScoredMasks
-from axsparse.pruning.targets import targets
+from axsparse.pruning.targets import find_targets
 
 
 def matrices(
@@ -33,4 +34,4 @@ def matrices(
 
 def kept(model: Model, settings: PruningConfig) -> dict[str, int]:
     """Entries of each pruned tensor that stay, by a configuration."""
-    return targets(survey(model), settings).kept()
+    return find_targets(survey(model), settings).kept()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.mask_distance import SearchState, SettledMask
+from axsparse.pruning.mask_distance import MaskConvergence, SearchState
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
 from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
@@ -24,7 +24,7 @@ class EarlyBirdSearch:
         self,
         live: LiveMasks,
         criterion: Criterion,
-        search: SettledMask,
+        search: MaskConvergence,
         *,
         fails_undrawn: bool,
         rewinder: Rewinder | None,

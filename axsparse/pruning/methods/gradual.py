@@ -1,6 +1,8 @@
-"""Pruning in several steps: gradual magnitude, and lottery tickets with rewinding."""
+"""Pruning in several rounds: gradual magnitude pruning, and lottery tickets with rewinding."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
@@ -9,8 +11,28 @@ from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weig
 from axsparse.pruning.sparsity_schedule import gradual_sparsity, iterative_sparsity
 
 
+@dataclass(frozen=True)
+class PruningRounds:
+    """The steps at which pruning happens: every `interval` steps after `begin`, and last at or
+    before `until_step`."""
+
+    begin: int
+    interval: int
+    until_step: int
+
+    @property
+    def count(self) -> int:
+        """How many rounds there are."""
+        return (self.until_step - self.begin) // self.interval
+
+    def number(self, step: int) -> int | None:
+        """The number, from 1, of the round that is due after `step` steps; None if none is."""
+        number, rest = divmod(step - self.begin, self.interval)
+        return None if rest or number < 1 else number
+
+
 class GradualPruning:
-    """Prunes every `interval` steps, and last at `until_step`; kept entries only become fewer."""
+    """Prunes in every round, so that the kept entries only become fewer."""
 
     unfinished = None
 
@@ -18,21 +40,18 @@ class GradualPruning:
         self,
         live: LiveMasks,
         criterion: Criterion,
+        rounds: PruningRounds,
         *,
-        begin: int,
-        interval: int,
-        until_step: int,
         geometric: bool,
         rewinder: Rewinder | None,
     ) -> None:
-        """`geometric` removes the same part of what is left each time, otherwise sparsity rises
-        as a cubic. At least one interval fits between `begin` and `until_step`.
+        """With `geometric`, each round removes the same share of what is left; without, the
+        sparsity rises as a cubic. There is at least one round.
         """
-        self._rounds = (until_step - begin) // interval
-        assert self._rounds >= 1
+        assert rounds.count >= 1
         self._live = live
         self._criterion = criterion
-        self._begin, self._interval = begin, interval
+        self._rounds = rounds
         self._geometric = geometric
         self._rewinder = rewinder
         self._is_done = False
@@ -42,17 +61,17 @@ class GradualPruning:
             return None
         if self._rewinder is not None:
             self._rewinder.note(now.step)
-        number, rest = divmod(now.step - self._begin, self._interval)
-        if rest or number < 1:
+        number = self._rounds.number(now.step)
+        if number is None:
             return None
-        self._is_done = number == self._rounds
+        self._is_done = number == self._rounds.count
         self._live.prune(
             self._live.masks(self._criterion, lambda final: self._sparsity(number, final))
         )
         if self._rewinder is not None:
             self._rewinder.rewind()
         return Change(
-            f"pruning {number} of {self._rounds}",
+            f"pruning {number} of {self._rounds.count}",
             self._live.figures(),
             rewound=self._rewinder is not None,
             is_ticket=self._is_done,
@@ -66,6 +85,7 @@ class GradualPruning:
         restore_weights(self._rewinder, standing, read)
 
     def _sparsity(self, number: int, final: float) -> float:
+        rounds = self._rounds.count
         if self._geometric:
-            return iterative_sparsity(number, final=final, rounds=self._rounds)
-        return gradual_sparsity(number, final=final, begin=0, end=self._rounds, every=1)
+            return iterative_sparsity(number, final=final, rounds=rounds)
+        return gradual_sparsity(number, final=final, begin=0, end=rounds, every=1)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from axsparse.config.schema import Config
 from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.mask_distance import SettledMask
+from axsparse.pruning.mask_distance import MaskConvergence
 from axsparse.pruning.methods.dynamic_sparsity import DynamicSparsity
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch
-from axsparse.pruning.methods.gradual import GradualPruning
+from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.one_shot import OneShot
-from axsparse.pruning.methods.regrowth import Regrowth
+from axsparse.pruning.methods.regrowth import GradientGrowth, RandomGrowth, Regrowth
 from axsparse.pruning.methods.rewind import Rewinder
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.ties import StageTie
@@ -45,8 +45,7 @@ def choose_masking(
             ties,
             live.ties,
             live.options.replicas,
-            collector=collector if pruning.method == "rigl" else None,
-            seed=config.seed,
+            GradientGrowth(collector) if pruning.method == "rigl" else RandomGrowth(config.seed),
         )
         return DynamicSparsity(
             live,
@@ -58,7 +57,7 @@ def choose_masking(
     step = pruning.rewind_step
     rewinder = None if step == "never" else Rewinder(live, step)
     if pruning.method == "early-bird":
-        search = SettledMask(
+        search = MaskConvergence(
             interval=pruning.interval,
             length=DISTANCES,
             start_step=max(pruning.at_step, config.schedule.warmup_steps),
@@ -72,9 +71,7 @@ def choose_masking(
         return GradualPruning(
             live,
             criterion,
-            begin=pruning.at_step,
-            interval=pruning.interval,
-            until_step=until,
+            PruningRounds(pruning.at_step, pruning.interval, until),
             geometric=pruning.method == "iterative",
             rewinder=rewinder,
         )

@@ -1,14 +1,14 @@
 """Dynamic sparse training: between two steps, masks move at constant density.
 
-Of every pruned tensor the kept entries that are smallest in magnitude are dropped, and
-equally many others grow in their place: by chance (SET, Mocanu et al. 2018) or where the
-gradient is largest (RigL, Evci et al. 2020). Our choices:
-docs/decisions/019-dynamic-sparsity.md.
+In every pruned tensor the kept entries of smallest magnitude are dropped, and equally many
+others grow in their place: random ones (SET, Mocanu et al. 2018) or those with the largest
+gradient (RigL, Evci et al. 2020). docs/decisions/019-dynamic-sparsity.md has our choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,21 +23,37 @@ from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.samo.ties import StageTie
 
-CAPACITY = 1
-"""Candidates that a tensor holds for every kept entry, while gradients choose."""
+
+@dataclass(frozen=True)
+class RandomGrowth:
+    """Random entries grow (SET)."""
+
+    seed: int
 
 
-def moved_entries(kept: int, numel: int, fraction: float) -> int:
-    """How many of a tensor's kept entries change places: round(fraction · kept), or as many
-    as there are pruned ones."""
-    return min(round(fraction * kept), numel - kept)
+@dataclass(frozen=True)
+class GradientGrowth:
+    """The entries with the largest gradient grow (RigL).
+
+    Gradients are stored for kept entries only, so the collector lists the strongest pruned ones
+    as candidates. The choice is exact where one microbatch of one replica is the whole step;
+    otherwise it is an estimate, which more candidates improve.
+    """
+
+    collector: GradientCollector
+    capacity: int = 1
+    """Candidates that are listed for every kept entry of a tensor."""
+
+    def listed(self, tensor: TensorState) -> int:
+        """How many candidates are listed for a tensor."""
+        return min(self.capacity * tensor.kept, tensor.parameter.numel() - tensor.kept)
 
 
 class Regrowth:
-    """Moves the masks of one stage: `arm`, a step, and once that step has updated, `regrow`.
+    """Moves the masks of one stage: call `arm`, run a step, and call `regrow` once it has updated.
 
-    All ranks call both alike. A step that was skipped changes no mask; its gradients are
-    forgotten, and the next one's count.
+    All ranks call both alike. A skipped step changes no mask: its gradients are forgotten, and
+    those of the next step count.
     """
 
     def __init__(
@@ -46,25 +62,17 @@ class Regrowth:
         ties: Sequence[StageTie],
         owners: Mapping[str, str],
         replicas: Replicas,
-        *,
-        collector: GradientCollector | None,
-        seed: int,
-        capacity: int = CAPACITY,
+        growth: RandomGrowth | GradientGrowth,
     ) -> None:
-        """`layers` in model order; `ties` in an order that all stages share.
+        """`layers` are in model order, `ties` in an order that all stages share.
 
-        `owners` maps the global name of each second use of a weight to the first.
-        `collector` gives the gradients that choose what grows; without one, chance does, by
-        `seed`. With `capacity` candidates a kept entry, the choice is exact where one
-        microbatch of one replica is all of a step, and a good guess elsewhere.
+        `owners` maps the global name of each second use of a weight to the name of the first.
         """
         self._layers = layers
         self._ties = ties
         self._owners = owners
         self._replicas = replicas
-        self._collector = collector
-        self._seed = seed
-        self._capacity = capacity
+        self._growth = growth
         self._fraction: float | None = None
 
     @property
@@ -74,67 +82,74 @@ class Regrowth:
 
     @property
     def fraction(self) -> float | None:
-        """What it is armed with; None if it is not."""
+        """The fraction given to `arm`; None if nothing is due."""
         return self._fraction
 
     def arm(self, fraction: float) -> None:
-        """Between steps: masks are to move, by this fraction of the kept entries of each tensor."""
+        """Make `regrow` due, with this fraction of the kept entries of each tensor; called
+        between two steps."""
         self._fraction = fraction
-        if self._collector is not None:
-            pruned = {tensor.name for _, tensor in self._pruned()}
+        growth = self._growth
+        if isinstance(growth, GradientGrowth):
+            pruned = {tensor.name for _, tensor in self._moving()}
             uses = [tensor for layer in self._layers for tensor in layer.tensors]
-            self._collector.harvest(
+            growth.collector.harvest(
                 {
-                    use.name: self._listed(use)
+                    use.name: growth.listed(use)
                     for use in uses
                     if (use.alias_of or use).name in pruned
                 }
             )
 
     def regrow(self, step: int) -> dict[str, int]:
-        """Between the armed step, which has updated, and the next: move the masks.
+        """Move the masks; called between the armed step, which has updated, and the next one.
 
-        `step` is the number of steps done; chance depends on it. Returns how many entries of
-        each owned tensor moved; none of one without any gradient at its candidates.
+        `step` is the number of steps done, which random growth depends on. Returns how many
+        entries of each owned tensor moved; 0 for a tensor whose candidates have no gradient.
         """
         assert self.is_armed, "nothing was armed"
-        harvested = self._harvested()
+        growth = self._growth
+        candidates = {} if isinstance(growth, RandomGrowth) else self._stage_candidates(growth)
         counts = {tensor.name: 0 for layer in self._layers for tensor in layer.owned}
-        for layer, tensor in self._pruned():
-            found = harvested.pop(tensor.name, None)
-            # Counts stay, and with them every layout, also that of layers with an alias.
-            counts[tensor.name] = self._move(layer, tensor, self._grown(tensor, found, step))
+        for layer, tensor in self._moving():
+            if isinstance(growth, RandomGrowth):
+                grown = self._random(growth, tensor, step)
+            else:
+                grown = self._strongest(growth, tensor, candidates.pop(tensor.name, None))
+            # The number of kept entries stays, and so does the layout of every layer.
+            counts[tensor.name] = _move(layer, tensor, grown)
         self._fraction = None
         return counts
 
-    # -- what grows -------------------------------------------------------------------
+    # -- which entries grow: flat positions, the same on all replicas --------------------
 
-    def _grown(self, tensor: TensorState, found: Candidates | None, step: int) -> Tensor:
-        """Flat positions that are to grow, the same on all replicas; none where there is
-        nothing to go by."""
-        numel, count = tensor.parameter.numel(), self._moved(tensor)
-        if self._collector is None:
-            owner = self._owners.get(tensor.name, tensor.name)
-            generator = keyed_generator(self._seed, owner, "grow", step)
-            drawn = torch.rand(numel, generator=generator).to(tensor.parameter.device)
-            return strongest(drawn, (), tensor.index, count).positions
-        own = found or no_candidates(numel, self._listed(tensor))
-        lists = _from_all(own, self._replicas)
+    def _random(self, growth: RandomGrowth, tensor: TensorState, step: int) -> Tensor:
+        owner = self._owners.get(tensor.name, tensor.name)
+        generator = keyed_generator(growth.seed, owner, "grow", step)
+        drawn = torch.rand(tensor.parameter.numel(), generator=generator)
+        drawn = drawn.to(tensor.parameter.device)
+        return strongest(drawn, (), tensor.index, self._moved(tensor)).positions
+
+    def _strongest(
+        self, growth: GradientGrowth, tensor: TensorState, candidates: Candidates | None
+    ) -> Tensor:
+        """The strongest candidates of all replicas together; none if all their gradients are 0."""
+        numel = tensor.parameter.numel()
+        own = candidates or no_candidates(numel, growth.listed(tensor))
         nothing = torch.zeros(numel, device=tensor.parameter.device)
-        chosen = strongest(nothing, lists, tensor.index, count)
+        lists = _from_all(own, self._replicas)
+        chosen = strongest(nothing, lists, tensor.index, self._moved(tensor))
         return chosen.positions if chosen.sums.any() else chosen.positions[:0]
 
-    def _harvested(self) -> dict[str, Candidates]:
+    def _stage_candidates(self, growth: GradientGrowth) -> dict[str, Candidates]:
         """This replica's candidates by owned tensor, those of both uses of a tied weight joined."""
-        if self._collector is None:
-            return {}
-        harvested = self._collector.harvested()
-        pruned = {tensor.name for _, tensor in self._pruned()}
+        harvested = growth.collector.harvested()
+        pruned = {tensor.name for _, tensor in self._moving()}
         for tie in self._ties:
             tensor = tie.uses[0].tensor
             if tensor.name not in pruned:
                 continue
-            numel, count = tensor.parameter.numel(), self._listed(tensor)
+            numel, count = tensor.parameter.numel(), growth.listed(tensor)
             empty = no_candidates(numel, count)
             lists = [harvested.pop(use.tensor.name, empty) for use in tie.uses]
             parts = iter(lists)
@@ -144,22 +159,9 @@ class Regrowth:
             harvested[tensor.name] = strongest(nothing, parts, tensor.index, count)
         return harvested
 
-    # -- what goes --------------------------------------------------------------------
+    # -- how many entries move ------------------------------------------------------------
 
-    def _move(self, layer: LayerState, tensor: TensorState, grown: Tensor) -> int:
-        """Drop as many of the smallest kept entries as grow; of equal ones, higher positions."""
-        count = grown.numel()
-        if count:
-            stays_K = largest(layer.master(tensor.name), tensor.kept - count, by_magnitude)
-            mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-            mask_D[tensor.positions()[stays_K]] = True
-            mask_D[grown.long()] = True
-            layer.remask(tensor.name, mask_D)
-        return count
-
-    # -- counts -----------------------------------------------------------------------
-
-    def _pruned(self) -> Iterator[tuple[LayerState, TensorState]]:
+    def _moving(self) -> Iterator[tuple[LayerState, TensorState]]:
         """The owned tensors of which some entries move, in model order."""
         for layer in self._layers:
             for tensor in layer.owned:
@@ -170,13 +172,28 @@ class Regrowth:
         assert self._fraction is not None, "nothing was armed"
         return moved_entries(tensor.kept, tensor.parameter.numel(), self._fraction)
 
-    def _listed(self, tensor: TensorState) -> int:
-        """Candidates that are held of a tensor."""
-        return min(self._capacity * tensor.kept, tensor.parameter.numel() - tensor.kept)
+
+def moved_entries(kept: int, numel: int, fraction: float) -> int:
+    """How many kept entries of a tensor change places: round(fraction · kept), but no more than
+    there are pruned ones."""
+    return min(round(fraction * kept), numel - kept)
+
+
+def _move(layer: LayerState, tensor: TensorState, grown: Tensor) -> int:
+    """Keep the entries at `grown` in place of as many of the smallest kept ones; among equal
+    ones, those at higher positions go."""
+    count = grown.numel()
+    if count:
+        stays_K = largest(layer.master(tensor.name), tensor.kept - count, by_magnitude)
+        mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+        mask_D[tensor.positions()[stays_K]] = True
+        mask_D[grown.long()] = True
+        layer.remask(tensor.name, mask_D)
+    return count
 
 
 def _from_all(own: Candidates, members: Replicas) -> Iterator[Candidates]:
-    """Every member's list in rank order, one at a time, so that memory does not grow with them."""
+    """Every member's candidates in rank order, one list at a time to bound the memory."""
     if members.size == 1:
         yield own
         return

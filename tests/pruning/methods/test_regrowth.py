@@ -22,7 +22,12 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
-from axsparse.pruning.methods.regrowth import Regrowth, moved_entries
+from axsparse.pruning.methods.regrowth import (
+    GradientGrowth,
+    RandomGrowth,
+    Regrowth,
+    moved_entries,
+)
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo import growth_candidates as growth
@@ -298,7 +303,7 @@ def test_of_equal_weights_the_higher_positions_go_and_of_equal_gradients_the_low
     layer, collector = one_tensor(800)
     tensor = layer.tensor("w")
     before = tensor.index.positions()
-    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+    regrowth = Regrowth([layer], [], {}, ALONE, GradientGrowth(collector))
 
     regrowth.arm(0.25)
     collector.begin()
@@ -323,7 +328,7 @@ def test_the_gradients_of_replicas_are_added_in_rank_order() -> None:
         replicas = Replicas(transport.collective("column", range(3)), transport.backoff)
         layer, collector = one_tensor(800, dtype=torch.float32)
         tensor = layer.tensor("w")
-        regrowth = Regrowth([layer], [], {}, replicas, collector=collector, seed=1)
+        regrowth = Regrowth([layer], [], {}, replicas, GradientGrowth(collector))
         regrowth.arm(1 / tensor.kept)
         collector.begin()
         gradient = torch.zeros(800)
@@ -339,7 +344,7 @@ def test_the_gradients_of_replicas_are_added_in_rank_order() -> None:
 def test_a_tensor_that_no_gradient_reached_keeps_its_mask() -> None:
     layer, collector = one_tensor(800)
     before = layer.tensor("w").index.positions()
-    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+    regrowth = Regrowth([layer], [], {}, ALONE, GradientGrowth(collector))
 
     regrowth.arm(0.25)
     collector.begin()
@@ -350,7 +355,7 @@ def test_a_tensor_that_no_gradient_reached_keeps_its_mask() -> None:
 
 def test_dense_tensors_stay_dense() -> None:
     layer, collector = one_tensor(800, density=2.0)
-    regrowth = Regrowth([layer], [], {}, ALONE, collector=collector, seed=1)
+    regrowth = Regrowth([layer], [], {}, ALONE, GradientGrowth(collector))
 
     regrowth.arm(0.25)
     collector.begin()
@@ -367,8 +372,8 @@ def test_a_move_needs_bytes_in_proportion_to_one_tensor(by: str) -> None:
     numel = 64 * BLOCK
     layer, collector = one_tensor(numel)
     tensor = layer.tensor("w")
-    chosen = collector if by == "gradient" else None
-    regrowth = Regrowth([layer], [], {}, ALONE, collector=chosen, seed=1)
+    growth = GradientGrowth(collector) if by == "gradient" else RandomGrowth(seed=1)
+    regrowth = Regrowth([layer], [], {}, ALONE, growth)
 
     def move() -> None:
         regrowth.arm(0.3)
