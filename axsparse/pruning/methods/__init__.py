@@ -1,1 +1,1 @@
-"""When masks are drawn and changed during training, on all ranks alike."""
+"""The pruning methods: when masks are drawn and changed during training."""

@@ -1,4 +1,4 @@
-"""Masks that move at constant density while the network trains: SET and RigL."""
+"""Dynamic sparsity: masks move at constant density while the network trains (SET, RigL)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axsparse.pruning.sparsity_schedule import drop_fraction
 class DynamicSparsity:
     """Exchanges kept entries every `interval` steps, after the step's update.
 
-    A step that was skipped moves nothing; the next one that updates does.
+    If that step is skipped, they are exchanged after the next one that updates.
     """
 
     unfinished = None
@@ -21,7 +21,7 @@ class DynamicSparsity:
     def __init__(
         self, live: LiveMasks, regrowth: Regrowth, *, interval: int, until_step: int, alpha: float
     ) -> None:
-        """`alpha`: fraction of the kept entries that is exchanged at first; none after
+        """`alpha` is the fraction of the kept entries that is exchanged at first; it falls to 0 at
         `until_step`."""
         self._live = live
         self._regrowth = regrowth
@@ -43,12 +43,12 @@ class DynamicSparsity:
         return change
 
     def state(self) -> MaskingState:
-        """Candidates are in no state: `before_step` has used those of a step that updated, and
-        those of a skipped one are forgotten anyway."""
+        """The candidates for growth are not saved: `before_step` has used those of a step that
+        updated, and those of a skipped step are forgotten anyway."""
         return MaskingState(MethodState(armed=self._regrowth.fraction, armed_at=self._armed_at))
 
     def restore(self, standing: MethodState, read: Read) -> None:
-        del read  # masks are part of the state
+        del read  # the masks come with the saved layers
         self._armed_at = standing.armed_at
         if standing.armed is not None:
             self._regrowth.arm(standing.armed)

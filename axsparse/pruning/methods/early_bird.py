@@ -1,4 +1,4 @@
-"""The Early-Bird search on live state: dense until the mask of largest scores has settled."""
+"""The Early-Bird search: the network stays dense until the mask of highest scores settles."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from functools import partial
 import torch
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.mask_distance import MaskConvergence, SearchState
+from axsparse.pruning.mask_distance import Judgement, MaskConvergence, SearchState
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
 from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
+from axsparse.pruning.scored_masks import ScoredMasks
 from axsparse.runtime.errors import DataError, TrainingError
 
 KIND = "search"
-"""Of the saved masks."""
+"""The kind under which the masks are saved."""
 
 
 class EarlyBirdSearch:
-    """Looks at the weights at intervals of successful steps, and prunes once `search` says so."""
+    """Draws a mask at intervals of successful steps, and prunes once `search` says it settled."""
 
     def __init__(
         self,
@@ -29,7 +30,8 @@ class EarlyBirdSearch:
         fails_undrawn: bool,
         rewinder: Rewinder | None,
     ) -> None:
-        """`fails_undrawn`: end the run where no mask has settled, rather than take the last."""
+        """`fails_undrawn`: a search that ends without a settled mask ends the run; otherwise the
+        last mask is taken."""
         self._live = live
         self._criterion = criterion
         self.search = search
@@ -53,15 +55,8 @@ class EarlyBirdSearch:
             self._rewinder.note(now.step)
         if not self.search.due(now.updates):
             return None
-        live = self._live
-        masks = live.masks(self._criterion, lambda final: final)
-        counts = torch.zeros(3, dtype=torch.int64)
-        for owner, state, tensor in live.counted():
-            shape = live.targets.shapes[owner]
-            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
-            mismatched = self.search.compare(owner, mask)
-            counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
-        judged = self.search.judge(now.updates, *live.total(counts).tolist())
+        masks = self._live.masks(self._criterion, lambda final: final)
+        judged = self._judge(masks, now.updates)
         figures = {
             name: value
             for name, value in (("churn", judged.churn), ("hamming", judged.hamming))
@@ -79,16 +74,27 @@ class EarlyBirdSearch:
             lost.on_all_ranks = True
             raise lost
         self._is_done = True
-        live.prune(masks)
+        self._live.prune(masks)
         if self._rewinder is not None:
             self._rewinder.rewind()
         how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
         return Change(
             f"early-bird {how}: {said}",
-            {**figures, **live.figures()},
+            {**figures, **self._live.figures()},
             rewound=self._rewinder is not None,
             is_ticket=True,
         )
+
+    def _judge(self, masks: ScoredMasks, updates: int) -> Judgement:
+        """Compare these masks with those of the last look, over all stages."""
+        live = self._live
+        counts = torch.zeros(3, dtype=torch.int64)
+        for owner, state, tensor in live.counted():
+            shape = live.targets.shapes[owner]
+            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
+            mismatched = self.search.compare(owner, mask)
+            counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
+        return self.search.judge(updates, *live.total(counts).tolist())
 
     def state(self) -> MaskingState:
         if self._is_done:

@@ -1,4 +1,4 @@
-"""The live state that masks are drawn from and applied to, on one rank among others."""
+"""Draws masks from the live state of all ranks, and applies them to it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ from axsparse.samo.tensor_state import TensorState
 
 @dataclass(frozen=True)
 class LiveMasks:
-    """The layers of one rank, what is pruned of them, and the ranks to agree with."""
+    """The pruned tensors of one rank, and the other ranks to agree with on their masks."""
 
     layers: Sequence[BuiltLayer]
+    """The layers of this rank."""
     ties: Mapping[str, str]
+    """Maps the name of each second use of a weight to the name of the first."""
     targets: Targets
     pattern: tuple[int, int] | None
+    """The numbers of `pruning.pattern`."""
     options: StateOptions
     place: Place
     transport: Transport
 
     def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
-        """The tensors of this rank that are pruned, by the name of the weight's first use; a
-        weight whose two uses are on two stages is on both."""
+        """The tensors of this rank to prune, each with the name of its weight's first use.
+
+        A weight whose two uses are on two stages appears on both.
+        """
         for layer in self.layers:
             for tensor in layer.state.owned:
                 owner = self.ties.get(tensor.name, tensor.name)
@@ -43,15 +48,16 @@ class LiveMasks:
                     yield owner, layer.state, tensor
 
     def counted(self) -> Iterator[tuple[str, LayerState, TensorState]]:
-        """Those of weights whose first use is here: every pruned tensor on one stage."""
+        """Those of `pruned` whose weight has its first use here, so that each counts once."""
         yield from (own for own in self.pruned() if own[0] == own[2].name)
 
     def total(self, counts: Tensor) -> Tensor:
-        """As `stage_total`."""
+        """The sum over the stages of one replica; see `stage_total`."""
         return stage_total(self.place, self.transport, counts)
 
     def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
-        """Masks of now, by score; `at` gives the sparsity of now for a final one."""
+        """Masks by the scores of the present weights; `at` maps a final sparsity to the present
+        one. All ranks call this together."""
         return scored_masks(
             self.targets,
             criterion,
@@ -69,11 +75,11 @@ class LiveMasks:
         )
 
     def prune(self, masks: Masks) -> None:
-        """Shrink the state to what masks keep, one tensor at a time."""
+        """Shrink the state to the entries that the masks keep, one tensor at a time."""
         prune_in_place(self.layers, self.ties, masks)
 
     def figures(self) -> dict[str, float]:
-        """How sparse the pruned tensors of the whole model are now."""
+        """The present sparsity of all pruned tensors of the model; all ranks call this together."""
         here = [tensor for _, _, tensor in self.counted()]
         counts = [sum(t.kept for t in here), sum(t.parameter.numel() for t in here)]
         kept, numel = self.total(torch.tensor(counts)).tolist()
@@ -81,8 +87,10 @@ class LiveMasks:
 
 
 def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
-    """A vector of whole numbers summed over the stages of one replica; all ranks call this
-    together."""
+    """A vector of whole numbers, summed over the stages of one replica.
+
+    All ranks call this together; the numbers of replicas other than the first do not count.
+    """
     sums = counts.double() if place.replica == 0 else torch.zeros_like(counts).double()
     wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
     return sums.long()
@@ -95,9 +103,10 @@ def scored_masks(
     at: Callable[[float], float],
     total: Callable[[Tensor], Tensor],
 ) -> ScoredMasks:
-    """Masks by score for the targets; with a common threshold if they ask for one.
+    """Masks by score for the targets, with a common threshold if their distribution is global.
 
-    `own` are the tensors that count on this rank, `total` as for `common_cuts`.
+    `own` has the tensors that count on this rank. `at` maps a final sparsity to the present one.
+    `total` sums over ranks, as in `common_cuts`.
     """
     kept = targets.kept(at)
     common = targets.common
@@ -116,8 +125,11 @@ def masks_of_start(
     values: Iterable[tuple[str, Callable[[], Tensor]]],
     total: Callable[[Tensor], Tensor],
 ) -> ScoredMasks:
-    """Masks of weights that are not there yet: `values` gives start values by name, of the
-    tensors that count on this rank."""
+    """Masks by the initial weights, drawn before any state is built.
+
+    `values` has, by name, functions that give the initial weights of the tensors that count on
+    this rank.
+    """
     own = (
         ScoredTensor(name, targets.shapes[name], value)
         for name, value in values

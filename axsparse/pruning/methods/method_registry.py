@@ -1,4 +1,4 @@
-"""From settings to what draws and changes masks: the methods of `pruning.method`."""
+"""Makes the pruning method that the settings name (`pruning.method`)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def choose_masking(
     *,
     starts_pruned: bool,
 ) -> Masking | None:
-    """The method that the settings of a run ask for; None where the masks of the start stay.
+    """The pruning method of a run; None if the masks that it starts with stay.
 
-    `config` has every `auto` resolved. `starts_pruned` says that the state was built with masks.
+    `config` has every `auto` resolved. `ties` are in an order that all stages share.
+    `starts_pruned` says whether the state was built with masks.
     """
     pruning = config.pruning
     until = pruning.until_step

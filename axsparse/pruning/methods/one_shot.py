@@ -1,4 +1,4 @@
-"""One mask, drawn from the weights (or gradients) of one moment."""
+"""One-shot pruning: one mask, drawn at one step from the weights or gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from axsparse.samo.tensor_state import TensorState
 
 
 class OneShot:
-    """Prunes at one step by a criterion, or by what the gradients of that moment say."""
+    """Prunes once, at `at_step`, by a criterion or by the gradients at that step (SNIP)."""
 
     unfinished = None
 
     def __init__(
         self, live: LiveMasks, criterion: Criterion | None, at_step: int, rewinder: Rewinder | None
     ) -> None:
-        """Without a `criterion`: `sensitivity`."""
+        """Without a `criterion`, `sensitivity` decides."""
         self._live = live
         self._criterion = criterion
         self._at_step = at_step
@@ -57,7 +57,8 @@ class OneShot:
 
 
 def sensitivity(live: LiveMasks) -> Criterion:
-    """|weight × gradient| of the gradients that are there (Lee et al., SNIP, ICLR 2019)."""
+    """Scores entries by |weight × gradient|, with the gradients in the state (SNIP, Lee et al.,
+    ICLR 2019)."""
     here: Mapping[str, tuple[LayerState, TensorState]] = {
         owner: (state, tensor) for owner, state, tensor in live.pruned()
     }

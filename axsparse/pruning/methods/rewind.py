@@ -1,7 +1,7 @@
-"""Back to earlier weights: kept entries return to their values of an earlier step.
+"""Rewinding: kept entries return to the values that they had at an earlier step.
 
-Step 0 costs nothing, since initial weights follow from seed and names; the weights of any
-other step are held in fp32, kept entries only, from then on.
+Rewinding to step 0 costs no memory, since the initial weights follow from seed and names. The
+weights of any other step are held in fp32 from that step on.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import fill, start_values
 
 KIND = "rewind"
-"""Of the saved weights."""
+"""The kind under which the weights are saved."""
 
 
 class Rewinder:
-    """Remembers the weights of one step and returns to them as often as it is asked."""
+    """Holds the weights of one step and returns to them as often as it is asked to."""
 
     def __init__(self, live: LiveMasks, step: int) -> None:
         self.step = step
         self._live = live
         self.held: dict[str, Tensor] = {}
-        """The weights of that step by global name, flat: nothing is pruned before it."""
+        """The flat weights of that step by global name; they are whole, since nothing is pruned
+        before it."""
 
     def note(self, step: int) -> None:
-        """Called before every step; holds the weights where it is the one to return to."""
+        """Hold the weights if this is the step to return to; called before every step."""
         if step != self.step or step == 0:
             return
         for layer in self._live.layers:
@@ -38,7 +39,10 @@ class Rewinder:
                 self.held[tensor.name] = layer.state.master(tensor.name).clone()
 
     def restore(self, read: Read) -> None:
-        """Hold what another run held; a weight of two uses is saved under the first's name."""
+        """Hold the weights that another run saved; DataError if they do not fit.
+
+        A weight with two uses is saved under the name of the first.
+        """
         live = self._live
         for layer in live.layers:
             for tensor in layer.state.owned:
@@ -52,7 +56,7 @@ class Rewinder:
                 self.held[tensor.name] = values
 
     def rewind(self) -> None:
-        """Set all weights back, with moments zero; entries pruned since stay pruned."""
+        """Set all weights back and all moments to zero; pruned entries stay pruned."""
         live = self._live
         for layer in live.layers:
             values = start_values(layer.spec, live.ties, live.options) if self.step == 0 else {}
@@ -63,7 +67,7 @@ class Rewinder:
 
 
 def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState:
-    """The state, with the weights that a rewinder holds for prunings to come."""
+    """The state of a method, with the weights that its rewinder still needs, if any."""
     if rewinder is None or state.standing.is_done or not rewinder.held:
         return state
     standing = replace(state.standing, holds_weights=True)
@@ -71,6 +75,6 @@ def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState
 
 
 def restore_weights(rewinder: Rewinder | None, standing: MethodState, read: Read) -> None:
-    """The counterpart of `with_weights`."""
+    """Give the rewinder back the weights that `with_weights` saved."""
     if rewinder is not None and standing.holds_weights:
         rewinder.restore(read)

@@ -1,1 +1,1 @@
-"""Tickets: masks as files, which start a run under any layout."""
+"""Tickets: files of masks, with which a run may start under any layout."""

@@ -1,4 +1,4 @@
-"""The masks of live state as a ticket file."""
+"""Saves the present masks of a run as a ticket file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from axsparse.samo.tensor_state import TensorState
 
 
 def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:
-    """Write which entries are kept now; all ranks together. OutputError on all alike."""
-    drawn = TicketOrigin(
+    """Write a ticket of the entries that are kept after `step` steps of the method `algorithm`.
+
+    All ranks call this together. Raises OutputError on all ranks alike.
+    """
+    origin = TicketOrigin(
         algorithm=algorithm,
         step=step,
         seed=live.options.seed,
         parameters=surveyed.shapes,
         pruned=live.targets.shapes,
     )
-    own = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
-    write_ticket(path, drawn, own, transport=live.transport, place=live.place)
+    masks = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
+    write_ticket(path, origin, masks, transport=live.transport, place=live.place)
 
 
 def _mask(tensor: TensorState) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a ticket says of itself: who drew it, from which model, and how sparse it is.
+"""The manifest of a ticket: who drew the masks, from which model, and how sparse they are.
 
 The manifest is JSON in the metadata of the ticket's safetensors file, beside its hash:
-{"ticket": manifest, "ticket_hash": BLAKE2b-128 of it in hex}. All that can be computed
-from the rest is computed anew when it is read, and compared.
+{"ticket": manifest, "ticket_hash": BLAKE2b-128 of the manifest in hex}. When it is read, values
+that follow from others are computed again and compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axsparse.runtime.errors import DataError
 from axsparse.runtime.version import __version__
 
 FORMAT = 1
-"""Of files; another number is refused."""
+"""The version of the file format; files of another version are refused."""
 MANIFEST_KEY, HASH_KEY = "ticket", "ticket_hash"
 
 
@@ -33,7 +33,7 @@ def _printable(text: str) -> str:
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, AfterValidator(_printable)]
-"""Shown in messages of one line."""
+"""Text that may be shown in a message of one line."""
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 
 
@@ -49,7 +49,7 @@ class Entry(_Strict):
     sparsity: float
     """Fraction of the entries that is removed."""
     hash: Text
-    """Of the packed bits."""
+    """Hash of the packed bits."""
 
     @property
     def numel(self) -> int:
@@ -57,27 +57,27 @@ class Entry(_Strict):
 
 
 class TicketManifest(_Strict):
-    """All that a ticket says beside the bits."""
+    """Everything that a ticket contains beside the bits of its masks."""
 
     version: int
     algorithm: Text
-    """`pruning.method` of the run that drew it."""
+    """`pruning.method` of the run that drew the masks."""
     step: Count
-    """Steps done when it was drawn."""
+    """Steps that the run had done by then."""
     seed: int
-    """Of that run."""
+    """The seed of that run."""
     axsparse: Text
-    """Version of the package that wrote it."""
+    """The version of the package that wrote the ticket."""
     sparsity: float
-    """Of all pruned tensors together."""
+    """Fraction of all entries of the pruned tensors that is removed."""
     hash: Text
-    """Of the masks: equal for equal names, shapes and bits, and for nothing else."""
+    """Hash of the masks; equal if names, shapes and bits are equal, and only then."""
     tensors: dict[Text, Entry]
-    """The pruned ones in model order, by global name; a tied weight once, by its first use."""
+    """The pruned tensors by global name, in model order; a tied weight once, by its first use."""
     model_hash: Text
-    """Of `parameters`."""
+    """Hash of `parameters`."""
     parameters: dict[Text, Shape]
-    """Of the whole model, in its order."""
+    """The shapes of all parameters of the model by global name, in model order."""
 
     @property
     def kept(self) -> int:
@@ -90,11 +90,11 @@ class TicketManifest(_Strict):
         return sum(entry.numel for entry in self.tensors.values())
 
     def text(self, indent: int | None = None) -> str:
-        """As JSON."""
+        """The manifest as JSON."""
         return json.dumps(self.model_dump(), indent=indent)
 
     def metadata(self) -> dict[str, str]:
-        """What stands in the file."""
+        """The metadata of the ticket's file."""
         text = self.text()
         return {MANIFEST_KEY: text, HASH_KEY: hash_of(text.encode())}
 
@@ -108,8 +108,11 @@ def make_manifest(
     tensors: Mapping[str, tuple[Shape, int, str]],
     version: str = __version__,
 ) -> TicketManifest:
-    """The manifest of a ticket; `tensors` are shape, kept entries and hash by global name, and
-    both mappings are in model order."""
+    """The manifest of a ticket, with all computed values.
+
+    `tensors` has the shape, the number of kept entries and the hash of each pruned tensor by
+    global name. Both mappings are in model order.
+    """
     entries = {
         name: Entry(shape=shape, kept=kept, sparsity=_sparsity(kept, math.prod(shape)), hash=bits)
         for name, (shape, kept, bits) in tensors.items()
@@ -131,7 +134,7 @@ def make_manifest(
 
 
 def read_manifest(path: Path, metadata: Mapping[str, Any]) -> TicketManifest:
-    """The manifest of a file with these metadata; DataError unless it is one and is whole."""
+    """The manifest in a file's metadata; DataError if it is missing, damaged or inconsistent."""
     text = metadata.get(MANIFEST_KEY)
     if not isinstance(text, str):
         raise DataError(
@@ -186,7 +189,7 @@ def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
 
 
 def hash_of(data: bytes | memoryview) -> str:
-    """BLAKE2b-128, in hex."""
+    """The BLAKE2b-128 hash in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

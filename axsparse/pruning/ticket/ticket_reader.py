@@ -1,9 +1,9 @@
-"""Tickets: masks in a file, which start a run under any layout.
+"""Reads tickets: files of masks, with which a run may start under any layout.
 
-A ticket is a safetensors file. For every pruned tensor, under its global name, it has a
-uint8 tensor with a bit an entry (1: kept) in the tensor's flat order, the first entry in
-the highest bit of the first byte; the last byte is filled up with zeros. What else it
-says is in `ticket_manifest.py`.
+A ticket is a safetensors file. For every pruned tensor, under its global name, it has a uint8
+tensor with one bit an entry (1: kept), in the tensor's flat order. The first entry is the highest
+bit of the first byte, and the last byte is filled up with zeros. `ticket_manifest.py` describes
+the rest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
 from axsparse.samo.masks import Shape, Weight
 
 _PIECE = 1 << 20
-"""Bytes of packed bits that are counted at a time."""
+"""How many packed bytes are counted at a time."""
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""Set bits of every byte."""
+"""The number of set bits of every byte."""
 _MEND = "make the model's settings those, or draw a ticket from this model"
 
 
 class Ticket:
-    """An open ticket, which reads one mask at a time; `Masks` for building and pruning."""
+    """An open ticket, which reads one mask at a time; it implements `Masks`."""
 
     def __init__(self, path: Path, manifest: TicketManifest, file: SafetensorsFile) -> None:
         self.path = path
         self.manifest = manifest
         self.kept: Mapping[str, int] = {name: e.kept for name, e in manifest.tensors.items()}
-        """Kept entries of every pruned tensor, in model order."""
+        """How many entries of every pruned tensor are kept, by global name in model order."""
         self._file = file
 
     def mask(
@@ -44,11 +44,12 @@ class Ticket:
         weight: Weight | None = None,
         within: Tensor | None = None,
     ) -> Tensor:
-        """The flat mask of one pruned tensor, bool, True where it is kept; KeyError for others.
+        """The flat bool mask of one pruned tensor, True where an entry is kept.
 
-        The file is read and checked anew: DataError if it has changed since it was opened,
-        MissingInputError if it is gone. The rest is what drawing a mask would ask for: `shape`
-        and `within` have to fit the ticket, and `weight` is never called.
+        `shape` and `within` must fit the ticket; `weight` is part of the protocol and is never
+        called. The file is read and checked again: raises KeyError for a tensor that is not
+        pruned, DataError if the file has changed since it was opened, and MissingInputError if it
+        is gone.
         """
         entry = self.manifest.tensors[name]
         assert shape is None or shape == entry.shape, f"{name}: check() comes first"
@@ -59,10 +60,10 @@ class Ticket:
         return mask
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse the ticket for a model with other parameters than those of the ticket's.
+        """Refuse the ticket unless it is of a model with these parameters.
 
-        `shapes` are those of all parameters in model order. Raises ConfigError with the first
-        name and shape that differ.
+        `shapes` has the shapes of all parameters by name. Raises ConfigError with the first name
+        or shape that differs.
         """
         there = self.manifest.parameters
         for name, shape in shapes.items():
@@ -84,12 +85,12 @@ class Ticket:
                 )
 
     def verify(self) -> None:
-        """Read all bits, one tensor at a time; DataError unless they are what was written."""
+        """Read all masks, one at a time; DataError if one is damaged."""
         for name in self.kept:
             self._packed(name)
 
     def _packed(self, name: str) -> Tensor:
-        """The bits of a tensor as they are in the file."""
+        """The packed bits of a tensor as they are in the file, checked."""
         entry = self.manifest.tensors[name]
         try:
             packed = self._file.read(name)
@@ -104,9 +105,9 @@ class Ticket:
 
 
 def open_ticket(path: str | Path) -> Ticket:
-    """A ticket, all of which has been read and checked.
+    """Open a ticket, after reading and checking all of it.
 
-    MissingInputError if it cannot be read, DataError if it is no ticket or is damaged.
+    Raises MissingInputError if it cannot be read, DataError if it is no ticket or is damaged.
     """
     path = Path(path)
     try:
@@ -122,24 +123,24 @@ def open_ticket(path: str | Path) -> Ticket:
     return ticket
 
 
-def described(entry: Entry) -> TensorHeader:
-    """The tensor of packed bits in the file."""
+def packed_header(entry: Entry) -> TensorHeader:
+    """The type and shape of a tensor's packed bits in the file."""
     return TensorHeader(torch.uint8, (-(-entry.numel // 8),))
 
 
 def pack(mask_D: Tensor) -> Tensor:
-    """The bits of a flat bool mask as they are in a ticket."""
+    """The packed bits of a flat bool mask, as they are in a ticket."""
     assert mask_D.dtype == torch.bool and mask_D.dim() == 1
     return torch.from_numpy(np.packbits(mask_D.numpy()))
 
 
 def count_kept(packed: Tensor) -> int:
-    """Set bits of packed ones."""
+    """How many entries a packed mask keeps."""
     return sum(int(_ONES[piece.numpy()].sum(dtype=np.int64)) for piece in packed.split(_PIECE))
 
 
 def _damage(packed: Tensor, entry: Entry) -> str:
-    """What is wrong with the bits of a tensor; empty if nothing is."""
+    """What is wrong with a packed mask, in words; empty if nothing is."""
     if hash_of(packed.numpy().data) != entry.hash:
         return "has another hash than the manifest says"
     if entry.numel % 8 and int(packed[-1]) & (0xFF >> entry.numel % 8):
@@ -149,14 +150,17 @@ def _damage(packed: Tensor, entry: Entry) -> str:
 
 
 def _check_tensors(file: SafetensorsFile, manifest: TicketManifest) -> None:
-    """The file has the tensors of the manifest; no number of it is trusted before that."""
+    """DataError unless the file has exactly the tensors that the manifest names.
+
+    This comes first, since their sizes are trusted afterwards.
+    """
     for name in sorted(file.shapes.keys() ^ manifest.tensors.keys()):
         raise DataError(
             f"{file.path}: {name!r} is in its manifest or among its masks, but not in both; get "
             "the ticket anew"
         )
     for name, entry in manifest.tensors.items():
-        if file.described(name) != described(entry):
+        if file.described(name) != packed_header(entry):
             raise DataError(
                 f"{file.path}: the mask of {name} is a tensor of shape {file.shapes[name]}, which "
                 f"does not fit its {entry.numel} entries; get the ticket anew"

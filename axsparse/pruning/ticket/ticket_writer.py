@@ -1,4 +1,4 @@
-"""Writes tickets: masks of all stages into one file, the same bytes under every layout."""
+"""Writes tickets: the masks of all stages in one file, the same bytes under every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.ticket.ticket_manifest import TicketManifest, hash_of, make_manifest
-from axsparse.pruning.ticket.ticket_reader import count_kept, described, pack
+from axsparse.pruning.ticket.ticket_reader import count_kept, pack, packed_header
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.exchange import gather_texts, together
@@ -25,39 +25,40 @@ from axsparse.samo.masks import Shape
 
 @dataclass(frozen=True)
 class TicketOrigin:
-    """What a ticket says beside its masks; equal on all ranks."""
+    """Where the masks of a ticket come from; equal on all ranks."""
 
     algorithm: str
-    """`pruning.method`."""
+    """The run's `pruning.method`."""
     step: int
-    """Steps done."""
+    """Steps done so far."""
     seed: int
+    """The run's seed."""
     parameters: Mapping[str, Shape]
-    """Of the whole model, in its order."""
+    """All parameters of the model, in model order."""
     pruned: Mapping[str, Shape]
-    """Those of them that are pruned, in the same order; a tied weight once, by its first use."""
+    """The pruned ones, in the same order; a tied weight once, by its first use."""
 
 
 def write_ticket(
     path: str | Path,
-    drawn: TicketOrigin,
-    own: Mapping[str, Callable[[], Tensor]],
+    origin: TicketOrigin,
+    masks: Mapping[str, Callable[[], Tensor]],
     *,
     transport: Transport,
     place: Place,
 ) -> TicketManifest:
     """Write the masks of all stages to one file; all ranks call this together, between steps.
 
-    `own` gives the flat bool masks of the pruned tensors of this rank's stage by global name;
-    each is called twice on replica 0 and never on others. Rank 0 writes; one tensor's bits
-    travel at a time, over all ranks. The file appears whole or not at all, in the place of
-    one of that name that was there. Returns what it says of itself, on all ranks.
+    `masks` has, by global name, functions that give the flat bool masks of the pruned tensors of
+    this rank's stage; each is called twice on replica 0 and never on other replicas. Rank 0
+    writes the file, and receives one tensor's bits at a time. The file appears whole or not at
+    all, and replaces an earlier one. Returns its manifest on all ranks.
 
-    Raises OutputError on all ranks alike if it cannot be written.
+    Raises OutputError on all ranks alike if the file cannot be written.
     """
     path = Path(path).absolute()
-    here = own if place.replica == 0 else {}
-    owners, manifest = _summarised(drawn, here, transport)
+    here = masks if place.replica == 0 else {}
+    owners, manifest = _collect_manifest(origin, here, transport)
 
     def write() -> None:
         bits = _bits(manifest, here, owners, transport)
@@ -67,7 +68,7 @@ def write_ticket(
         try:
             _write(path, manifest, bits)
         except OSError as reason:
-            deque(bits, maxlen=0)  # the other ranks take part to the end
+            deque(bits, maxlen=0)  # takes part in the other ranks' exchanges to the end
             raise OutputError(
                 f"ticket {str(path)!r}: cannot be written ({reason.strerror}); choose another "
                 "place, or free the disk"
@@ -77,15 +78,15 @@ def write_ticket(
     return manifest
 
 
-def _summarised(
-    drawn: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
+def _collect_manifest(
+    origin: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
 ) -> tuple[dict[str, int], TicketManifest]:
-    """The rank that has each tensor, and the manifest, which comes ahead of the bits."""
+    """The manifest, which is written before the bits, and the rank that has each tensor."""
     found = {}
     for name, mask in here.items():
         packed = pack(mask())
         found[name] = (count_kept(packed), hash_of(packed.numpy().data))
-        del packed  # before the next mask is made
+        del packed  # frees it before the next mask is made
     owners: dict[str, int] = {}
     summaries = {}
     texts = gather_texts(transport.world, transport.backoff, json.dumps(found))
@@ -93,13 +94,13 @@ def _summarised(
         for name, summary in json.loads(text).items():
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
             owners[name], summaries[name] = rank, summary
-    assert owners.keys() == drawn.pruned.keys(), owners.keys() ^ drawn.pruned.keys()
-    tensors = {name: (shape, *summaries[name]) for name, shape in drawn.pruned.items()}
+    assert owners.keys() == origin.pruned.keys(), owners.keys() ^ origin.pruned.keys()
+    tensors = {name: (shape, *summaries[name]) for name, shape in origin.pruned.items()}
     return owners, make_manifest(
-        algorithm=drawn.algorithm,
-        step=drawn.step,
-        seed=drawn.seed,
-        parameters=drawn.parameters,
+        algorithm=origin.algorithm,
+        step=origin.step,
+        seed=origin.seed,
+        parameters=origin.parameters,
         tensors=tensors,
     )
 
@@ -110,9 +111,9 @@ def _bits(
     owners: Mapping[str, int],
     transport: Transport,
 ) -> Iterator[Tensor]:
-    """The packed masks in model order, on rank 0; nothing of use on others, which send theirs."""
+    """The packed masks in model order; on rank 0 only, since the other ranks just send theirs."""
     for name, entry in manifest.tensors.items():
-        owner, (size,) = owners[name], described(entry).shape
+        owner, (size,) = owners[name], packed_header(entry).shape
         packed = pack(here[name]()) if name in here else torch.empty(size, dtype=torch.uint8)
         if owner != 0 and size:
             bounds = [0] * (owner + 1) + [size] * (transport.size - owner)
@@ -129,7 +130,7 @@ def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None
     try:
         write_safetensors(
             partial,
-            {name: described(entry) for name, entry in manifest.tensors.items()},
+            {name: packed_header(entry) for name, entry in manifest.tensors.items()},
             bits,
             manifest.metadata(),
         )
