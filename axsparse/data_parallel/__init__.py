@@ -1,1 +1,1 @@
-"""Data parallelism over compressed gradients: the collectives and the synchronisation."""
+"""Data parallelism: how the replicas of a stage agree on gradients, weights and verdicts."""

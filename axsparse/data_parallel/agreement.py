@@ -1,4 +1,4 @@
-"""What all ranks must know before any of them goes on, in one small all-reduce a step."""
+"""The agreement of all ranks on a step, in one small all-reduce: its loss, norm and finiteness."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from axsparse.samo.shards import BLOCK
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank tells the others beside its numbers."""
+    """What a rank tells all others with the agreement; in a verdict, what any rank told."""
 
     stop: bool = False
-    """It was told to stop."""
+    """Whether the rank was told to stop."""
     writing: bool = False
-    """It still writes its part of a checkpoint."""
+    """Whether the rank is still writing its part of a checkpoint."""
 
 
 NOTHING = Notice()
@@ -29,34 +29,34 @@ NOTHING = Notice()
 
 @dataclass(frozen=True)
 class Verdict:
-    """A step as all ranks see it."""
+    """The outcome of a step, the same on all ranks."""
 
     loss: float
-    """Mean over the step's targets."""
+    """Mean loss over the step's targets."""
     grad_norm: float
     """Global norm over kept entries, before clipping."""
     finite: bool
-    """Whether loss and gradients are numbers everywhere; if not, nobody updates."""
+    """Whether the loss and all gradients are finite; if not, no rank updates."""
     spike: bool = False
-    """Whether the loss is a number that is too large to believe (`spikes`); nobody updates."""
+    """Whether the loss is finite but suspiciously large (`spikes`); then no rank updates."""
     culprit: str | None = None
     """The first tensor, in model order, whose gradient is not finite."""
     bad_loss: int | None = None
     """The first replica whose loss is not finite."""
     bad_ranks: tuple[int, ...] = ()
-    """Ranks whose own gradients were not finite before they were summed over replicas."""
+    """Ranks whose own gradients were not finite, before they were summed over replicas."""
     notice: Notice = NOTHING
-    """What any rank gave notice of."""
+    """What any of the ranks gave notice of."""
 
 
 class Agreement:
-    """Loss, global norm and finiteness over all stages and replicas.
+    """Reaches a verdict over all stages and replicas, once a step.
 
-    An fp64 vector with a slot a replica for its loss and a slot a block of every tensor
-    for its part of the norm. Each slot has one owner and is zero elsewhere, so that the
-    sum is exact and the same in every layout; non-finite numbers stay so. Then comes a
-    slot a rank, 1 where its own gradients are not finite, and two that count the ranks
-    with a notice.
+    The ranks add up an fp64 vector. It has one slot for the loss of each replica, and one for the
+    part of the norm of each block of every tensor. Each slot has one owner and is zero elsewhere,
+    so the sums are exact and the same in every layout, and numbers that are not finite stay so.
+    Then follow one slot for each rank, 1 if its own gradients are not finite, and two slots that
+    count the ranks with a notice.
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class Agreement:
         names: Sequence[str],
         kept: Mapping[str, int],
     ) -> None:
-        """`names`: all tensors that count in the norm, in model order, on all ranks alike.
-        `kept`: kept entries of those on this rank. Collective over `world`.
+        """All ranks construct this together.
+
+        `names` has all tensors that count in the norm, in model order, the same on all ranks.
+        `kept` has the number of kept entries of those that are on this rank.
         """
         self._world = world
         self._backoff = backoff
@@ -97,9 +99,13 @@ class Agreement:
         *,
         is_finite: bool = True,
     ) -> Verdict:
-        """`loss`: this replica's, on the last stage. `partials`: from `norm_partials`, this
-        replica's share, of gradients that are `loss_scale` times too large. `is_finite`: whether
-        this rank's gradients were before they were summed over replicas."""
+        """The verdict on a step; all ranks call this together.
+
+        `loss` is this replica's summed loss over the global number of targets, and counts on the
+        last stage only. `partials` is this replica's share of `norm_partials`, of gradients that
+        are `loss_scale` times too large. `is_finite` says whether this rank's own gradients were
+        finite, before they were summed over replicas.
+        """
         vector = torch.zeros(self._notices.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor([notice.stop, notice.writing]).double()
         vector[self._flags][self._place.rank] = not is_finite

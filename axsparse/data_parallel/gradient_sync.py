@@ -1,10 +1,12 @@
-"""Summing a step's compressed gradients: the two uses of a tied weight, then the replicas.
+"""Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas.
 
-One bucket a layer: its flat gradient buffer is what travels, without a copy where the
-accumulator has the wire's type. A bucket starts as soon as the last microbatch has
-completed it and all buckets before it have started; the order is fixed (last layer
-first, layers with ties at the end), so that all replicas start them alike. Where the
-optimizer state is sharded, a replica receives the sums of its own share only.
+There is one bucket a layer. The layer's flat gradient buffer itself travels, without a copy if
+its type is the one that is sent. The way of a gradient: the backward reports a layer as `ready`;
+once the backward is over, tied weights sum their two uses; a bucket starts when its layer is
+ready, its ties are summed and all buckets before it have started; the sum comes back into the
+gradient buffer. The order of the buckets is fixed (last layer first, layers with ties at the
+end), so that all replicas start them alike. Where the optimizer state is sharded, a replica
+receives only the sums of its own share.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from axsparse.samo.ties import StageTie
 class _Bucket:
     layer: LayerState
     wire: Tensor | None = None
-    """What travels, where the accumulator is wider than the wire."""
+    """The copy that travels, if the gradients have a wider type than what is sent."""
     work: Work | None = None
+    """The collective operation under way."""
 
 
 class GradientSync:
-    """Sums the gradients of one stage, started layer by layer during the backward."""
+    """Sums the gradients of one stage, layer by layer during the backward."""
 
     def __init__(
         self,
@@ -43,7 +46,10 @@ class GradientSync:
         backoff: Backoff,
         phases: Phases,
     ) -> None:
-        """`layers` in model order; `ties` in an order that all stages share."""
+        """`layers` are in model order, `ties` in an order that all stages share.
+
+        `replicas` joins the ranks that hold the same layers; gradients travel as `wire_dtype`.
+        """
         tied = {id(use.layer) for tie in ties for use in tie.uses}
         backward = list(reversed(layers))
         self._buckets = [_Bucket(layer) for layer in backward if id(layer) not in tied]
@@ -58,17 +64,6 @@ class GradientSync:
         self._started = 0
         self._extremes: list[Tensor] = []
 
-    @property
-    def gradient_bytes_sent(self) -> int:
-        """Bytes handed over for other replicas since the start."""
-        return self._replicas.bytes_sent
-
-    @property
-    def tie_bytes_sent(self) -> int:
-        """Bytes handed over for the other stage of a tie since the start."""
-        pairs = {id(tie.pair): tie.pair for tie in self._ties if tie.pair is not None}
-        return sum(pair.bytes_sent for pair in pairs.values())
-
     def begin(self) -> None:
         """Open a step."""
         self._complete.clear()
@@ -77,10 +72,10 @@ class GradientSync:
         self._started = 0
 
     def ready(self, layer: LayerState) -> None:
-        """A layer's gradients are complete: start whatever may start now.
+        """Start whatever may start now that all gradients of this layer are complete.
 
-        No tie, which may hold up a GPU, or its host, until the other stage joins it; and that one
-        may need what this backward has yet to send.
+        Ties wait for `finish`: summing one may block this rank's GPU or host until the other
+        stage joins in, and that stage may need what this backward has yet to send.
         """
         self._complete.add(id(layer))
         self.advance()
@@ -88,8 +83,7 @@ class GradientSync:
     def advance(self) -> None:
         """Start what may start and push what is under way; never waits."""
         with self._phases("collective"):
-            self._advance_ties()
-            self._advance_buckets()
+            self._advance()
 
     def finish(self) -> None:
         """Wait until every gradient that is held here has its sum over uses and replicas."""
@@ -97,23 +91,36 @@ class GradientSync:
             self._backoff.reset()
             self._start_ties()
             while not self._is_done():
-                self._advance_ties()
-                self._advance_buckets()
+                self._advance()
                 if not self._is_done():
                     self._backoff.pause()
 
     @property
     def own_extremes(self) -> Sequence[Tensor]:
-        """Numbers that are all finite if this replica's gradients were before others were added to
-        them; of a single one, which has its sums to show, none."""
+        """Numbers that are all finite if this replica's own gradients were, before those of other
+        replicas were added. Empty for a single replica, whose sums are its own gradients."""
         return self._extremes
 
-    def _is_done(self) -> bool:
-        return self._started == len(self._buckets) and all(
-            bucket.work is None for bucket in self._buckets
-        )
+    @property
+    def gradient_bytes_sent(self) -> int:
+        """Bytes sent to other replicas since the start."""
+        return self._replicas.bytes_sent
+
+    @property
+    def tie_bytes_sent(self) -> int:
+        """Bytes sent to the other stage of a tie since the start."""
+        pairs = {id(tie.pair): tie.pair for tie in self._ties if tie.pair is not None}
+        return sum(pair.bytes_sent for pair in pairs.values())
+
+    # -- the way of a gradient ------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self._poll_ties()
+        self._start_buckets()
+        self._poll_buckets()
 
     def _start_ties(self) -> None:
+        """Begin to sum the two uses of every tied weight, on this stage or on two."""
         for tie in self._ties:
             assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
@@ -124,25 +131,19 @@ class GradientSync:
                 (use,) = tie.uses
                 self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.summed()))
 
-    def _advance_ties(self) -> None:
+    def _poll_ties(self) -> None:
         for number, work in enumerate(self._tie_works):
             if work is not None and work.poll():
                 self._tie_works[number] = None
 
-    def _advance_buckets(self) -> None:
+    def _start_buckets(self) -> None:
+        """Start buckets in their order, up to the first that is not complete."""
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
             if id(bucket.layer) not in self._complete or not self._ties_summed(bucket.layer):
                 break
             self._start(bucket)
             self._started += 1
-        for bucket in self._buckets[: self._started]:
-            if bucket.work is not None and bucket.work.poll():
-                if bucket.wire is not None:
-                    own = bucket.layer.held
-                    gradient = bucket.layer.reduced_gradient
-                    gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
-                bucket.work = bucket.wire = None
 
     def _ties_summed(self, layer: LayerState) -> bool:
         return all(
@@ -152,14 +153,30 @@ class GradientSync:
         )
 
     def _start(self, bucket: _Bucket) -> None:
+        """Send a bucket to the other replicas, if there are any."""
         gradient = bucket.layer.reduced_gradient
         if self._replicas.size == 1 or gradient.numel() == 0:
             return
         if gradient.dtype != self._wire_dtype:
             gradient = bucket.wire = gradient.to(self._wire_dtype)
-        # One pass that only reads; a few per cent of that for the norm.
+        # One pass that only reads, at a few per cent of the cost of a norm.
         self._extremes += gradient.aminmax()
         if bucket.layer.is_sharded:
             bucket.work = self._replicas.start(Op.REDUCE_SCATTER, gradient, bucket.layer.bounds)
         else:
             bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)
+
+    def _poll_buckets(self) -> None:
+        """Take the sums of the buckets that are through into the gradient buffers."""
+        for bucket in self._buckets[: self._started]:
+            if bucket.work is not None and bucket.work.poll():
+                if bucket.wire is not None:
+                    own = bucket.layer.held
+                    gradient = bucket.layer.reduced_gradient
+                    gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
+                bucket.work = bucket.wire = None
+
+    def _is_done(self) -> bool:
+        return self._started == len(self._buckets) and all(
+            bucket.work is None for bucket in self._buckets
+        )

@@ -1,7 +1,7 @@
-"""Buffers such as running statistics, which every replica keeps up by what it sees itself.
+"""The running statistics of a stage, such as a BatchNorm's, and its other saved buffers.
 
-An evaluation uses those of the first replica on all, and so would a checkpoint. Training
-goes on with its own.
+Every replica trains with its own, which follow from the samples that it has seen. Evaluations
+and checkpoints use those of the first replica.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axsparse.samo.shards import Replicas
 
 
 class RunningStatistics:
-    """The buffers of one stage that are part of the model's state."""
+    """The buffers of one stage that are part of the saved state."""
 
     def __init__(self, modules: Sequence[nn.Module], replicas: Replicas) -> None:
         self._layers = [[slot for slot in slots(module) if slot.persists] for module in modules]
@@ -26,7 +26,7 @@ class RunningStatistics:
         self._before: list[tuple[BufferSlot, Tensor]] = []
 
     def begin(self) -> None:
-        """Open a step: note the running statistics."""
+        """Open a step: remember the running statistics."""
         self._before = [
             (slot, slot.tensor.clone())
             for layer in self._layers
@@ -35,14 +35,17 @@ class RunningStatistics:
         ]
 
     def undo(self) -> None:
-        """The step is skipped: what was not finite has not been seen."""
+        """Set the running statistics back to those at `begin`, after a step that is skipped."""
         for slot, tensor in self._before:
             slot.put(tensor)
         self._before = []
 
     @contextmanager
     def of_first_replica(self) -> Iterator[None]:
-        """Within, all replicas have the first one's; all replicas of a stage enter together."""
+        """Give all replicas the buffers of the first one, inside a with-block.
+
+        All replicas of a stage enter it together; afterwards each has its own buffers again.
+        """
         own = [(slot, slot.tensor) for layer in self._layers for slot in layer]
         for layer in self._layers:
             tensors = [slot.tensor for slot in layer]
@@ -55,7 +58,7 @@ class RunningStatistics:
                 slot.put(tensor)
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The first replica's values of one layer's buffers, of whatever types, in one message."""
+        """The first replica's buffers of one layer; all types travel in one message."""
         if self._replicas.size == 1 or not tensors:
             return list(tensors)
         buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])

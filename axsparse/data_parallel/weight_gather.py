@@ -1,8 +1,8 @@
-"""After an update of sharded optimizer state: every replica's kept weights to all others.
+"""Gathers updated weights from all replicas, after an update of sharded optimizer state.
 
-The second half of what is an all-reduce of gradients otherwise (ZeRO stage 1, Rajbhandari
-et al. 2020): gradients were reduced to the replicas that answer for them, and the kept
-half-precision weights are gathered from there. So the same bytes travel.
+Without shards, gradients are all-reduced. With shards (ZeRO stage 1, Rajbhandari et al. 2020),
+each replica receives the summed gradients of its own share and updates it, and the kept
+half-precision weights are gathered afterwards. Both ways send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WeightGather:
         self._under_way: list[tuple[LayerState, Work]] = []
 
     def updated(self, layer: LayerState) -> None:
-        """What this replica holds of a layer is updated: send it, and push what is under way."""
+        """Send this replica's share of a layer, which is updated, and push what is under way."""
         if not layer.is_sharded or not layer.owned:
             return
         layer.collect_weights()
@@ -39,7 +39,7 @@ class WeightGather:
                 self._backoff.pause()
 
     def _advance(self) -> int:
-        """Expand what has come; returns how many layers are still under way."""
+        """Expand the layers that have arrived; returns how many are still under way."""
         while self._under_way and self._under_way[0][1].poll():
             layer, _ = self._under_way.pop(0)
             with self._phases("optimizer"):
