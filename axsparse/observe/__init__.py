@@ -1,1 +1,1 @@
-"""What a run tells: phases of a step, metrics.jsonl, the console."""
+"""What a run tells: the phases of a step, metrics.jsonl, traces, the screen, and hangs."""

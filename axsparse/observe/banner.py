@@ -21,7 +21,7 @@ class ModelLayout:
     name: str
     survey: Survey
     stages: Sequence[range]
-    """The numbers of the layers of each stage."""
+    """The numbers of each stage's layers."""
     grid: Grid
     transport: str
     """What carries messages between the ranks, such as "mpi (MPICH 4.2)"."""

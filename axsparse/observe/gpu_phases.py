@@ -1,18 +1,18 @@
-"""The phases of a GPU: what its compute stream was busy with, and what it stood idle for.
+"""The phases of a GPU: what its compute stream was busy with, and what it waited for.
 
-The host runs ahead of its GPU, so its own clock says little. It sets marks on the compute
-stream instead, wherever it begins or ends a phase of work, and asks for their times when the
-GPU has long passed them:
+The host runs ahead of its GPU, so the host's clock says little. Instead, the host sets marks on
+the compute stream wherever it begins or ends a phase of work, and asks for their times after the
+GPU has passed them:
 
     host   compute F0 | p2p | bubble p2p bubble … | compute F1 | …
     marks            m0                          m1           m2
     GPU    F0 F0 F0 F0|            idle           |F1 F1 F1 F1|
 
-From mark to mark is one stretch: every moment belongs to exactly one, so that phases add up
-to the step. A stretch of work is all of its phase. Between m0 and m1 the host switches
-among waiting phases thousands of times without a mark, and the stretch is divided in
-proportion to its seconds in each. It is only as long as the GPU had nothing to do: if F0 ends
-on the GPU while the host already waits, the wait counts from there.
+A stretch goes from one mark to the next. Every moment belongs to exactly one stretch, so phases
+add up to the step. A stretch of work belongs to its phase entirely. Between m0 and m1 the host
+switches between waiting phases thousands of times without setting marks, and the stretch is
+divided in proportion to the host's seconds in each. Such a stretch lasts only while the GPU has
+nothing to do: if F0 ends on the GPU when the host is waiting already, it begins there.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from axsparse.runtime.gpu.device_protocol import Device, Mark
 
 
 class Ranges(Protocol):
-    """Named ranges for a profiler, which nest in each thread; `torch.cuda.nvtx`."""
+    """Named ranges for a profiler, which nest in each thread, like those of `torch.cuda.nvtx`."""
 
     def range_push(self, name: str, /) -> object:
-        """Begin one inside the last."""
+        """Begin a range inside the present one."""
         ...
 
     def range_pop(self) -> object:
-        """End the last."""
+        """End the present range."""
         ...
 
 
 def make_phases(device: Device | None, *, nvtx: bool) -> Phases:
-    """The timers of a rank; `nvtx` needs a GPU."""
+    """The timers of a rank, of its GPU if it has one; `nvtx` needs a GPU."""
     if device is None:
         assert not nvtx, "the settings were checked"
         return Phases()
@@ -49,10 +49,10 @@ def make_phases(device: Device | None, *, nvtx: bool) -> Phases:
 
 
 class DevicePhases(Phases):
-    """Exclusive timers of a GPU's compute stream, used as those of a host are.
+    """Exclusive timers of a GPU's compute stream, with the interface of a host's timers.
 
-    Nothing here waits for the GPU but reading what `end_step` and `take_spans` return, and the
-    first `start_spans`. Spans are those of whole steps, on the host's time axis.
+    Only three things wait for the GPU: reading what `end_step` returns, reading what `take_spans`
+    returns, and the first `start_spans`. Spans cover whole steps, in the host's time.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class DevicePhases(Phases):
         ranges: Ranges | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`ranges` get every phase and every action."""
+        """`ranges` are told of every phase and every action."""
         self._action = ""
         self._ranges = ranges
         super().__init__(clock)
@@ -83,16 +83,16 @@ class DevicePhases(Phases):
             }
         self._device = device
         self._free: list[Mark] = []
-        """Marks to be set again."""
+        """Marks that are free to be set again."""
         self._step: _Step | None = None
         self._traced: list[_Step] | None = None
         self._anchor: Mark | None = None
         self._anchored = 0.0
-        """What the host's clock showed when the GPU passed the anchor."""
+        """The time on the host's clock when the GPU passed the anchor."""
 
     @property
     def action(self) -> str:
-        """What stretches of work are named by, such as "F3"; empty: by their phase."""
+        """The name of the work that follows, such as "F3"; if empty, work is named by phase."""
         return self._action
 
     @action.setter
@@ -105,7 +105,7 @@ class DevicePhases(Phases):
         self._action = action
 
     def begin_step(self) -> None:
-        """Start a step with all timers at zero; a step that was not ended is forgotten."""
+        """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""
         if self._step is not None:
             self._free += self._step.marks()
         self._seconds = [0.0] * len(PHASES)
@@ -114,7 +114,7 @@ class DevicePhases(Phases):
         self._step = _Step(self._set_mark(), anchor, self._free)
 
     def end_step(self) -> LateSeconds:
-        """Seconds of every phase since `begin_step`, and their sum, "step", once they are read."""
+        """Seconds of every phase since `begin_step`, and their sum, "step"; reading them waits."""
         assert self._step is not None, "end_step without begin_step"
         self._charge()
         self._end_stretch(self._step)
@@ -124,8 +124,10 @@ class DevicePhases(Phases):
         return LateSeconds(step)
 
     def start_spans(self) -> None:
-        """Keep from now on every stretch of the steps that begin; the first call waits for the
-        GPU, whose clock it ties to the host's."""
+        """Keep the stretches of all steps that begin from now on.
+
+        The first call waits for the GPU, to relate its clock to the host's.
+        """
         self._traced = []
         if self._anchor is None:
             self._anchor = self._set_mark()
@@ -133,8 +135,8 @@ class DevicePhases(Phases):
             self._anchored = self._clock()
 
     def take_spans(self) -> Iterable[tuple[str, str, float, float]]:
-        """Phase, name, begin and end of every stretch since `start_spans`, which ends; to be
-        read once."""
+        """Phase, name, begin and end of every stretch since `start_spans`, to be read once; then
+        stop keeping them."""
         traced, self._traced = self._traced, None
         assert traced is not None, "take_spans without start_spans"
         return self._spans_of(traced)
@@ -148,8 +150,8 @@ class DevicePhases(Phases):
                     yield phase, name, begin, now
 
     def _switch(self, number: int) -> None:
-        """Charge the host's time to the phase that was running, and run another; where either is
-        work, a stretch ends."""
+        """Charge the host's time to the present phase, and enter another; a stretch ends if one
+        of the two is work."""
         is_work = IS_WORK[number] or IS_WORK[self._current]
         if self._step is not None:
             self._charge()
@@ -165,7 +167,7 @@ class DevicePhases(Phases):
 
     def _end_stretch(self, step: _Step) -> None:
         current = self._current
-        if IS_WORK[current]:  # since the last mark it is all there was
+        if IS_WORK[current]:  # no other phase was entered since the last mark
             waited = None
             self._seconds[current] = 0.0
         else:
@@ -179,7 +181,7 @@ class DevicePhases(Phases):
 
 
 class LateSeconds(Mapping[str, float]):
-    """Seconds of a step by phase; reading them waits until the GPU has ended the step."""
+    """Seconds of a step by phase; reading them waits until the GPU is through with the step."""
 
     def __init__(self, step: _Step) -> None:
         self._step = step
@@ -198,7 +200,7 @@ class LateSeconds(Mapping[str, float]):
 
 
 class _RangedBlock(Block):
-    """The with-block of one phase, which a profiler sees."""
+    """The with-block of one phase, as a range for a profiler."""
 
     __slots__ = ("_ranges",)
 
@@ -216,17 +218,17 @@ class _RangedBlock(Block):
 
 
 class _Stretch(NamedTuple):
-    """What lies between a mark and the one before it."""
+    """The time between a mark and the one before it."""
 
     end: Mark
     last: int
-    """The phase that ends here."""
+    """The number of the phase that ends at the mark."""
     action: str
     waited: list[float] | None
-    """The host's seconds in each phase; None where the stretch is work."""
+    """The host's seconds in each phase; None if the stretch is work."""
 
     def divided(self, seconds: float) -> Iterator[tuple[str, str, float]]:
-        """Phase, name and its part of the GPU's seconds."""
+        """Phase, name and seconds of each part of the stretch, which took the GPU `seconds`."""
         phase = PHASES[self.last]
         if self.waited is None:
             yield phase, self.action or phase, seconds
@@ -241,10 +243,10 @@ class _Stretch(NamedTuple):
 
 
 class _Step:
-    """A step between marks, whose times are asked for once."""
+    """The marks of a step, whose times are read once."""
 
     def __init__(self, begin: Mark, anchor: Mark | None, free: list[Mark]) -> None:
-        """Marks go to `free` once they are read."""
+        """The marks are put into `free` once their times are read."""
         self.anchor = anchor
         self.stretches: list[_Stretch] = []
         self._begin = begin
@@ -253,11 +255,11 @@ class _Step:
         self._lengths: list[float] | None = None
 
     def marks(self) -> list[Mark]:
-        """All of them, in order."""
+        """All marks of the step, in order."""
         return [self._begin, *(stretch.end for stretch in self.stretches)]
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase, and their sum, "step"."""
+        """The seconds of each phase, and their sum, "step"."""
         found = dict.fromkeys(PHASES, 0.0)
         for phase, _, seconds in self.parts():
             found[phase] += seconds
@@ -265,12 +267,12 @@ class _Step:
         return found
 
     def parts(self) -> Iterator[tuple[str, str, float]]:
-        """Phase, name and seconds of what the GPU's time went to, in order."""
+        """Phase, name and seconds of each part of the GPU's time, in order."""
         for stretch, length in zip(self.stretches, self._read(), strict=True):
             yield from stretch.divided(length)
 
     def after_anchor(self) -> float:
-        """Seconds from the anchor to the begin of the step."""
+        """Seconds from the anchor to the beginning of the step."""
         self._read()
         return self._after_anchor
 

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: what a step and an evaluation leave behind, and their file."""
+"""The records in metrics.jsonl, one a line, and the file itself."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StepRecord:
     """Global norm of the gradient over kept entries, before clipping."""
     loss_scale: float
     skipped: bool
-    """Whether the weights were kept as they were."""
+    """Whether the weights were left as they were."""
     skip_reason: str | None
-    """Why: what was not finite where, or the loss that jumped."""
+    """What was not finite, and where, or by how much the loss jumped; None if not skipped."""
     skipped_steps: int
-    """So far in this run."""
+    """Skipped steps so far in this run."""
     tokens: int
-    """Tokens of this step, over all replicas; samples where these are no tokens."""
+    """Tokens in this step over all replicas; samples if the data has no tokens."""
     step_seconds: float
     data_seconds: float
     compute_seconds: float
@@ -46,7 +46,7 @@ class StepRecord:
     other_seconds: float
     tokens_per_second: float
     model_flops_per_second: float
-    """Over all ranks; what recomputation adds is not counted."""
+    """Summed over all ranks; recomputation is not counted."""
     mfu: float
     """`model_flops_per_second` as a fraction of the peak of all ranks."""
     model_state_bytes: int
@@ -64,44 +64,44 @@ class EvalRecord:
     eval_loss: float
     """Mean loss of the validation targets."""
     metrics: Mapping[str, float]
-    """Each is a key of its own in the file: `perplexity` of tokens, which is
-    `perplexity(eval_loss)`, and the fraction of targets that a metric of the model counted."""
+    """Each is a key of its own in the file: for tokens `perplexity`, which is
+    `perplexity(eval_loss)`, and for each metric of the model the fraction of targets it counts."""
 
 
 @dataclass(frozen=True)
 class MaskRecord:
-    """One look at the masks, or change of them, between two steps."""
+    """One change of the masks between two steps, or one look at them."""
 
     step: int
     """Optimizer steps done before it."""
     masks: str
-    """What happened."""
+    """What happened, in words."""
     metrics: Mapping[str, float]
-    """Each is a key of its own in the file, such as `sparsity` (of the pruned tensors of all
-    ranks) and an Early-Bird search's `churn`."""
+    """Each is a key of its own in the file, such as `sparsity` (of all pruned tensors) and an
+    Early-Bird search's `churn`."""
     model_state_bytes: int
-    """After it, the maximum over ranks."""
+    """After the change, the maximum over ranks."""
     model_state_bytes_before: int
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What the planner predicted, and what the first steps took."""
+    """What the planner predicted, and what was measured in the first steps."""
 
     step: int
     """Optimizer steps done before it."""
     predicted_peak_memory_bytes: float
-    """Of the fullest rank."""
+    """Peak memory of the fullest rank."""
     measured_peak_memory_bytes: int
     predicted_step_seconds: float | None
     """None without `layout.cluster`."""
     measured_step_seconds: float
-    """Median of the first steps but one."""
+    """Median of the first steps, without the very first."""
 
 
 @dataclass(frozen=True)
 class BackRecord:
-    """A spike of the loss that sent the run back; what was recorded after `step` is gone."""
+    """A spike of the loss that sent the run back; records of later steps than `step` are gone."""
 
     step: int
     """Optimizer steps done at the checkpoint that it went back to."""
@@ -111,11 +111,11 @@ class BackRecord:
     usual_loss: float
     """Median of the good steps before the spike."""
     jumped: int
-    """Batches that the run has jumped over so far, those from there to the spike included."""
+    """Batches that the run has jumped over so far, including those between `step` and the spike."""
 
 
 def perplexity(eval_loss: float) -> float:
-    """exp(eval_loss); infinity where that is no float."""
+    """exp(eval_loss), or infinity if that is too large for a float."""
     try:
         return math.exp(eval_loss)
     except OverflowError:
@@ -123,7 +123,7 @@ def perplexity(eval_loss: float) -> float:
 
 
 class MetricsFile:
-    """metrics.jsonl, appended to: a line is on its way to the disk when `write` returns."""
+    """Appends records to metrics.jsonl; each line is flushed before `write` returns."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file; OutputError if its folder is missing or not writable."""
@@ -134,7 +134,10 @@ class MetricsFile:
             raise self._failure(error) from error
 
     def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord) -> None:
-        """Append one line of strict JSON, with null for what is not finite."""
+        """Append one line of strict JSON, with null for numbers that are not finite.
+
+        Raises OutputError if that fails.
+        """
         values = asdict(record)
         values |= values.pop("metrics", {})
         line = json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False)
@@ -145,7 +148,7 @@ class MetricsFile:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Close the file; what a failed `write` left behind fails here again."""
+        """Close the file; OutputError if what is left of a failed `write` fails again."""
         try:
             self._file.close()
         except OSError as error:
@@ -165,7 +168,7 @@ class MetricsFile:
 
 
 def _finite(value: float | bool | str | None) -> float | bool | str | None:
-    """The value, or None for NaN and infinities, which strict JSON cannot say."""
+    """The value, or None for NaN and infinities, which strict JSON cannot express."""
     if value is None or isinstance(value, str) or math.isfinite(value):
         return value
     return None

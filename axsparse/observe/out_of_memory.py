@@ -1,4 +1,4 @@
-"""What a rank says when its GPU has no memory left: what fills it, and what would make room."""
+"""The error of a rank whose GPU runs out of memory: what fills it, and what would make room."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from axsparse.runtime.errors import TrainingError
 from axsparse.samo.state_bytes import StateBytes
 
 HISTORY = 100_000
-"""Allocations that a history goes back; a snapshot takes some kilobytes for each."""
+"""How many allocations the history has at most; a snapshot takes some kilobytes for each."""
 
 
 def record_history() -> None:
-    """Have torch remember from here on where in the code GPU memory was taken and given back."""
+    """Let torch remember from now on where in the code GPU memory is allocated and freed."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
 
 
@@ -31,8 +31,11 @@ def explained(
     predicted_bytes: float | None,
     folder: Path | None,
 ) -> Iterator[None]:
-    """TrainingError in place of torch's own error where the current GPU's memory runs out, with
-    a snapshot of all blocks in `folder`; both are this rank's alone. `where` says what was done."""
+    """Raise TrainingError in place of torch's own error if the GPU's memory runs out in the block.
+
+    A snapshot of all memory blocks is written to `folder`. The error and the snapshot concern this
+    rank alone. `where` says what the rank was doing, `state` gives its bytes of model state.
+    """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:  # torch 2.4 has no other name for it
@@ -43,13 +46,13 @@ def explained(
             planned = f", predicted peak {format_bytes(predicted_bytes)}"
         raise TrainingError(
             f"GPU memory ran out in {where()}{asked}: "
-            f"{_of_the_device()}; {_by_category(state())}{planned}; raise layout.g_inter, lower "
+            f"{_device_memory()}; {_by_category(state())}{planned}; raise layout.g_inter, lower "
             "batch.microbatch_size, or set pipeline.checkpoint_activations"
             f"{_snapshot(rank, folder)}"
         ) from error
 
 
-def _of_the_device() -> str:
+def _device_memory() -> str:
     held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     free, total = torch.cuda.mem_get_info()
     return (
@@ -64,7 +67,7 @@ def _by_category(state: StateBytes) -> str:
 
 
 def _snapshot(rank: int, folder: Path | None) -> str:
-    """Write it; what there is to say of it."""
+    """Write a snapshot of all memory blocks; returns the words that the message adds for it."""
     if folder is None:
         return ""
     path = folder / f"memory-rank{rank}.pickle"

@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
-"""p2p is time in transport calls and copies, bubble is waiting with nothing runnable,
-other is whatever no with-block claims."""
+"""p2p is time in transport calls and copies, bubble is waiting with nothing to run, and other is
+all time that no with-block claims."""
 
 NUMBERS = {name: number for number, name in enumerate(PHASES)}
 IS_WORK = tuple(name in ("data", "compute", "compress", "optimizer") for name in PHASES)
-"""The others are entered over and over by a rank that waits."""
+"""Whether a phase is work; a rank that waits enters the other phases over and over."""
 
 
 class Phases:
     """Exclusive timers: every moment of a step belongs to exactly one phase.
 
-    `with phases("compute"):` charges the block to a phase; a block inside it interrupts
-    the outer one. Outside a step the blocks do nothing that is kept, so evaluation and
-    start-up may share code with training. Blocks nest like calls, so a hook that autograd
-    runs in a thread of its own, while its caller waits, is an inner block too.
+    `with phases("compute"):` charges the time of the block to a phase; a block inside it
+    interrupts the outer one. Outside a step nothing is kept, so evaluation and start-up may share
+    code with training. Blocks nest like calls; so a hook that autograd runs in a thread of its
+    own, while its caller waits, is an inner block, too.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Phases:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # One object per name, made once: blocks are entered per microbatch and per parameter.
+        # Blocks are entered for every microbatch and parameter, so there is one object a phase.
         self._blocks = {name: Block(self, number) for name, number in NUMBERS.items()}
         self._current = NUMBERS["other"]
         self._interrupted: list[int] = []
@@ -47,21 +47,21 @@ class Phases:
         self._began: float | None = None
         self._spans: list[tuple[str, str, float, float]] | None = None
         self.action = ""
-        """What spans are named by, such as "F3"; empty: by their phase."""
+        """The name of the spans that follow, such as "F3"; if empty, they are named by phase."""
         self.worked = 0
-        """Grows with every block of work that begins or ends; a rank that waits keeps it."""
+        """Grows whenever a block of work begins or ends, and not while the rank waits."""
 
     def __call__(self, name: str) -> Block:
         """The with-block of a phase; KeyError if there is no such phase."""
         return self._blocks[name]
 
     def begin_step(self) -> None:
-        """Start a step with all timers at zero; a step that was not ended is forgotten."""
+        """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""
         self._seconds = [0.0] * len(PHASES)
         self._began = self._since = self._clock()
 
     def end_step(self) -> Mapping[str, float]:
-        """Seconds of every phase since `begin_step`, and their sum, "step"."""
+        """Seconds of every phase since `begin_step`, and their sum under the name "step"."""
         assert self._began is not None, "end_step without begin_step"
         self._switch(self._current)
         seconds = dict(zip(PHASES, self._seconds, strict=True))
@@ -75,17 +75,17 @@ class Phases:
         return PHASES[self._current]
 
     def start_spans(self) -> None:
-        """Keep from now on every stretch of a phase, not their sums alone."""
+        """Keep from now on when each phase began and ended, besides the sums."""
         self._spans = []
 
     def take_spans(self) -> Iterable[tuple[str, str, float, float]]:
-        """Phase, name, begin and end of every stretch since `start_spans`, which ends."""
+        """Phase, name, begin and end of every span since `start_spans`; then stop keeping them."""
         spans, self._spans = self._spans, None
         assert spans is not None, "take_spans without start_spans"
         return spans
 
     def _switch(self, number: int) -> None:
-        """Charge the time since the last switch to the running phase, and run another."""
+        """Charge the time since the last switch to the present phase, and enter another."""
         now = self._clock()
         if self._spans is not None:
             self._keep(self._spans, now)
@@ -95,7 +95,7 @@ class Phases:
         self._current = number
 
     def _keep(self, spans: list[tuple[str, str, float, float]], now: float) -> None:
-        """Add the stretch that ends now, or lengthen the last one that it goes on with."""
+        """Add the span that ends now, or lengthen the last one if the two join."""
         if now <= self._since:
             return
         phase = PHASES[self._current]
@@ -107,7 +107,7 @@ class Phases:
 
 
 class Block:
-    """The with-block of one phase; it keeps no state, so it may be entered inside itself."""
+    """The with-block of one phase; it has no state, so it may be entered inside itself."""
 
     __slots__ = ("_number", "_phases")
 

@@ -1,4 +1,4 @@
-"""Every step's and evaluation's figures, from all ranks into metrics.jsonl and onto the screen."""
+"""Records the figures of all ranks: rank 0 writes metrics.jsonl and prints lines."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from axsparse.runtime.communication import Backoff, Collective
 from axsparse.runtime.console import Console, Unit, format_bytes
 
 COMPARED_STEPS = 5
-"""After so many steps what was predicted is held against what was measured."""
+"""How many steps are measured before predictions are compared with them."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What all ranks know alike of a step."""
+    """The figures of a step that are the same on all ranks."""
 
     step: int
-    """Steps done, this one included."""
+    """Steps done so far, this one included."""
     loss: float
     learning_rate: float
     grad_norm: float
@@ -40,37 +40,36 @@ class StepFigures:
     skipped: str | None = None
     """Why no rank updated its weights; None if all did."""
     skipped_steps: int = 0
-    """So far in this run."""
+    """Skipped steps so far in this run."""
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Of a step, by the planner."""
+    """The planner's prediction for a step."""
 
     memory_bytes: float
-    """Peak of the fullest rank."""
+    """Peak memory of the fullest rank."""
     step_seconds: float | None
-    """None where nobody knows the machine."""
+    """None if the machine has not been calibrated."""
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What does not change from step to step."""
+    """The figures of a run that do not change from step to step."""
 
     steps: int
     log_every: int
     tokens_per_step: int
     flops_per_step: float
     peak_flops: float
-    """Of all ranks together."""
+    """Summed over all ranks."""
     unit: Unit
-    """What a target is: a token, or a sample that is none."""
+    """What the run counts: tokens, or samples."""
     predicted: StepForecast | None = None
-    """What the plan says of memory and time."""
 
 
 class Recorder:
-    """All ranks push their figures; rank 0 writes them down one step later."""
+    """Takes the figures of all ranks; rank 0 writes and shows them one step later."""
 
     def __init__(
         self,
@@ -81,45 +80,45 @@ class Recorder:
         console: Console | None,
         slow: SlowRanks | None = None,
     ) -> None:
-        """`file` and `console` are given on rank 0, or nowhere; `slow` warns there of ranks that
-        hold others up."""
+        """`file`, `console` and `slow`, which finds slow ranks, are given on rank 0 at most."""
         self._gather = StepGather(world, backoff, each=["compute"])
         self._run = run
         self._file = file
         self._console = console
         self._slow = slow
         self._late: tuple[int, LateSeconds, Mapping[str, int]] | None = None
-        self._known: dict[int, StepFigures] = {}
+        self._figures: dict[int, StepFigures] = {}
         self._began = time.perf_counter()
-        self._seconds: list[float] = []
+        self._compared_seconds: list[float] = []
         self._first: int | None = None
 
     @property
     def predicted_memory_bytes(self) -> float | None:
-        """Peak of the fullest rank by the plan; None without one."""
+        """The predicted peak memory of the fullest rank; None without a prediction."""
         predicted = self._run.predicted
         return None if predicted is None else predicted.memory_bytes
 
     def step(
-        self, figures: StepFigures, seconds: Mapping[str, float], most: Mapping[str, int]
+        self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
     ) -> None:
-        """Push one step: `seconds` from `Phases.end_step`, `most` whose maximum is recorded.
+        """Record a step: `seconds` from `Phases.end_step`, and `maxima`, whose largest values over
+        ranks are recorded.
 
-        What a GPU has measured is pushed with the next step, on all ranks alike: its marks lie
-        before that step's agreement, so that nobody waits for them.
+        The times of a GPU are gathered with the next step, on all ranks alike. By then the GPU
+        has passed its marks, so that no rank waits for them.
         """
-        self._known[figures.step] = figures
+        self._figures[figures.step] = figures
         if self._first is None:
             self._first = figures.step
         self._push_late()
         if isinstance(seconds, LateSeconds):
-            self._late = figures.step, seconds, most
+            self._late = figures.step, seconds, maxima
         else:
-            self._write(self._gather.push(figures.step, seconds, most))
+            self._write(self._gather.push(figures.step, seconds, maxima))
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation after `step` steps: loss, perplexity of tokens, and the fractions
-        that the model's metrics found."""
+        """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
+        fractions of targets that the model's metrics count."""
         self.flush()
         if self._run.unit == "tokens":
             metrics = {"perplexity": perplexity(loss), **metrics}
@@ -128,7 +127,7 @@ class Recorder:
         self.say(eval_line(step, self._run.steps, loss, metrics))
 
     def masks(self, record: MaskRecord) -> None:
-        """Record a look at the masks or a change of them; `record` is the same on all ranks."""
+        """Record a change of the masks, or a look at them; `record` is the same on all ranks."""
         self.flush()
         if self._file is not None:
             self._file.write(record)
@@ -141,17 +140,17 @@ class Recorder:
         self.say("  ".join(parts))
 
     def went_back(self, record: BackRecord) -> None:
-        """Record where a spike of the loss has led."""
+        """Record that a spike of the loss sent the run back."""
         if self._file is not None:
             self._file.write(record)
 
     def flush(self) -> None:
-        """Write down what is still on its way; waits for the GPU to end the last step."""
+        """Write the steps that are still being gathered; waits for the GPU to end the last one."""
         self._push_late()
         self._write(self._gather.flush())
 
     def say(self, text: str) -> None:
-        """A line on rank 0's screen."""
+        """Print a line on rank 0's screen."""
         if self._console is not None:
             self._console.line(text)
 
@@ -164,19 +163,35 @@ class Recorder:
 
     def _push_late(self) -> None:
         if self._late is not None:
-            (step, seconds, most), self._late = self._late, None
-            self._write(self._gather.push(step, seconds, most))
+            (step, seconds, maxima), self._late = self._late, None
+            self._write(self._gather.push(step, seconds, maxima))
 
     def _write(self, gathered: StepTotals | None) -> None:
         if gathered is None:
             return
-        figures = self._known.pop(gathered.step)
+        figures = self._figures.pop(gathered.step)
         if self._file is None and self._console is None:
             return
+        record = self._record(figures, gathered)
+        if self._file is not None:
+            self._file.write(record)
+        if self._console is not None:
+            self._show(self._console, record)
+        if self._slow is not None:
+            warning = self._slow.add(gathered.step, gathered.each["compute"])
+            if warning is not None:
+                self.say(warning)
+        predicted = self._run.predicted
+        if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
+            self._compared_seconds.append(record.step_seconds)
+            if len(self._compared_seconds) == COMPARED_STEPS:
+                self._compare(predicted, record)
+
+    def _record(self, figures: StepFigures, gathered: StepTotals) -> StepRecord:
         run = self._run
         seconds = gathered.times["step"]
         flops = run.flops_per_step / seconds
-        record = StepRecord(
+        return StepRecord(
             step=figures.step,
             loss=figures.loss,
             learning_rate=figures.learning_rate,
@@ -203,27 +218,16 @@ class Recorder:
             p2p_bytes_sent=gathered.maxima["p2p_bytes_sent"],
             peak_memory_bytes=gathered.maxima["peak_memory_bytes"],
         )
-        if self._file is not None:
-            self._file.write(record)
-        if self._console is not None:
-            self._show(self._console, record)
-        if self._slow is not None:
-            warning = self._slow.add(gathered.step, gathered.each["compute"])
-            if warning is not None:
-                self.say(warning)
-        if run.predicted is not None and len(self._seconds) < COMPARED_STEPS:
-            self._seconds.append(seconds)
-            if len(self._seconds) == COMPARED_STEPS:
-                self._compare(run.predicted, record)
 
     def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
-        """Say how far the plan was off; a first step that allocates is none to go by."""
+        """Record and say how far the prediction was off; the first step, which allocates, does
+        not count."""
         own = PlanRecord(
             step=record.step,
             predicted_peak_memory_bytes=predicted.memory_bytes,
             measured_peak_memory_bytes=record.peak_memory_bytes,
             predicted_step_seconds=predicted.step_seconds,
-            measured_step_seconds=median(self._seconds[1:]),
+            measured_step_seconds=median(self._compared_seconds[1:]),
         )
         if self._file is not None:
             self._file.write(own)

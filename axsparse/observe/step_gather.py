@@ -1,4 +1,4 @@
-"""Times and bytes of a step, combined over all ranks one step late, so that nobody waits."""
+"""Combines times and bytes of a step over all ranks, one step late, so that no rank waits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 
 @dataclass(frozen=True)
 class StepTotals:
-    """One step as all ranks saw it."""
+    """The figures of one step over all ranks."""
 
     step: int
     times: dict[str, float]
-    """Seconds, mean over ranks."""
+    """Mean seconds over ranks, by name."""
     maxima: dict[str, int]
-    """Maximum over ranks."""
+    """Maxima over ranks, by name."""
     each: dict[str, list[float]]
-    """Seconds of every rank, in rank order."""
+    """The seconds of every rank in rank order, by name."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,14 @@ class _Pending:
 class StepGather:
     """Combines each step's figures while the next step runs.
 
-    All ranks push the same steps with the same names in the same order. The fp64 buffer
-    holds the times, which the all-reduce sums, then a slot per rank and maximum (rank by
-    rank), where zeros from all others make the sum the owner's own value: exact for
-    integers up to 2**53, and one operation for both. Times that are wanted of `each` rank
-    have such slots, too.
+    All ranks push the same steps with the same names in the same order. One all-reduce sums an
+    fp64 buffer. It begins with the times, whose sum gives the mean. Then every rank has its own
+    slots for the maxima and for the times in `each`. All other ranks have zeros there, so the sum
+    is the owner's value, exact for integers up to 2**53.
     """
 
     def __init__(self, world: Collective, backoff: Backoff, each: Sequence[str] = ()) -> None:
-        """`each`: names of times whose value on every rank is wanted beside the mean."""
+        """`each` names the times whose values on every rank are needed besides their mean."""
         self._world = world
         self._backoff = backoff
         self._each = tuple(each)
@@ -55,7 +54,10 @@ class StepGather:
     def push(
         self, step: int, times: Mapping[str, float], maxima: Mapping[str, int]
     ) -> StepTotals | None:
-        """Start combining a step, without waiting for it; returns the step pushed before."""
+        """Start to combine a step, without waiting for it; returns the step pushed before, if any.
+
+        `times` are in seconds, and `maxima` are values of which the largest is needed.
+        """
         previous = self.flush()
         rank, size = self._world.rank, self._world.size
         assert all(0 <= value <= 2**53 for value in maxima.values()), f"no exact float: {maxima}"
@@ -70,7 +72,7 @@ class StepGather:
         return previous
 
     def flush(self) -> StepTotals | None:
-        """Wait for the step pushed last and return it; None if there is none."""
+        """Wait for the step pushed last, and return it; None if there is none."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None

@@ -1,8 +1,8 @@
-"""Traces of steps in Chrome's format, which Perfetto opens: one schema, simulated or real.
+"""Trace files of simulated and real steps, in Chrome's format, which Perfetto opens.
 
-Every event is a complete one ("ph": "X"): `cat` is a phase of `observe.phases`, `name` the
-action it belongs to ("F3") or the phase, `pid` the replica, `tid` the stage, `ts` and `dur`
-microseconds, `args.step` the step. A rank's events never overlap, so that those of a phase
+Every event is a complete one ("ph": "X"). `cat` is a phase of `observe.phases`, `name` the action
+that it belongs to ("F3") or the phase, `pid` the replica, `tid` the stage, `args.step` the step;
+`ts` and `dur` are in microseconds. The events of a rank never overlap, so the events of a phase
 add up to its seconds.
 """
 
@@ -19,26 +19,26 @@ from axsparse.runtime.errors import DataError, MissingInputError, OutputError
 
 MICROSECONDS = 1e6
 HEAD, BETWEEN = '{"traceEvents": [\n', ",\n"
-"""A file is `HEAD`, the parts of its ranks with `BETWEEN` between them, and `tail`."""
+"""A file consists of `HEAD`, the ranks' parts with `BETWEEN` between them, and `tail`."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one rank's time."""
+    """A stretch of one rank's time, in one phase."""
 
     step: int
     replica: int
     stage: int
     phase: str
     name: str
-    """An action, such as "F3", or the phase."""
+    """The action, such as "F3", or the phase."""
     begin: float
-    """Seconds."""
+    """In seconds, as is `end`."""
     end: float
 
 
 def to_json(spans: Iterable[Span], source: str) -> str:
-    """The text of a trace; `source` says what it is of."""
+    """The text of a trace; `source` says what was traced."""
     ranks: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         ranks.setdefault((span.replica, span.stage), []).append(span)
@@ -47,7 +47,7 @@ def to_json(spans: Iterable[Span], source: str) -> str:
 
 
 def part(replica: int, stage: int, spans: Iterable[Span]) -> str:
-    """The events of one rank, of which `BETWEEN` makes a whole."""
+    """The events of one rank as text; parts are joined by `BETWEEN`."""
     events = [_label("thread_name", replica, stage, f"stage {stage}")]
     if stage == 0:
         events.insert(0, _label("process_name", replica, 0, f"replica {replica}"))
@@ -68,7 +68,7 @@ def part(replica: int, stage: int, spans: Iterable[Span]) -> str:
 
 
 def tail(source: str) -> str:
-    """What comes after the events."""
+    """The text after the events."""
     return f'\n], "otherData": {json.dumps({"source": source})}}}'
 
 
@@ -77,7 +77,7 @@ def _label(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
 
 
 def from_json(text: str, where: str) -> list[Span]:
-    """The spans of a trace; DataError if it is none of ours."""
+    """The spans of a trace's text; DataError if axsparse did not write it."""
     try:
         return [
             Span(
@@ -111,14 +111,14 @@ def write(path: Path, spans: Iterable[Span], source: str) -> None:
 
 
 def write_part(path: Path, replica: int, stage: int, spans: Iterable[Span]) -> None:
-    """Write what `join` puts together; OutputError if it cannot be written."""
+    """Write one rank's part, for `join`; OutputError if it cannot be written."""
     _write(path, [part(replica, stage, spans)])
 
 
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
-    """Make a trace of its ranks' parts, one at a time in memory, and remove them.
+    """Join the ranks' parts to a trace, with one part in memory at a time, and remove them.
 
-    OutputError if it cannot be written, or a part is not there.
+    Raises OutputError if the trace cannot be written or a part cannot be read.
     """
 
     def pieces() -> Iterator[str]:
@@ -150,7 +150,7 @@ def _write(path: Path, pieces: Iterable[str]) -> None:
 
 
 def read(path: Path) -> list[Span]:
-    """Read a trace; MissingInputError if there is none, DataError if it is no trace."""
+    """Read a trace; MissingInputError if it cannot be read, DataError if it is no trace."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -164,7 +164,10 @@ def read(path: Path) -> list[Span]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a phase of a stage takes in two traces: seconds a step, the mean over replicas."""
+    """How long a phase of a stage takes in two traces.
+
+    Both are in seconds a step, the mean over replicas and steps.
+    """
 
     stage: int
     phase: str
@@ -177,7 +180,7 @@ class Difference:
 
 
 def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Difference]:
-    """By phase and stage, the largest first; a stage that one lacks takes 0 there."""
+    """The differences of all phases and stages, largest first; a missing stage counts as 0."""
     ours, theirs = _seconds(first), _seconds(second)
     found = [
         Difference(stage, phase, ours.get((stage, phase), 0.0), theirs.get((stage, phase), 0.0))
@@ -187,7 +190,7 @@ def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Differenc
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
-    """From the first begin to the last end of a step, the mean over steps."""
+    """The mean time of a step, from the beginning of its first span to the end of its last."""
     steps = {span.step for span in spans}
     lengths = [
         max(span.end for span in spans if span.step == step)

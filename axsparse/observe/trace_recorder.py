@@ -1,7 +1,7 @@
-"""Traces some steps of a run: every rank's phases, in one file.
+"""Traces some steps of a run: the phases of every rank, in one file.
 
-Ranks write their own parts next to it and rank 0 joins them, so that a trace of thousands of
-ranks is never in one rank's memory, and none of it is sent.
+Every rank writes its own part beside that file, and rank 0 joins the parts. So a trace of
+thousands of ranks is never in one rank's memory, and none of it is sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.grid import Place
 
 TRACES = "trace"
-"""In the run directory."""
+"""The folder of the traces, in the run directory."""
 
 
 class TraceRecorder:
-    """Traces the steps `first` to `last`; all ranks call it together."""
+    """Traces `steps`; all ranks call it together."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class TraceRecorder:
         steps: range,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` is the one of `phases`."""
+        """`steps` are consecutive numbers, from 1. `clock` is the clock of `phases`."""
         self._transport = transport
         self._place = place
         self._phases = phases
@@ -43,8 +43,11 @@ class TraceRecorder:
         self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
 
     def begin(self, step: int) -> None:
-        """Before a step; ranks agree before the first one on when time begins, since clocks of
-        hosts differ. They leave that agreement at almost the same moment."""
+        """Called before a step.
+
+        The clocks of hosts differ. Before the first traced step the ranks run a collective
+        operation, which they leave at almost the same moment: there time begins.
+        """
         if step not in self._steps:
             return
         if step == self._steps[0]:
@@ -53,11 +56,14 @@ class TraceRecorder:
         self._phases.start_spans()
 
     def end(self, step: int) -> None:
-        """After a step; the last one writes the file. OutputError if a rank cannot write its part,
-        on all ranks, or rank 0 the whole."""
+        """Called after a step; the last traced step writes the file.
+
+        Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
+        join the parts.
+        """
         if step not in self._steps:
             return
-        # A GPU may still be in this step: only the last one waits for it.
+        # A GPU may still run this step; only `_write` waits for it.
         self._taken.append((step, self._phases.take_spans()))
         if step == self._steps[-1]:
             self._write()

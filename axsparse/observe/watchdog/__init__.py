@@ -1,1 +1,1 @@
-"""The watchdog: it ends a run that hangs, and names the rank that the others wait for."""
+"""The watchdog ends a run that hangs, and names the rank that the others wait for."""

@@ -1,6 +1,6 @@
-"""How the watchdogs of all ranks know of one another: a small file a rank, in the run directory.
+"""Heartbeats: every rank's watchdog writes a small file in the run directory, for the others.
 
-Files need nothing of MPI, which may be what hangs, and still tell of a rank that is stopped.
+Files work without MPI, which may be what hangs, and they still exist when a rank is stopped.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 HEARTBEATS = "heartbeat"
-"""In the run directory, while the run lasts."""
+"""The folder of the heartbeats in the run directory, which exists while the run lasts."""
 RECORD_BYTES = 1024
-"""Of every record, blanks included: it is written over the one before in one call."""
+"""The size of every record, filled up with blanks, so that one call overwrites the last one."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank stood when it wrote this."""
+    """What a rank was doing when it wrote this."""
 
     written: int
-    """How many it has written; a rank whose number stays is not heard of."""
+    """How many heartbeats the rank has written; a rank whose number does not grow is silent."""
     quiet: float
-    """Seconds since it got on with anything, by its own clock; clocks of hosts differ."""
+    """Seconds since the rank made progress, by its own clock, since the clocks of hosts differ."""
     waits: bool
-    """Whether it waited for other ranks just then."""
+    """Whether the rank was waiting for others."""
     task: str
     step: int
     phase: str
@@ -38,7 +38,7 @@ class Heartbeat:
     process: int
 
     def __str__(self) -> str:
-        """ "compute (F3) of step 25", or "checkpoint after step 25 (collective)"."""
+        """As in "compute (F3) of step 25", or "checkpoint after step 25 (collective)"."""
         if self.task == "training":
             action = f" ({self.action})" if self.action else ""
             return f"{self.phase}{action} of step {self.step}"
@@ -46,12 +46,12 @@ class Heartbeat:
         return f"{self.task} after step {self.step} ({self.phase}{action})"
 
     def to_json(self) -> str:
-        """The inverse of `from_json`."""
+        """The text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> Heartbeat:
-        """ValueError for anything else."""
+        """The heartbeat in a text; ValueError if there is none."""
         found = json.loads(text)
         names = {field.name for field in fields(Heartbeat)}
         if not isinstance(found, Mapping) or set(found) != names:
@@ -62,36 +62,36 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank says once it is asked."""
+    """The answer of a rank to the one that reports a hang."""
 
     heartbeat: Heartbeat
     stacks: str
-    """Of all its Python threads."""
+    """The stacks of all its Python threads."""
 
 
 class Board:
-    """The folder of the heartbeats, as one rank sees it."""
+    """The folder of the heartbeats, as one rank uses it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """The folder exists. OSError if this rank cannot write there."""
+        """`folder` exists. OSError if this rank cannot write there."""
         self.folder = folder
         self._own = self._path(rank)
         self._answer = self._answer_path(rank)
         self._hang = folder / "hang"
-        # From here on a full disk takes no heartbeat away.
+        # Takes the space now, so that heartbeats can be written even if the disk is full later.
         self._own.write_bytes(b" " * RECORD_BYTES)
 
     @staticmethod
     def clear(folder: Path) -> None:
-        """Before a run, on one rank: an empty folder. OSError if that cannot be."""
+        """Make the folder, or empty it; one rank calls this before a run. Raises OSError."""
         folder.mkdir(exist_ok=True, mode=0o700)
         for path in folder.iterdir():
             path.unlink()
 
     def write(self, heartbeat: Heartbeat) -> None:
-        """Let others know. OSError if that cannot be."""
+        """Write this rank's heartbeat. Raises OSError."""
         record = heartbeat.to_json().encode().ljust(RECORD_BYTES)
-        # Opened each time: a network file system shows others what was written on closing.
+        # A network file system shows other hosts what was written once the file is closed.
         number = os.open(self._own, os.O_WRONLY)
         try:
             os.pwrite(number, record, 0)
@@ -99,16 +99,16 @@ class Board:
             os.close(number)
 
     def read(self, rank: int) -> Heartbeat | None:
-        """What a rank wrote last; None if it has left, or was caught in writing."""
+        """The last heartbeat of a rank; None if it has left, or is just writing."""
         try:
             return Heartbeat.from_json(self._path(rank).read_bytes())
         except (OSError, ValueError):
             return None
 
     def claim(self) -> bool:
-        """Whether this rank is the one that reports; all others are asked to answer.
+        """Ask all ranks to answer, and say whether this rank is the one to report.
 
-        OSError if that cannot be.
+        Raises OSError.
         """
         try:
             with self._hang.open("x") as file:
@@ -119,17 +119,17 @@ class Board:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether some rank reports."""
+        """Whether any rank reports."""
         return self._hang.exists()
 
     def answer(self, answer: RankAnswer) -> None:
-        """Say where this rank stands. OSError if that cannot be."""
+        """Write this rank's answer. Raises OSError."""
         partial = self._answer.with_suffix(".tmp")
         partial.write_text(f"{answer.heartbeat.to_json()}\n{answer.stacks}")
         partial.replace(self._answer)
 
     def answer_of(self, rank: int) -> RankAnswer | None:
-        """What a rank said; None if it has not yet."""
+        """The answer of a rank; None if it has not answered yet."""
         try:
             heartbeat, _, stacks = self._answer_path(rank).read_text().partition("\n")
             return RankAnswer(Heartbeat.from_json(heartbeat), stacks)
@@ -137,7 +137,7 @@ class Board:
             return None
 
     def leave(self) -> None:
-        """This rank is watched no more; the last one takes the folder away."""
+        """Take this rank's heartbeat away; the last rank removes the folder."""
         with contextlib.suppress(OSError):
             self._own.unlink()
             self.folder.rmdir()

@@ -1,4 +1,4 @@
-"""Of a run that hangs: which rank the others wait for, and the report."""
+"""Finds the rank that the others wait for in a run that hangs, and writes the report."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ SILENT = "its Python does not run"
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank, as the one that reports sees it."""
+    """What the reporting rank knows of a rank."""
 
     place: Place
     heartbeat: Heartbeat | None
-    """The last one; None if it has none: it has left, or never began."""
+    """Its last heartbeat; None if the rank has left or never began."""
     quiet: float
     """Seconds without progress."""
     is_silent: bool = False
-    """Whether it writes no heartbeats any more."""
+    """Whether it has stopped writing heartbeats."""
     system: str = ""
-    """What the system says of the process of a silent rank, if it is on this host."""
+    """The system's account of a silent rank's process, if that is on this host."""
     stacks: str | None = None
-    """Python stacks of all its threads; None if it did not answer."""
+    """The Python stacks of all its threads; None if it did not answer."""
 
 
 def laggard(ranks: Sequence[RankView]) -> RankView:
-    """The rank that others wait for.
+    """The rank that the others wait for.
 
-    First one that does not answer, since its own Python does not run; then one that does not
-    wait; then one that is not there. If all wait, messages are lost, and it is the first that
-    stalled. Of several alike also the first that stalled.
+    That is a silent rank, since its Python does not run; otherwise a rank that does not wait;
+    otherwise a rank that is not there. If all ranks wait, messages were lost. Among several such
+    ranks, it is the one that has been quiet for longest.
     """
 
-    def order(seen: RankView) -> tuple[int, float]:
-        if seen.heartbeat is None:
+    def order(view: RankView) -> tuple[int, float]:
+        if view.heartbeat is None:
             kind = 2
-        elif seen.is_silent:
+        elif view.is_silent:
             kind = 0
         else:
-            kind = 3 if seen.heartbeat.waits else 1
-        return kind, -seen.quiet
+            kind = 3 if view.heartbeat.waits else 1
+        return kind, -view.quiet
 
     return min(ranks, key=order)
 
 
 def error_line(ranks: Sequence[RankView], report: Path) -> str:
-    """What hangs, for whom, and where all else is told."""
+    """One line on which rank hangs, who waits for it, and where the report is."""
     found = laggard(ranks)
     heartbeat = found.heartbeat
     if heartbeat is None:
@@ -69,32 +69,32 @@ def error_line(ranks: Sequence[RankView], report: Path) -> str:
 
 
 def report(ranks: Sequence[RankView], line: str) -> str:
-    """The error line, every rank on a line, then the stacks of each, the laggard's first."""
+    """The report: the error line, one line for every rank, then all stacks, the laggard's first."""
     first = laggard(ranks)
-    others = [seen for seen in ranks if seen is not first]
+    others = [view for view in ranks if view is not first]
     lines = [line, "", *map(state_line, ranks)]
-    for seen in (first, *others):
-        lines += ["", f"{seen.place}:", seen.stacks or _no_stacks(seen)]
+    for view in (first, *others):
+        lines += ["", f"{view.place}:", view.stacks or _no_stacks(view)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def state_line(seen: RankView) -> str:
-    """One rank on one line."""
-    heartbeat = seen.heartbeat
+def state_line(view: RankView) -> str:
+    """One line on what a rank is doing."""
+    heartbeat = view.heartbeat
     if heartbeat is None:
-        return f"{seen.place}: has left, or never began to train"
+        return f"{view.place}: has left, or never began to train"
     how = "waits in" if heartbeat.waits else "is in"
-    if seen.is_silent:
-        how = f"does not answer ({seen.system or SILENT}), last seen in"
+    if view.is_silent:
+        how = f"does not answer ({view.system or SILENT}), last seen in"
     awaited = f"; awaits {', '.join(heartbeat.awaited)}" if heartbeat.awaited else ""
     return (
-        f"{seen.place} on {heartbeat.host}, process {heartbeat.process}: {how} {heartbeat}, "
-        f"{seen.quiet:.0f} s without progress{awaited}"
+        f"{view.place} on {heartbeat.host}, process {heartbeat.process}: {how} {heartbeat}, "
+        f"{view.quiet:.0f} s without progress{awaited}"
     )
 
 
 def process_state(process: int) -> str:
-    """What the system says of a process of this host that does not answer."""
+    """The system's account of a process on this host, as a text; empty if it looks healthy."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -108,16 +108,16 @@ def process_state(process: int) -> str:
 
 
 def _awaiting(ranks: Sequence[RankView], found: RankView) -> list[str]:
-    """Who waits for which message of a rank."""
+    """One text for every rank that waits for a message from this one."""
     ending = f" from rank {found.place.rank}"
     return [
-        f"rank {seen.place.rank} awaits its {text.removesuffix(ending)} in step {beat.step}"
-        for seen in ranks
-        if (beat := seen.heartbeat) is not None
+        f"rank {view.place.rank} awaits its {text.removesuffix(ending)} in step {beat.step}"
+        for view in ranks
+        if (beat := view.heartbeat) is not None
         for text in beat.awaited
         if text.endswith(ending)
     ]
 
 
-def _no_stacks(seen: RankView) -> str:
-    return "no stacks: it did not answer" if seen.heartbeat else "no stacks: it is not there"
+def _no_stacks(view: RankView) -> str:
+    return "no stacks: it did not answer" if view.heartbeat else "no stacks: it is not there"

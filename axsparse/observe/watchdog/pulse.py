@@ -1,4 +1,4 @@
-"""What a rank is about, for a thread that asks: written by training, which pays next to nothing."""
+"""The pulse of a rank: training notes what it is doing, and the watchdog's thread reads it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Task = Literal["training", "evaluation", "masks", "checkpoint"]
 
 
 class Pulse:
-    """Where a rank stands, and a count that grows as long as it gets on."""
+    """What a rank is doing, and a count that grows as long as it makes progress."""
 
     def __init__(
         self, phases: Phases, backoff: Backoff, awaited: Callable[[], Sequence[str]]
     ) -> None:
-        """`awaited` says which messages the rank waits for, if it waits for messages."""
+        """`awaited` gives the messages that the rank waits for."""
         self.task: Task = "training"
         self.step = 0
-        """The step under way; of a task between two steps, the steps done."""
+        """The step under way or, in a task between two steps, the number of steps done."""
         self.steps = 0
         """Steps that this process has finished."""
         self._phases = phases
@@ -29,22 +29,22 @@ class Pulse:
         self._beats = 0
 
     def at(self, task: Task, step: int) -> None:
-        """Training goes on with this."""
+        """Note that this task begins."""
         self.task, self.step = task, step
         self.beat()
 
     def beat(self) -> None:
-        """Something was done that is in no phase; any thread may say so."""
+        """Note progress outside the phases; any thread may call this."""
         self._beats += 1
 
     @property
     def beats(self) -> int:
-        """Grows with every piece of work; waiting and looking for messages is none."""
+        """Grows with every piece of work; waiting and looking for messages are not work."""
         return self._beats + self._phases.worked
 
     @property
     def pauses(self) -> int:
-        """Grows while the rank waits for others."""
+        """A count that grows while the rank waits for others."""
         return self._backoff.pauses
 
     @property
@@ -54,10 +54,10 @@ class Pulse:
 
     @property
     def action(self) -> str:
-        """The forward or backward under way, such as "F3"; empty if there is none."""
+        """The forward or backward pass under way, such as "F3"; empty if there is none."""
         return self._phases.action
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The messages without which the rank cannot go on."""
+        """The messages that the rank needs to go on."""
         return tuple(self._awaited())

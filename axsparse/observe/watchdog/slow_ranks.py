@@ -1,4 +1,4 @@
-"""Which ranks compute for longer than their peers, step for step."""
+"""Finds ranks that compute for longer than their peers, step after step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from statistics import median
 from axsparse.runtime.grid import Grid
 
 LEAST_SECONDS = 0.05
-"""A step, by which a slow rank exceeds others; less is lost in the noise of small steps."""
+"""By how much a slow rank exceeds others in a step; less may be noise, in small steps."""
 
 
 class SlowRanks:
-    """Compares the ranks' compute times over some steps, and warns of one that is slow.
+    """Compares the ranks' compute times over some steps, and warns of a slow rank.
 
-    Replicas of a stage do the same work, so each is held against the median of the others.
-    Without other replicas stages are compared, each by its share of the work. Once warned of,
-    a rank is named again only after it has been as fast as others in between.
+    The replicas of a stage do the same work, so each is compared with the median of the others.
+    Without other replicas, stages are compared, each by its share of the work. After a warning, a
+    rank is named again only if it has been as fast as others in between.
     """
 
     def __init__(
@@ -28,8 +28,10 @@ class SlowRanks:
         ratio: float,
         steps: int,
     ) -> None:
-        """`work` of each stage, in any unit; `hosts` of all ranks. `ratio`: how many times as
-        long is slow; `steps`: how many are added up for a comparison."""
+        """`work` has the work of each stage in any unit, `hosts` the hosts of all ranks.
+
+        A rank is slow if it takes `ratio` times as long as others, over `steps` steps together.
+        """
         self._places = [grid.place(rank) for rank in range(grid.size)]
         self._has_peers = grid.g_data > 1
         self._work = [work[place.stage] for place in self._places]
@@ -42,9 +44,9 @@ class SlowRanks:
         self._warned: set[int] = set()
 
     def add(self, step: int, compute: Sequence[float]) -> str | None:
-        """Seconds that each rank computed in a step; a warning, if there is one to give."""
+        """Add the seconds that each rank computed in a step; returns a warning, if there is one."""
         if self._is_first:
-            self._is_first = False  # it allocates, compiles, reads what is cold
+            self._is_first = False  # the first step also allocates, compiles and fills caches
             return None
         self._sums = [total + own for total, own in zip(self._sums, compute, strict=True)]
         self._added += 1
@@ -60,7 +62,7 @@ class SlowRanks:
         slow = {
             rank: own / usual[rank]
             for rank, own in enumerate(seconds)
-            # Who is slow and has little to do holds nobody up.
+            # A slow rank with little work does not hold up others.
             if own >= middle
             and 0 < usual[rank] * self._ratio <= own
             and own - usual[rank] >= LEAST_SECONDS
@@ -81,7 +83,7 @@ class SlowRanks:
         )
 
     def _usual(self, rank: int, seconds: Sequence[float]) -> float:
-        """Seconds that the work of a rank takes others; 0 if nobody can say."""
+        """Seconds that others take for the work of this rank; 0 if there are no others."""
         place = self._places[rank]
         others = [
             seconds[other.rank] / self._work[other.rank]

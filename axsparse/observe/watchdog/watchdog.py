@@ -1,11 +1,11 @@
-"""Ends a run that hangs: a thread of every rank sees whether any rank still gets on.
+"""The watchdog: a thread of every rank that ends the run if it hangs.
 
-A run hangs once no rank has made progress for `timeout`: whoever still works, others may
-wait for. A rank that has made none for half of it begins to read the heartbeats of the
-others, rank 0 first; otherwise nobody reads them. The one that finds that all are quiet, or
-not heard of, asks every rank for its stacks, reports, and ends the job.
+A run hangs once no rank has made progress for `timeout`; as long as one works, the others may be
+waiting for it. Every rank writes heartbeats. A rank that has made no progress for half the
+timeout begins to read those of the others, rank 0 first. If it finds that all ranks are quiet or
+silent, it asks every rank for its stacks, writes a report, and ends the job.
 
-Time is counted in looks: a job that was suspended as a whole goes on where it was.
+Time is counted in looks, so a job that was suspended as a whole continues where it was.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from axsparse.runtime.grid import Place
 T = TypeVar("T")
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
-"""In the run directory; that of an earlier hang is written over."""
+"""The report in the run directory; a later hang overwrites it."""
 LOOKS = 20
-"""A `timeout`; as many heartbeats a rank writes in it."""
+"""How often a rank looks, and writes a heartbeat, in the time of one `timeout`."""
 MOST_SECONDS = 30.0
-"""Between two looks."""
+"""The longest time between two looks."""
 SILENT_LOOKS = 10
-"""Without a new heartbeat, after which a rank is not heard of."""
+"""A rank is silent after so many looks without a new heartbeat."""
 ANSWER_LOOKS = 5
-"""That a rank has to answer with its stacks, and at least `ANSWER_SECONDS`."""
+"""How many looks a rank has to answer with its stacks; `ANSWER_SECONDS` at least."""
 ANSWER_SECONDS = 2.0
 FIRST_STEP = 5.0
-"""Times `timeout` may pass before the first step is done: it allocates and compiles."""
+"""The first step may take so many times `timeout`, since it allocates and compiles."""
 ABORT_SECONDS = 10.0
-"""For MPI to end the job; then the process ends by itself, and the launcher ends the others."""
+"""How long MPI has to end the job; then this process exits, and the launcher ends the others."""
 CLOSING_SECONDS = 5.0
-"""That a run which ends waits for a look; no longer, since the disk of one may hang."""
+"""How long the end of a run waits for a look, which a disk may hold up for ever."""
 
 
 @dataclass
 class _Peer:
-    """Another rank, since this one has begun to look at it."""
+    """What this rank has seen of another one since it began to look at it."""
 
     heartbeat: Heartbeat | None
     since: float
-    """When this heartbeat was first seen."""
+    """The time when this heartbeat was first seen."""
 
 
 class Watchdog:
-    """One rank's; its threads live from `start` to `close`."""
+    """The watchdog of one rank; its threads live from `start` to `close`."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Watchdog:
         leave: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` in seconds. `leave(code)` ends the whole job, from any thread."""
+        """`timeout` is in seconds. `leave(code)` ends the whole job, from any thread. The report is
+        written beside the folder of `board`, in the run directory."""
         self._board = board
         self._pulse = pulse
         self._place = place
@@ -94,21 +95,21 @@ class Watchdog:
         self._time = 0.0
         self._looked_at = clock()
         self._beats = pulse.beats
-        self._moved_at = 0.0
+        self._progress_at = 0.0
         self._pauses = pulse.pauses
         self._written = 0
         self._watched: dict[int, _Peer] = {}
         self._answered_at: float | None = None
         self._reports = False
-        self._stood = (0, 0)
-        self._still = 0.0
+        self._last_state = (0, 0)
+        self._unchanged_seconds = 0.0
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Watch from now on; the others hear of this rank before its first step."""
+        """Watch from now on, with a first heartbeat at once."""
         with suppress(OSError):  # as in `look`
-            self._board.write(self._own())
+            self._board.write(self._heartbeat())
         for work in (self.look, self.look_at_looking):
             thread = threading.Thread(
                 target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
@@ -126,8 +127,9 @@ class Watchdog:
         self._board.leave()
 
     def look(self) -> None:
-        """What the thread does every `interval`."""
-        own = self._own()
+        """Write a heartbeat, and look at the other ranks if this one is quiet; a thread calls this
+        every `interval`."""
+        own = self._heartbeat()
         try:
             self._board.write(own)
             if self._answered_at is not None:
@@ -139,16 +141,19 @@ class Watchdog:
             elif self._all_hang(own):
                 self._begin_report(own)
         except OSError:
-            # A disk that fails for a while; the others take it for silence, which alone is none.
+            # A disk may fail for a while. The others then take this rank for silent, and that
+            # alone does not end the run.
             pass
 
     def look_at_looking(self) -> None:
-        """What a second thread does every `interval`: a disk that hangs holds up the first, and
-        may be what holds up training."""
-        stands = (self._written, self._pulse.beats)
-        self._still = self._still + self.interval if stands == self._stood else 0.0
-        self._stood = stands
-        if self._still >= 2 * self._patience:
+        """End the job if neither `look` nor training gets on; a second thread calls this every
+        `interval`, since a disk that hangs may hold up both."""
+        state = (self._written, self._pulse.beats)
+        self._unchanged_seconds = (
+            self._unchanged_seconds + self.interval if state == self._last_state else 0.0
+        )
+        self._last_state = state
+        if self._unchanged_seconds >= 2 * self._patience:
             self._end(
                 f"{self._place}: hangs, and so does the disk of {self._report.parent}, where it "
                 "would be reported; --resume auto goes on from the last checkpoint"
@@ -162,19 +167,19 @@ class Watchdog:
         while not self._closed.wait(self.interval):
             work()
 
-    def _own(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         now, pulse = self._clock(), self._pulse
-        # What is longer was not spent looking: this process, or the whole job, was stopped.
+        # If more time has passed, this process or the whole job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
         beats, pauses = pulse.beats, pulse.pauses
         if beats != self._beats:
-            self._beats, self._moved_at = beats, self._time
+            self._beats, self._progress_at = beats, self._time
         waits, self._pauses = pauses != self._pauses, pauses
         self._written += 1
         return Heartbeat(
             written=self._written,
-            quiet=self._time - self._moved_at,
+            quiet=self._time - self._progress_at,
             waits=waits,
             task=pulse.task,
             step=pulse.step,
@@ -188,7 +193,7 @@ class Watchdog:
     # -- looking at others --------------------------------------------------------------
 
     def _all_hang(self, own: Heartbeat) -> bool:
-        """Whether every rank is quiet for too long, or not heard of."""
+        """Whether every rank has been quiet for too long, or is silent."""
         for rank in range(self._place.grid.size):
             if rank != self._place.rank:
                 self._watch(rank)
@@ -220,8 +225,8 @@ class Watchdog:
         try:
             self._reports = self._board.claim()
         except OSError:
-            # On a disk that is full nobody can be asked: what is known has to do.
-            self._tell([self._seen(rank, own) for rank in range(self._place.grid.size)])
+            # On a full disk no rank can be asked, so this one reports what it knows.
+            self._report_and_end([self._view(rank, own) for rank in range(self._place.grid.size)])
             return
         if self._reports:
             self._give_answer(own)
@@ -235,15 +240,15 @@ class Watchdog:
         waited = self._time - self._answered_at
         if not self._reports:
             if waited >= self._timeout:
-                # The one that wanted to report is gone, too.
+                # The rank that was to report has not done so.
                 self._end(f"{self._place}: hangs in {own}, and no rank reports it")
             return
-        ranks = [self._seen(rank, own) for rank in range(self._place.grid.size)]
+        ranks = [self._view(rank, own) for rank in range(self._place.grid.size)]
         is_over = waited >= max(ANSWER_LOOKS * self.interval, ANSWER_SECONDS)
         if is_over or all(r.stacks is not None or r.is_silent or not r.heartbeat for r in ranks):
-            self._tell(ranks)
+            self._report_and_end(ranks)
 
-    def _seen(self, rank: int, own: Heartbeat) -> RankView:
+    def _view(self, rank: int, own: Heartbeat) -> RankView:
         place = self._place.grid.place(rank)
         answer = self._board.answer_of(rank)
         if answer is not None:
@@ -257,7 +262,7 @@ class Watchdog:
             system = process_state(heartbeat.process)
         return RankView(place, heartbeat, self._quiet(watched), is_silent=is_silent, system=system)
 
-    def _tell(self, ranks: list[RankView]) -> None:
+    def _report_and_end(self, ranks: list[RankView]) -> None:
         line = error_line(ranks, self._report)
         text = report(ranks, line)
         try:
@@ -272,7 +277,7 @@ class Watchdog:
 
     def _end(self, line: str) -> None:
         print(f"axsparse: error: {line}", file=sys.stderr, flush=True)
-        # MPI may be what hangs.
+        # If MPI itself hangs, `_leave` does not return.
         timer = threading.Timer(ABORT_SECONDS, os._exit, (EXIT_INTERNAL,))
         timer.daemon = True
         timer.start()
@@ -282,9 +287,9 @@ class Watchdog:
 def open_watchdog(
     settings: WatchdogConfig, run_dir: Path, *, place: Place, pulse: Pulse, transport: Transport
 ) -> Watchdog | None:
-    """The watchdog of this rank, which watches once it is started; None if that is not wanted.
+    """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0.
 
-    All ranks call this together; OutputError on all alike.
+    All ranks call this together. Raises OutputError on all ranks alike.
     """
     if settings.timeout == 0:
         return None
@@ -318,7 +323,7 @@ def stacks() -> str:
     for thread in threads:
         if thread.ident in frames and not thread.name.startswith(THREAD):
             found = traceback.extract_stack(frames[thread.ident])
-            # How a thread begins is the same for all.
+            # The first frames, in which a thread begins, are the same for all threads.
             while len(found) > 1 and found[0].filename == threading.__file__:
                 del found[0]
             lines += [f"thread {thread.name}:", "".join(found.format()).rstrip()]
