@@ -30,30 +30,6 @@ BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 """The number of set bits of every byte."""
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The outcome of one round."""
-
-    outcome: Literal["search", "draw", "exhausted"]
-    """`draw`: the mask has settled. `exhausted`: it has not, and no round is left before
-    `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are left."""
-    hamming: float | None
-    churn: float | None
-    """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
-
-
-@dataclass(frozen=True)
-class SearchState:
-    """What a search needs to go on as if it had never stopped."""
-
-    masks: dict[str, Tensor]
-    """The bit-packed uint8 masks of the last round, by name; those of this rank's tensors."""
-    queue: list[float]
-    """The last distances, oldest first; the same on all ranks."""
-    last_step: int | None
-    """How many steps had succeeded at the last round; None before the first round."""
-
-
 class MaskConvergence:
     """Judges on one rank whether masks have settled.
 
@@ -134,3 +110,27 @@ class MaskConvergence:
         self._queue.clear()
         self._queue.extend(state.queue)
         self._last_step = state.last_step
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome of one round."""
+
+    outcome: Literal["search", "draw", "exhausted"]
+    """`draw`: the mask has settled. `exhausted`: it has not, and no round is left before
+    `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are left."""
+    hamming: float | None
+    churn: float | None
+    """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """What a search needs to go on as if it had never stopped."""
+
+    masks: dict[str, Tensor]
+    """The bit-packed uint8 masks of the last round, by name; those of this rank's tensors."""
+    queue: list[float]
+    """The last distances, oldest first; the same on all ranks."""
+    last_step: int | None
+    """How many steps had succeeded at the last round; None before the first round."""

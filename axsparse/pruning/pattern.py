@@ -13,6 +13,25 @@ CHUNK = 131_072
 """Entries that are sorted at a time, in whole rows; this bounds temporaries to some 5 MB."""
 
 
+def n_of_m(score: Tensor, n: int, m: int) -> Tensor:
+    """The bool mask, in the shape of `score`, of the n largest of every m consecutive inputs.
+
+    Inputs are dimension 1 of a Linear (out, in) and of a Conv (out, in, kh, kw), where each place
+    of the kernel counts by itself. Among equal scores, those at lower positions stay. `score` has
+    no NaN, and m divides its dimension 1.
+    """
+    rows, inputs = score.shape[:2]
+    assert inputs % m == 0, "check_pattern was not asked"
+    mask = torch.zeros(score.shape, dtype=torch.bool)
+    grouped = (rows, inputs // m, m, -1)
+    score, grouped_mask = score.reshape(grouped), mask.view(grouped)
+    step = max(1, CHUNK * rows // mask.numel())
+    for part, kept in zip(score.split(step), grouped_mask.split(step), strict=True):
+        order = part.sort(dim=2, descending=True, stable=True).indices
+        kept.scatter_(2, order[:, :, :n], True)
+    return mask
+
+
 def parse_pattern(text: str) -> tuple[int, int]:
     """The two numbers of a pattern such as "2:4"; ConfigError for any other text."""
     found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
@@ -32,22 +51,3 @@ def check_pattern(name: str, shape: tuple[int, ...], n: int, m: int) -> None:
             f"{name}: {n}:{m} runs along dimension 1 of its shape {shape}, which is not a "
             f"multiple of {m}; name it in pruning.exclude"
         )
-
-
-def n_of_m(score: Tensor, n: int, m: int) -> Tensor:
-    """The bool mask, in the shape of `score`, of the n largest of every m consecutive inputs.
-
-    Inputs are dimension 1 of a Linear (out, in) and of a Conv (out, in, kh, kw), where each place
-    of the kernel counts by itself. Among equal scores, those at lower positions stay. `score` has
-    no NaN, and m divides its dimension 1.
-    """
-    rows, inputs = score.shape[:2]
-    assert inputs % m == 0, "check_pattern was not asked"
-    mask = torch.zeros(score.shape, dtype=torch.bool)
-    grouped = (rows, inputs // m, m, -1)
-    score, grouped_mask = score.reshape(grouped), mask.view(grouped)
-    step = max(1, CHUNK * rows // mask.numel())
-    for part, kept in zip(score.split(step), grouped_mask.split(step), strict=True):
-        order = part.sort(dim=2, descending=True, stable=True).indices
-        kept.scatter_(2, order[:, :, :n], True)
-    return mask

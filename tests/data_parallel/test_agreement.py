@@ -1,4 +1,4 @@
-"""What all ranks agree on in a step: loss, norm and whether to update; and gathered values."""
+"""All ranks agree on the loss, the norm and the finiteness of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def names_of(place: Place) -> list[str]:
 
 
 def share(partials: Tensor, place: Place) -> Tensor:
-    """Blocks are dealt out over the replicas; each has zeros for those of others."""
+    """Blocks are dealt out over the replicas; each has zeros for the blocks of others."""
     owners = torch.arange(len(partials)) % place.grid.g_data
     return torch.where(owners == place.replica, partials, 0.0)
 
@@ -57,7 +57,7 @@ def reach(
     *,
     spoilt: tuple[int, str, float] | None = None,
 ) -> list[Verdict]:
-    """What every rank hears; `spoilt` puts a value into a rank's first partial of a tensor."""
+    """The verdict on every rank; `spoilt` replaces a rank's first partial of a tensor."""
 
     def body(transport: Transport, place: Place) -> Verdict:
         own = names_of(place)
@@ -73,7 +73,7 @@ def reach(
 
 
 def last_stage_loss(place: Place) -> float:
-    """Only the last stage knows a loss; what others say must not count."""
+    """Only the last stage knows a loss; the values of other stages must not count."""
     return 0.5 + place.replica if place.is_last else 1e6
 
 

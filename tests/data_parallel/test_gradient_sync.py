@@ -1,4 +1,4 @@
-"""Summing a step's gradients: fixed order, ties first, exact bytes, and never for ever."""
+"""Gradients are summed in a fixed order, ties first, with exact bytes, and without deadlocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUMEL, KEPT = 20, 6
 
 @dataclass
 class Sum:
-    """An all-reduce under way that ends when the test says so: every entry doubled."""
+    """An all-reduce that doubles every entry, and ends when the test says so."""
 
     buffer: Tensor
     may_end: bool = False
@@ -51,7 +51,7 @@ class Sum:
 
 @dataclass
 class Members:
-    """A collective of two whose other member sends the same; records what is started."""
+    """A collective of two ranks with equal buffers, which records the operations started."""
 
     size: int = 2
     rank: int = 0
@@ -69,7 +69,7 @@ class Members:
 
 
 class Impatient:
-    """A wait that must not happen, or that goes on for a few polls only."""
+    """A back-off that must not be used, or for a few pauses only."""
 
     pauses = 0
 
@@ -84,7 +84,7 @@ class Impatient:
             work.may_end = True
 
     def reset(self) -> None:
-        """Every wait begins afresh."""
+        """The back-off counts over all waits."""
 
 
 def layer_state(
@@ -357,7 +357,7 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
 
 
 def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> tuple[int, int, int]:
-    """Bytes that both of two replicas send in two steps; entries that are kept, and all."""
+    """Bytes that each of two replicas sends in two steps, kept entries, and all entries."""
     config = tiny_config(
         precision=precision,
         pruning={"sparsity": 0.8, "include": "all"},
@@ -379,7 +379,7 @@ def test_replicas_exchange_kept_entries_only(precision: str, itemsize: int) -> N
 
     assert all_kept == numel
     assert kept < 0.25 * numel
-    assert pruned == 2 * (2 * kept * itemsize)  # two steps, and each the ring's volume
+    assert pruned == 2 * (2 * kept * itemsize)  # in two steps, each with the volume of a ring
     assert dense == 2 * (2 * numel * itemsize)
 
 
@@ -392,7 +392,7 @@ def test_fp32_accumulation_costs_no_bytes_on_the_wire() -> None:
 
 
 class Unused(nn.Module):
-    """Its weight takes no part in anything."""
+    """A module whose weight is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ def test_nobody_waits_for_layers_that_get_no_gradient(
 
 
 class Twice(nn.Module):
-    """One weight, used two times within a layer."""
+    """A module that uses one weight twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers of replicas: apart in training, the first one's in an evaluation."""
+"""Replicas train with buffers of their own, and evaluate with those of the first."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
 METHODS = list(
     zip(("rigl", "snip", "early-bird", "iterative"), itertools.cycle(GRIDS), strict=False)
 )
-"""A layout each; `tests/masking` has every method in every layout."""
+"""Each method has one layout here; `tests/pruning/methods` has every method in every layout."""
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")

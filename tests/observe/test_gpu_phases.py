@@ -1,4 +1,4 @@
-"""What a GPU's time went to, by the clock of a stand-in and with its host ahead of it or behind."""
+"""The phases of a GPU that a stand-in plays, with its host ahead of it or behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORK = ("data", "compute", "compress", "optimizer")
 
 
 class Gpu(StandInDevice):
-    """A device whose operations run in `finish` only, or when somebody waits for them."""
+    """A device whose operations run only in `finish`, or when one is waited for."""
 
     def __init__(self, rank: int = 0, *, seed: int = 0) -> None:
         super().__init__(Hardware(LocalWorld(1), seed), rank)
@@ -36,7 +36,7 @@ class Gpu(StandInDevice):
         self.hardware.finish()
 
     def spend(self, phase: str, seconds: float, *, work: float = 0.0) -> None:
-        """The host is in a phase for so long, and enqueues work at its begin."""
+        """Let the host spend seconds in a phase, at whose beginning it enqueues work."""
         with self.phases(phase):
             if work:
                 self.work(work)
@@ -67,7 +67,7 @@ def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
 
     gpu.phases.begin_step()
     gpu.spend("optimizer", 1, work=4)
-    seconds = gpu.phases.end_step()  # a frozen device that is waited for is an error
+    seconds = gpu.phases.end_step()  # fails if it waits, since the device is frozen
 
     assert list(seconds) == [*PHASES, "step"] and len(seconds) == 9
     with pytest.raises(AssertionError, match="waits for a device that stands still"):
@@ -81,7 +81,7 @@ def test_the_bubble_is_what_the_gpu_stands_idle_for() -> None:
 
     gpu.phases.begin_step()
     gpu.spend("compute", 1, work=6)
-    gpu.spend("bubble", 10)  # of which the GPU is busy for five
+    gpu.spend("bubble", 10)  # the GPU is busy for five of them
     gpu.spend("compute", 1, work=2)
     seconds = gpu.phases.end_step()
     gpu.finish()
@@ -102,7 +102,7 @@ def test_an_idle_gpu_is_divided_among_what_its_host_waited_in() -> None:
     seconds = gpu.phases.end_step()
     gpu.finish()
 
-    # 8 s of waiting, for 4 of which the GPU had nothing to do
+    # The host waits for 8 s, and during 4 of them the GPU has nothing to do.
     assert seconds == times(compute=6, p2p=1, bubble=2, collective=0.5, other=0.5)
 
 
@@ -243,7 +243,7 @@ def test_nothing_between_steps_is_marked_or_counts() -> None:
     second = gpu.phases.end_step()
     gpu.finish()
 
-    # For the first two seconds the GPU was in what came before.
+    # For the first two seconds the GPU is still busy with earlier work.
     assert [dict(first), dict(second)] == [times(other=3), times(p2p=1)]
 
 
@@ -386,7 +386,7 @@ def test_spans_are_kept_of_steps_that_begin_after_they_are_asked_for() -> None:
 
 
 class Ranges:
-    """What a profiler would draw."""
+    """The ranges that a profiler would draw."""
 
     def __init__(self) -> None:
         self.open: list[str] = []

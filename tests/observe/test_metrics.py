@@ -1,4 +1,4 @@
-"""What stands in metrics.jsonl."""
+"""The contents of metrics.jsonl."""
 
 from __future__ import annotations
 

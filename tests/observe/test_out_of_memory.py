@@ -1,4 +1,4 @@
-"""What is said, and left behind, when a GPU's memory runs out."""
+"""The error and the snapshot when a GPU's memory runs out."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def full(*_: object, **__: object) -> NoReturn:
 def test_state_that_does_not_fit_says_so_while_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(axsparse.training.build, "construct", full)
+    monkeypatch.setattr(axsparse.training.build, "build_layers", full)
 
     line = trained(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Figures of all ranks on their way into metrics.jsonl and onto rank 0's screen."""
+"""The figures of all ranks arrive in metrics.jsonl and on rank 0's screen."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def figures(
 
 
 def seconds(step: float = 2.0) -> dict[str, float]:
-    """All phases alike, except for twice the bubble."""
+    """The same time in every phase, but twice that in the bubble."""
     part = step / 9
     return {**dict.fromkeys(PHASES, part), "bubble": 2 * part, "step": step}
 
@@ -145,7 +145,7 @@ def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_p
     screen, gpu = Screen(tmp_path), StandInDevice(Hardware(LocalWorld(1), 0), 0)
     phases = DevicePhases(gpu)
     for step in range(1, 4):
-        gpu.hardware.finish()  # the agreement of a step comes after all of the step before
+        gpu.hardware.finish()  # by a step's agreement, the GPU has ended the step before
         gpu.hardware.frozen = True
         phases.begin_step()
         with phases("optimizer"):
@@ -219,7 +219,7 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     screen.recorder.close()
 
     assert [line.split()[1] for line in screen.lines] == ["1/12", "5/12", "10/12", "12/12"]
-    # 3 s for one step so far, eleven are left
+    # One step took 3 s so far, and eleven are left.
     assert screen.lines[0] == (
         "step 1/12  loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta 00:33"
     )

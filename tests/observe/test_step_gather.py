@@ -1,4 +1,4 @@
-"""Combining the figures of all ranks, one step late."""
+"""The figures of all ranks are combined one step late."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axsparse.runtime.communication import Op, Work
 
 @dataclass
 class Board:
-    """All-reduces by number: the buffers of the ranks that have started each of them."""
+    """For each all-reduce by number, the buffers of the ranks that have started it."""
 
     size: int
     buffers: list[list[Tensor]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class FakeCollective:
 
 
 class Meanwhile:
-    """A back-off during which something else happens; by default nothing may be waited for."""
+    """A back-off during which something else happens; by default it must not be used."""
 
     pauses = 0
 

@@ -1,4 +1,4 @@
-"""Traces: the schema, there and back, and how two differ."""
+"""Trace files: the schema, writing and reading, and how two differ."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:
     parts = [tmp_path / name for name in ("a", "b", "c", "d")]
-    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last one saw nothing
+    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last rank has no spans
     for path, rank in zip(parts, ranks, strict=True):
         write_part(path, *rank, [span for span in SPANS if (span.replica, span.stage) == rank])
     join(tmp_path / "joined.json", parts, "test")

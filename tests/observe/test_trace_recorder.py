@@ -17,7 +17,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that moves when it is told to."""
 
     def __init__(self, now: float) -> None:
         self.now = now

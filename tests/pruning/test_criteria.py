@@ -1,4 +1,4 @@
-"""Which entries are kept: exact counts, ties by position, and names instead of order."""
+"""Criteria keep exact counts, break ties by position, and depend on names, never on order."""
 
 from __future__ import annotations
 

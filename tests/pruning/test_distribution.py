@@ -1,4 +1,4 @@
-"""How a sparsity is spread over tensors: exact counts, by shape or not, and patterns of names."""
+"""A sparsity is spread over tensors with exact counts, and patterns select tensors by name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_erk_keeps_the_total_exactly_and_no_tensor_more_than_it_has(
 def test_erk_densities_are_within_one_entry_of_one_common_factor(
     shapes: Shapes, sparsity: float
 ) -> None:
-    """By another way than the code's: the factor is found by bisection of what it keeps."""
+    """Unlike the code, this finds the factor by bisection."""
     total = numel(shapes) - round(sparsity * numel(shapes))
 
     def ideal(factor: Fraction) -> dict[str, Fraction]:

@@ -1,4 +1,4 @@
-"""The Early-Bird search: distances by hand, when it draws, and that it can be interrupted."""
+"""The Early-Bird search: its distances, when it draws a mask, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def judge(searches: Iterable[MaskConvergence], step: int, masks: Round) -> list[
 
 
 def play(one: MaskConvergence, churns: Iterable[int], start: int = 0) -> list[str]:
-    """Outcomes of judging distances of so many hundredths, with 50 of 1,000 entries kept."""
+    """The outcomes for distances of so many hundredths, with 50 of 1,000 entries kept."""
     return [
         one.judge(start + EVERY * number, churn, 1000, 50).outcome
         for number, churn in enumerate(churns)
@@ -63,8 +63,8 @@ def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
     one = search()
     rounds = [
         {"a": mask_of(range(10)), "b": mask_of(range(10), 60)},
-        {"a": mask_of(range(2, 12)), "b": mask_of(range(10), 60)},  # two left, two came
-        {"a": mask_of(range(2, 12)), "b": mask_of(range(50, 60), 60)},  # all of b's exchanged
+        {"a": mask_of(range(2, 12)), "b": mask_of(range(10), 60)},  # two entries left, two came
+        {"a": mask_of(range(2, 12)), "b": mask_of(range(50, 60), 60)},  # all of b
     ]
 
     found = [judge([one], EVERY * number, masks)[0] for number, masks in enumerate(rounds)]
@@ -167,7 +167,7 @@ def test_stages_that_share_their_sums_judge_as_one_does_alone() -> None:
     alone = [judgement for (judgement,) in played(1)]
 
     assert "draw" in [judgement.outcome for judgement in alone[6:]]
-    for stages in (2, 3, 4):  # of four, one has no tensor
+    for stages in (2, 3, 4):  # one of the four has no tensor
         assert played(stages) == [[judgement] * stages for judgement in alone]
 
 
@@ -220,7 +220,7 @@ def test_a_search_needs_room_for_a_draw() -> None:
 
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_a_search_resumed_in_mid_queue_draws_at_the_same_step(stop: int) -> None:
-    exchanged = [0, 4, 9, 2, 1, 0, 0, 1, 0, 0]  # of ten kept entries; churns 0.4, 0.9, 0.2, …
+    exchanged = [0, 4, 9, 2, 1, 0, 0, 1, 0, 0]  # out of ten kept entries; churns 0.4, 0.9, 0.2, …
     kept = list(range(10))
     rounds = []
     for count in exchanged:

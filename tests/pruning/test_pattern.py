@@ -1,4 +1,4 @@
-"""N:M masks: exactly N of every M neighbours, the largest, ties to the lower position."""
+"""N:M masks keep the N largest of every M neighbours, and lower positions among equals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ examples = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def by_hand(score: Tensor, n: int, m: int) -> Tensor:
-    """One group at a time."""
+    """An oracle that sorts one group at a time."""
     mask = torch.zeros(score.shape, dtype=torch.bool)
     rows, inputs = score.shape[:2]
     flat, flat_mask = score.reshape(rows, inputs, -1), mask.view(rows, inputs, -1)

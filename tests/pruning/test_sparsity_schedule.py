@@ -1,4 +1,4 @@
-"""Sparsity and drop fraction by step: published formulas, exact ends."""
+"""Sparsities and drop fractions follow the published formulas and end exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is named when a run hangs, and what is said of every rank."""
+"""The rank that is named when a run hangs, and the report on every rank."""
 
 from __future__ import annotations
 

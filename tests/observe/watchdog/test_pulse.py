@@ -1,4 +1,4 @@
-"""Where a rank stands can be asked for at any moment."""
+"""What a rank is doing can be asked for at any moment."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Silence:
-    """A link on which nothing arrives, and a wait that is given up."""
+    """A link on which nothing arrives, and a back-off that gives up."""
 
     bytes_sent = unsent = pauses = 0
 
@@ -93,7 +93,7 @@ class Silence:
         raise TimeoutError
 
     def reset(self) -> None:
-        """Every wait begins afresh."""
+        """There is nothing to reset."""
 
     def close(self) -> None:
         """Nothing is held."""

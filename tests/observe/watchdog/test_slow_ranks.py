@@ -14,7 +14,7 @@ def slow_ranks(grid: Grid, *, work: list[float] | None = None) -> SlowRanks:
 
 
 def warnings(slow: SlowRanks, *seconds: list[float]) -> list[tuple[int, str]]:
-    """What is said after a first step and then a window of each of the seconds."""
+    """The warnings after a first step and then one window for each entry of `seconds`."""
     said = [(1, slow.add(1, [100.0, *seconds[0][1:]]))]
     steps = [each for each in seconds for _ in range(WINDOW)]
     said += [(step, slow.add(step, each)) for step, each in enumerate(steps, 2)]

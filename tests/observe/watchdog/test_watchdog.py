@@ -18,7 +18,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
 TIMEOUT = 20.0
-"""So that a watchdog looks once a second."""
+"""With this timeout a watchdog looks once a second."""
 
 
 class Clock:
@@ -38,7 +38,7 @@ class Waits:
         self.pauses += 1
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """There is nothing to reset."""
 
 
 class Rank:
@@ -86,7 +86,7 @@ class Job:
             rank.does = does
 
     def run(self, seconds: int) -> int:
-        """Let time pass until somebody ends the job; how many seconds did."""
+        """Let time pass until a rank ends the job; returns how many seconds passed."""
         for second in range(seconds):
             if self.left:
                 return second
@@ -109,7 +109,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.fixture(autouse=True)
 def timers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
-    """What would end this process."""
+    """A stand-in for the timers that would end this process."""
     begun: list[tuple[float, int]] = []
 
     class Timer:

@@ -1,4 +1,4 @@
-"""What a pruning method says where settings leave it nothing to do."""
+"""Settings that leave a pruning method nothing to do are refused, and scores fit the method."""
 
 from __future__ import annotations
 
@@ -159,5 +159,5 @@ def test_a_score_of_ones_own_decides_in_every_layout() -> None:
 
 
 def _score(name: str, weight: Tensor) -> Tensor:
-    """Early columns first, whatever their weights."""
+    """Keeps early columns, whatever their weights."""
     return torch.arange(weight.shape[1], 0, -1).float().expand_as(weight)

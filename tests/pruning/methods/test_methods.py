@@ -72,7 +72,7 @@ def test_every_method_is_bitwise_the_oracle(method: str, g_inter: int, g_data: i
 def test_tensors_that_shrink_to_fewer_blocks_of_the_norm_count_once(
     g_inter: int, g_data: int
 ) -> None:
-    """Of 102,400 entries two blocks were summed, of the 20,480 that are kept one is."""
+    """A tensor of 102,400 entries has two blocks in the norm; the 20,480 that are kept have one."""
     agree(settings("magnitude later").model_copy(update={"model": WIDE}), g_inter, g_data)
 
 

@@ -1,4 +1,4 @@
-"""Masks that move between steps train as a dense network does whose masks move by sorting."""
+"""Training with moving masks equals a dense network whose masks move by sorting."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def oracle_of(config: Config, plan: Plan, g_data: int = 1) -> MovingOracle:
 def test_every_layout_is_bitwise_the_dense_oracle_that_sorts(
     layout: tuple[int, int], include: str, plan: Plan
 ) -> None:
-    """With `all`, the tied embedding moves too: an alias at 1x1, a pair of stages elsewhere."""
+    """With `all`, the tied embedding moves, too; except at 1x1, its two uses are on two stages."""
     config = config_of(pruning={"include": include})
     oracle = oracle_of(config, plan, layout[1])
 
@@ -134,7 +134,7 @@ def test_masks_move_at_every_chance_and_other_seeds_move_them_elsewhere(plan: Pl
 
 
 def dense_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Weight, master and moments of every tensor and its mask, dense."""
+    """The dense weight, master, moments and mask of every tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     for layer in trainer.parts.layers:
         for tensor in layer.state.owned:
@@ -188,7 +188,7 @@ def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_trai
 
     train_in_process(1, 2, tiny_gpt(config), config, token_data(length=8), before=install)
 
-    # Of every step: after the update, and after a move if there was one.
+    # The state of every step after its update, and after its move if there was one.
     before, after, later = states[0][4], states[0][5], states[0][7]
     assert len(states[0]) == 2 * STEPS
     assert counts[0] == counts[1]
@@ -367,8 +367,8 @@ def test_dense_tensors_stay_dense() -> None:
 
 @pytest.mark.parametrize("by", ["gradient", "chance"])
 def test_a_move_needs_bytes_in_proportion_to_one_tensor(by: str) -> None:
-    """16 bytes an entry at a tenth kept, 8 of them where an index is made of a mask; torch's most
-    and numpy's together, which do not fall into one moment."""
+    """The peak is some 16 bytes an entry at a tenth kept; 8 of them are for making an index of a
+    mask. It adds the peaks of torch and of numpy, which are at different moments."""
     numel = 64 * BLOCK
     layer, collector = one_tensor(numel)
     tensor = layer.tensor("w")

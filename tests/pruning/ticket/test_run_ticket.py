@@ -1,4 +1,4 @@
-"""Tickets of runs: drawn under one layout, used under any other."""
+"""Tickets of runs are drawn under one layout and used under any other."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_ticket_is_the_same_file_in_every_layout_and_gives_the_same_run(
         path = tmp_path / f"{g_inter}x{g_data}"
         masks = positions(drawn(path, search, g_inter, g_data))
         files.append(path)
-    # Replicas add in another order, but the draw does not hang on their last bits here.
+    # Replicas add in another order, but these masks do not depend on the last bits.
     assert len({path.read_bytes() for path in files}) == 1
 
     start = tiny_config(pruning={"ticket": str(files[0]), "include": include}, train={"steps": 4})

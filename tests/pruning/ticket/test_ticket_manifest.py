@@ -1,4 +1,4 @@
-"""What a ticket says of itself, and which of that is believed."""
+"""The manifest of a ticket, and how one that is wrong is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(metadata: dict[str, Any]) -> str:
 
 
 def forged(change: Callable[[dict[str, Any]], None], folder: Path) -> str:
-    """How a ticket with a changed manifest is refused, without the place."""
+    """The error for a ticket with a changed manifest, without the path."""
     path = forge(small_ticket(folder), lambda manifest, header, data: change(manifest))
     metadata = SafetensorsFile(path).metadata
     return refusal(dict(metadata)).removeprefix(f"{PATH}: ")

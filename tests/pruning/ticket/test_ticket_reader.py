@@ -192,7 +192,7 @@ def test_what_is_cut_short_is_refused_wherever_that_is(tmp_path: Path) -> None:
 
 
 def opened_unless_refused(path: Path) -> Ticket | None:
-    """A ticket, or None where one line says what is wrong with the file."""
+    """A ticket, or None if the file is refused with one line."""
     try:
         return open_ticket(path)
     except DataError as error:
@@ -286,7 +286,7 @@ def hash_of_json(value: object) -> str:
 
 
 def sealed(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
-    """Give a manifest the hashes that the bits of its first tensor, and all of them, have."""
+    """Give a manifest the correct hashes of its first tensor and of all masks."""
     first = manifest["tensors"]["block0.fc.weight"]
     begin, end = header["block0.fc.weight"]["data_offsets"]
     first["hash"] = hash_of(bytes(data[begin:end]))

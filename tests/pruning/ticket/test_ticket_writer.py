@@ -31,7 +31,7 @@ Own = Mapping[str, Callable[[], Tensor]]
 def write_on(
     g_inter: int, g_data: int, path: Path, noted: Callable[[int, str], None] = lambda *_: None
 ) -> list[TicketManifest]:
-    """What all ranks of a layout are told; tensor n is on stage n, as far as there are so many."""
+    """The manifests on all ranks of a layout; tensor n is on stage n, or on the last stage."""
     world: LocalWorld[TicketManifest] = LocalWorld(g_inter * g_data)
     grid = Grid(g_inter, g_data)
 
