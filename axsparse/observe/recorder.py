@@ -50,7 +50,7 @@ class StepForecast:
     memory_bytes: float
     """Peak memory of the fullest rank."""
     step_seconds: float | None
-    """None if the machine has not been calibrated."""
+    """None without `layout.cluster`."""
 
 
 @dataclass(frozen=True)

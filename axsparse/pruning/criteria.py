@@ -40,8 +40,8 @@ class Criterion:
 
     1. Add its name to the type of `score`, and a branch to `scores`. It may use the name, the
        shape and the weights of the tensor, and `seed`; nothing that differs between ranks.
-    2. Add the name to `PruningConfig.method` in `config/schema.py`, and describe it there.
-       `configured_criterion` maps the method to the criterion and refuses a second score.
+    2. Add the name to `PruningConfig.method` in `config/schema.py` and describe it there. Let
+       `configured_criterion` return the criterion for it, and refuse a second score.
     3. If it looks at nothing but weights, add the method to `FROM_START` in `targets.py`; if it
        prunes once, to `ONCE` in `config/validate.py`.
     4. Add it to `tests/pruning/test_criteria.py` (exact counts, the same mask for the same name),

@@ -81,7 +81,7 @@ def write_ticket(
 def _collect_manifest(
     origin: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
 ) -> tuple[dict[str, int], TicketManifest]:
-    """The manifest, which is written before the bits, and the rank that has each tensor."""
+    """The rank that has each tensor, and the manifest, which is written before the bits."""
     found = {}
     for name, mask in here.items():
         packed = pack(mask())
