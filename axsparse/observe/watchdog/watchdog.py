@@ -110,7 +110,7 @@ class Watchdog:
         """Watch from now on, with a first heartbeat at once."""
         with suppress(OSError):  # as in `look`
             self._board.write(self._heartbeat())
-        for work in (self.look, self.look_at_looking):
+        for work in (self.look, self.check_looks):
             thread = threading.Thread(
                 target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
             )
@@ -145,7 +145,7 @@ class Watchdog:
             # alone does not end the run.
             pass
 
-    def look_at_looking(self) -> None:
+    def check_looks(self) -> None:
         """End the job if neither `look` nor training gets on; a second thread calls this every
         `interval`, since a disk that hangs may hold up both."""
         state = (self._written, self._pulse.beats)

@@ -311,15 +311,15 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     looks = int(2 * TIMEOUT)
 
     for _ in range(looks):
-        rank.dog.look_at_looking()
+        rank.dog.check_looks()
     rank.pulse.beat()
     for _ in range(looks):
-        rank.dog.look_at_looking()
+        rank.dog.check_looks()
     rank.dog.look()
     for _ in range(looks):
-        rank.dog.look_at_looking()
+        rank.dog.check_looks()
     assert job.left == [], "either training or its disk got on"
-    rank.dog.look_at_looking()
+    rank.dog.check_looks()
 
     assert job.left == [(1, 70)]
     assert capsys.readouterr().err == (
