@@ -89,7 +89,9 @@ def assemble(
         sync=sync,
         replicas=state.options.replicas,
         weights=WeightGather(gradients, transport.backoff, phases),
-        buffers=RunningStatistics([layer.module for layer in state.layers], state.options.replicas),
+        statistics=RunningStatistics(
+            [layer.module for layer in state.layers], state.options.replicas
+        ),
         optimizer=run.optimizer,
         offload=offload,
         loss_scale=loss_scale(config),

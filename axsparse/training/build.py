@@ -364,7 +364,7 @@ def _make_trainer(
         place=run.place,
         survey=run.survey,
         layers=parts.layers,
-        buffers=parts.buffers,
+        buffers=parts.statistics,
         masking=parts.masking,
         lock=directory.lock,
         written=parts.pulse.beat,

@@ -43,7 +43,7 @@ class Parts:
     collector: GradientCollector
     sync: GradientSync
     weights: WeightGather
-    buffers: RunningStatistics
+    statistics: RunningStatistics
     replicas: Replicas
     """This rank among the replicas of its stage, for agreements and the exchange of state."""
     optimizer: Optimizer

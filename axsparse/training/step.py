@@ -68,7 +68,7 @@ class Step:
         if verdict.finite and spike is None:
             self._clip_and_update(verdict)
         else:
-            self._parts.buffers.undo()
+            self._parts.statistics.undo()
         self.skips.record(verdict, spike)
         self.position.steps_done += 1
         return replace(verdict, spike=spike is not None)
@@ -88,7 +88,7 @@ class Step:
         """The first gradient of each parameter replaces what is left of the last step's."""
         self._parts.collector.begin()
         self._parts.sync.begin()
-        self._parts.buffers.begin()
+        self._parts.statistics.begin()
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
         """Run all microbatches through this stage; their losses on the last stage.
@@ -162,7 +162,7 @@ class Step:
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
             verdict = self._agree(losses)
-            self._parts.buffers.undo()
+            self._parts.statistics.undo()
             if verdict.finite:
                 return
             self.skips.rescale(verdict)

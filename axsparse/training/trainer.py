@@ -179,7 +179,7 @@ class Trainer:
         parts = self.parts
         if parts.validation is None or self.config.train.eval_steps == 0:
             return None
-        with parts.buffers.of_first_replica():
+        with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
                 parts.validation,

@@ -76,15 +76,15 @@ def test_a_failed_evaluation_gives_the_buffers_back() -> None:
 
 def test_a_skipped_step_takes_its_statistics_back() -> None:
     module = Odd(1)
-    buffers = RunningStatistics([module], ALONE)
+    statistics = RunningStatistics([module], ALONE)
     before = values(module)
 
-    buffers.begin()
+    statistics.begin()
     module.norm(torch.full((4, 3), float("inf")))
     assert values(module) != before
-    buffers.undo()
+    statistics.undo()
 
     assert values(module) == before
-    statistics: Tensor | None = module.norm.running_var
-    assert statistics is not None
-    assert torch.isfinite(statistics).all()
+    variance: Tensor | None = module.norm.running_var
+    assert variance is not None
+    assert torch.isfinite(variance).all()
