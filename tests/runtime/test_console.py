@@ -25,6 +25,7 @@ from axsparse.runtime.console import (
     make_console,
 )
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.launcher import LAUNCHER_VARIABLES
 
 CLEAR = "\r\x1b[K"
 
@@ -50,7 +51,7 @@ class TerminalStdout(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AXSPARSE_PROGRESS", *console.RANK_VARIABLES):
+    for name in ("AXSPARSE_PROGRESS", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
 
