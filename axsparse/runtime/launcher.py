@@ -9,7 +9,7 @@ import sys
 from axsparse.runtime.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
-"""Environment variables of which an MPI launcher sets one in every process, to its rank."""
+"""An MPI launcher sets one of these environment variables in every process, to its rank."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
 """Where launchers say how many ranks they started: Open MPI's mpirun; MPICH's mpirun and srun
 with a PMI; jsrun."""

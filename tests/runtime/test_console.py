@@ -273,7 +273,7 @@ def test_without_proc_our_own_stdout_counts(
     assert launcher_terminal(tmp_path) == 80
 
 
-@pytest.mark.parametrize("variable", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
+@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
 def test_without_proc_our_own_stdout_counts_for_nothing_under_a_launcher(
     tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
