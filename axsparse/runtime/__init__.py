@@ -1,1 +1,4 @@
-"""What a rank stands on: errors, seeds, the grid of ranks, and the transports between them."""
+"""What all other rooms build on: errors, seeds, the grid of ranks, and transports between ranks.
+
+Begin with `communication.py`, which describes transports, links and collectives.
+"""

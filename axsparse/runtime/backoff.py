@@ -11,7 +11,7 @@ LONG_SECONDS = 200e-6
 
 
 class SleepingBackoff:
-    """20 bare polls, 20 sleeps of 50 µs, then 200 µs each.
+    """A `Backoff` of 20 pauses without sleep, 20 of 50 µs, and then 200 µs each.
 
     Measured with four ranks on two cores and messages every 20 ms: about 5 % CPU per
     waiting rank and 120 µs of delay, where a blocking receive took 49 % and slowed its

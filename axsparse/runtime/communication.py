@@ -1,8 +1,20 @@
-"""What ranks need from a transport, as protocols; adapters live beside their users.
+"""What ranks need of each other, as protocols; this page is for whoever adds an adapter.
 
-`Link` joins a stage to its neighbours, `Collective` joins a group of ranks. Both
-start work and report completion when asked; waiting is always `Backoff`, so that
-a rank with nothing to do leaves its core to others.
+A `Transport` connects one rank to the others and makes two things: a `Link` between
+neighbouring stages of a pipeline, and a `Collective` over a group of ranks. Both only start
+work and say later whether it is complete. Waiting is always a loop around a `Backoff`, so
+that a rank with nothing to do leaves its core to others.
+
+There are three transports: between threads of one process (`runtime/local`), between
+processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add another one:
+
+1. Write a class with the members of `Transport`, and classes for its links and collectives.
+   Nothing has to be inherited.
+2. Run the contracts over it, from ranks that are all there at once: every function of
+   `CONTRACT` in `tests/support/link_contract.py` with two ranks and more, and of `CONTRACT`
+   in `tests/support/collective_contract.py` with one rank and more.
+   `tests/runtime/test_link.py` and `tests/runtime/test_collective.py` show how.
+3. Choose it in `runtime/connection.py`, or in `training/placement.py` if a setting decides.
 """
 
 from __future__ import annotations
@@ -29,10 +41,13 @@ class Direction(IntEnum):
 
 
 class Event(Protocol):
-    """Says when a tensor's contents are ready; the CPU needs none."""
+    """Something under way whose end can be asked after: device work, a send, a receive.
+
+    The memory that it works on stays alive and is not written to until it is complete.
+    """
 
     def query(self) -> bool:
-        """Whether the work recorded before the event has completed."""
+        """Whether it is complete; does not wait. Once True, it stays True."""
         ...
 
 
@@ -43,34 +58,49 @@ class Message:
     The microbatch number is the message's identity. `tensors` may hold None in a
     backward message: a tensor that asked for a gradient and got none.
     `requires_grad` says, per tensor of a forward message, whether its gradient is
-    to come back. `ready` fires when the tensors may be read; None means now.
+    to come back; empty means that none is.
     """
 
     direction: Direction
     microbatch: int
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
-    ready: Event | None = None
 
 
 class Link(Protocol):
-    """Moves messages to and from the neighbouring stages, first in, first out.
+    """Moves messages between one rank and the stages before and after it.
 
-    Neither call blocks the caller. Sent tensors stay alive until the transport
-    is done with them, and must not be written to by the caller any more.
+    Messages of one direction arrive in the order in which they were sent, also where a later,
+    smaller one is complete earlier. Between the two directions there is no order. No call but
+    `close` waits. Both neighbours may send any amount before either of them receives.
+
+    Work on messages moves on only inside these calls, so whoever waits for something else
+    meanwhile has to call `push` or `arrivals` now and then.
     """
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes handed to the transport since the link was made."""
+        """Bytes of tensors handed over since the link was made, without headers."""
         ...
 
     def send(self, message: Message) -> None:
-        """Start sending: forward to the next stage, backward to the previous one."""
+        """Start sending: forward to the next stage, backward to the previous one.
+
+        Tensors may be strided and part of an autograd graph; they travel contiguous and cut off
+        from it. The link keeps them alive until they are sent. The caller may let go of them
+        at once, and must not write to them any more.
+
+        A direction in which there is no neighbour is an AssertionError. A type of element that
+        is not among `message_header.DTYPES` is a ValueError of links that leave the process.
+        """
         ...
 
     def arrivals(self) -> list[Message]:
-        """Messages that completed since the last call, in posting order per direction."""
+        """The messages that are complete and were not returned before; sends move on, too.
+
+        What had arrived when the call began is in it. Tensors are contiguous leaves in memory of
+        their own, may be read at once, and belong to the caller.
+        """
         ...
 
     def push(self) -> None:
@@ -79,18 +109,20 @@ class Link(Protocol):
 
     @property
     def unsent(self) -> int:
-        """Messages whose tensors the transport still holds."""
+        """Messages whose tensors the link still keeps alive; brought up to date by `push`."""
         ...
 
     def close(self) -> None:
-        """Wait for the sends and release the transport's resources."""
+        """Wait for the sends and release what the link holds; all ranks of the grid close
+        together. A message that its receiver has not taken by then may be dropped."""
         ...
 
 
 class Op(Enum):
     """Collective operations on a flat buffer, in place.
 
-    `ALL_REDUCE` sums in rank order: halves are added in fp32 and rounded once.
+    `ALL_REDUCE` sums in rank order: halves are added in fp32 and rounded once (NCCL alone has
+    an order and a rounding of its own).
     `REDUCE_SCATTER` leaves each rank the sum of its own shard; the rest of the buffer
     is undefined. `ALL_GATHER` fills the buffer from every rank's shard.
     `BROADCAST` copies rank 0's buffer.
@@ -103,20 +135,28 @@ class Op(Enum):
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective operation under way; keeps its buffer alive until it is complete."""
 
     def poll(self) -> bool:
-        """Make progress; True once the buffer holds the result."""
+        """Move the operation on; True once the buffer holds the result.
+
+        Operations of one group may be polled in any order. One that is never polled moves on
+        whenever another of its group is.
+        """
         ...
 
 
 class Collective(Protocol):
-    """Operations over a group of ranks; all members start them in the same order."""
+    """Operations over a group of ranks.
+
+    All members start the same operations in the same order, with buffers of equal length and
+    type and with equal bounds. Any number of operations may be under way at once.
+    """
 
     rank: int
     """This member's number in the group."""
     size: int
-    """Members of the group."""
+    """The number of members."""
 
     @property
     def bytes_sent(self) -> int:
@@ -124,68 +164,96 @@ class Collective(Protocol):
         ...
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """Start an operation on a contiguous 1-D buffer that stays untouched until done.
+        """Start an operation in place and return at once.
 
-        Rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`; by default `shard_bounds`.
+        `buffer` is contiguous and has one dimension; it is neither read nor written by the caller
+        until the work is done. Rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`, where
+        `bounds` has `size + 1` ascending entries from 0 to the buffer's length and may leave
+        shards empty; None means `shard_bounds`. A buffer of another shape is an AssertionError.
         """
         ...
 
 
 class Backoff(Protocol):
-    """One wait: `pause` between polls, longer the longer nothing happens."""
+    """How a rank waits: `reset`, then `pause` between polls, longer the longer nothing happens.
+
+    It is the only way to wait in this package, so that a transport may do in `pause` whatever
+    has to be done while its rank waits. One object serves all waits of a rank.
+    """
 
     pauses: int
-    """Since the start; grows while the rank waits."""
+    """How often this rank has paused since the start."""
 
     def pause(self) -> None:
         """Give the core to others for a moment."""
         ...
 
     def reset(self) -> None:
-        """Something happened: poll eagerly again."""
+        """Begin another wait, which polls eagerly at first."""
         ...
 
 
 def shard_bounds(numel: int, size: int) -> list[int]:
-    """Where the shards of a flat buffer start and end: rank r owns [b[r], b[r + 1])."""
+    """Where even shards of a flat buffer start and end: rank r owns [b[r], b[r + 1])."""
     return [rank * numel // size for rank in range(size + 1)]
 
 
 def wait(work: Work, backoff: Backoff) -> None:
-    """Poll until the work is done, sleeping in between."""
+    """Poll until the work is done, pausing in between."""
     backoff.reset()
     while not work.poll():
         backoff.pause()
 
 
+class Closable(Protocol):
+    """What a transport has made and releases when it is closed."""
+
+    def close(self) -> None: ...
+
+
 class Transport(Protocol):
-    """How one rank reaches the others; makes links and collectives."""
+    """How one rank reaches the others."""
 
     name: str
     """Shown on the screen and in `config.yaml`."""
     rank: int
+    """This rank's number in the job, from 0."""
     size: int
+    """The number of ranks in the job."""
     backoff: Backoff
+    """How this rank waits for anything that the transport makes."""
     world: Collective
     """All ranks; used for small agreements only."""
 
     def link(self, place: Place) -> Link:
-        """The link of this rank to its neighbours; all ranks of the grid call this together."""
+        """A new link of this rank to its neighbours, apart from all others.
+
+        All ranks of the grid, which are all ranks of the job, call this together.
+        """
         ...
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        """A group of ranks in this order; its members call this together, in equal order."""
+        """A new group of ranks in this order, of which this rank is one.
+
+        Its members call this together, with the same name and order, and make all groups that
+        they share in the same order.
+        """
         ...
 
     def branch(self) -> Transport:
-        """Another transport of the same ranks, which may be closed ahead of this one."""
+        """Another transport of the same ranks, which may be closed before this one.
+
+        What a branch has made is released when the branch is closed, or else with this transport.
+        """
         ...
 
     def abort(self, code: int) -> NoReturn:
-        """End the whole job at once."""
+        """End the whole job at once with this exit code, without waiting for other ranks."""
         ...
 
     def close(self) -> None:
-        """Release what was made, branches too; all ranks call this together, and again without
-        effect."""
+        """Release all that was made, branches included.
+
+        All ranks call this together. A second call has no effect.
+        """
         ...

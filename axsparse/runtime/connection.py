@@ -1,8 +1,4 @@
-"""The transports: MPI between processes, and turns within one process.
-
-Links and collectives are imported when they are made, since commands that answer at once
-read this file for its `LAUNCHER_VARIABLES`.
-"""
+"""Chooses how this process reaches the other ranks: over MPI, or as the only rank of its job."""
 
 from __future__ import annotations
 
@@ -13,10 +9,7 @@ from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import (
-    check_size,
-    started_by_launcher,
-)
+from axsparse.runtime.launcher import check_size, started_by_launcher
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.mpi.mpi_transport import (
@@ -27,7 +20,8 @@ from axsparse.runtime.mpi.mpi_transport import (
 
 
 def cannot_start(reason: Exception) -> NoReturn:
-    """End a job whose rank cannot load what it needs, such as a package that one host lacks."""
+    """End the whole job because this rank cannot load what it needs, such as a package that its
+    host lacks."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
     print(f"axsparse: error: {where}: {text}", file=sys.stderr, flush=True)
@@ -40,10 +34,10 @@ def cannot_start(reason: Exception) -> NoReturn:
 
 
 def connect() -> Transport:
-    """The transport of this process: MPI where there is an MPI library, else one rank by itself.
+    """The transport of this process: MPI if there is an MPI library, else one rank by itself.
 
-    Under a launcher MPI has to work: without it, every process would train alone. ConfigError
-    if it does not, or has another size.
+    ConfigError if a launcher started this process and MPI does not work, since every process
+    would then train alone; or if MPI finds another number of ranks than were started.
     """
     from axsparse.runtime.gpu.seats import bind_early
 

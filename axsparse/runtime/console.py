@@ -1,4 +1,4 @@
-"""The screen of rank 0: lines, a progress bar where there is a terminal, and how figures look."""
+"""What rank 0 shows: lines, a progress bar if there is a terminal, and the format of figures."""
 
 from __future__ import annotations
 
@@ -9,36 +9,26 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.launcher import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
 """What a rate counts."""
-
-
 COLUMNS = 80
-"""Width of a terminal that does not tell."""
-
-
-# As the kernel shows them, that is cut to 15 letters.
+"""The width that a terminal is taken to have if it does not report one."""
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", "orterun"})
-"""Processes that write all ranks' output to the user's screen."""
-
-
+"""Names of processes that write all ranks' output to the user's screen, as the kernel shows
+them: cut to 15 letters."""
 DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
-"""Processes that start ranks on a node for a launcher, which may run elsewhere."""
-
-
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-"""Environment variables that launchers give to the processes they start."""
-
-
+"""Names of processes that start ranks on a node for a launcher, which may run elsewhere."""
 _CLEAR = "\r\x1b[K"
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 class Console:
-    """Lines on a stream, above a progress bar if `bar`; flushed, since pipes buffer."""
+    """Prints lines on a stream and keeps a progress bar below them, if asked to."""
 
     def __init__(self, stream: TextIO, bar: bool, columns: int = 100) -> None:
+        """`columns` is the width of the terminal, which the bar stays within."""
         self._stream = stream
         self._bar = bar
         self._columns = columns
@@ -47,12 +37,12 @@ class Console:
         self._lost = False
 
     def line(self, text: str) -> None:
-        """Print a full line; the bar stays below it."""
+        """Print a full line above the bar, and flush it, since pipes buffer."""
         clear = _CLEAR if self._shown else ""
         self._write(f"{clear}{text}\n{self._shown}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Redraw the bar at step of steps with a text beside it; in a log, do nothing."""
+        """Redraw the bar at `step` of `steps` with a text beside it; without a bar do nothing."""
         if not self._bar:
             return
         width = min(24, self._columns // 4)
@@ -72,7 +62,7 @@ class Console:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        """The screen is a comfort, metrics.jsonl the record: a lost reader ends no run."""
+        """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
         if self._lost:
             return
         try:
@@ -83,7 +73,7 @@ class Console:
 
 
 def make_console(stream: TextIO) -> Console:
-    """A console with a bar if the user sits at a terminal, or as AXSPARSE_PROGRESS says.
+    """A console with a bar if the user looks at a terminal, or as AXSPARSE_PROGRESS says.
 
     Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
     """
@@ -98,31 +88,30 @@ def make_console(stream: TextIO) -> Console:
 
 
 def launcher_terminal(proc: Path = Path("/proc")) -> int | None:
-    """Columns of the terminal the user looks at, or None if the output goes to a log.
+    """Columns of the terminal that the user looks at, or None if the output goes to a log.
 
-    Under mpirun a rank's own stdout tells nothing: it is a pipe (MPICH) or a
-    pseudo-terminal that mpirun copies (Open MPI). What counts is mpirun's stdout.
+    Under mpirun a rank's own stdout says nothing: it is a pipe (MPICH) or a
+    pseudo-terminal that mpirun copies from (Open MPI). What counts is mpirun's stdout.
     """
     try:
         own = (proc / "self/fd/1").readlink()
         if own.is_absolute() and not _is_terminal(own):
-            return None  # a file, whatever the launcher writes to
+            return None  # this rank writes to a file, wherever its launcher writes to
         launchers = _launchers(proc)
         if not launchers:
             return _own_columns()
         pid, name = launchers[-1]
         screen = (proc / str(pid) / "fd/1").readlink()
     except OSError:
-        # Nothing to be learnt: under a launcher our own stdout would lie, alone it does not.
-        under_launcher = any(name in os.environ for name in RANK_VARIABLES)
-        return None if under_launcher else _own_columns()
+        # The system does not show its processes. Our own stdout counts if no launcher copies it.
+        return None if started_by_launcher() else _own_columns()
     return _device_columns(screen) if name in LAUNCHERS and _is_terminal(screen) else None
 
 
 def _launchers(proc: Path) -> list[tuple[int, str]]:
-    """The nearest unbroken chain of launcher processes above this one, lowest first.
+    """Id and name of the nearest launcher processes above this one, the lowest first.
 
-    A wrapper script may stand between the chain and this process.
+    They follow each other without a gap; a wrapper script may stand between them and this process.
     """
     found: list[tuple[int, str]] = []
     _, pid = _name_and_parent(proc / "self")
@@ -148,15 +137,15 @@ def _is_terminal(device: Path) -> bool:
 
 
 def _own_columns() -> int | None:
-    """Columns of this process's own terminal, None if its stdout is none."""
+    """Columns of this process's own terminal; None if its stdout is no terminal."""
     return _columns(sys.stdout.fileno()) if sys.stdout.isatty() else None
 
 
 def _device_columns(device: Path) -> int:
     """Columns of a terminal that this process has not opened."""
     try:
-        # Without O_NOCTTY a session leader, which a launcher may have made us, would get this
-        # terminal's signals; without O_NONBLOCK a serial line would wait for its carrier.
+        # Without O_NOCTTY this process would get the terminal's signals if a launcher has made it
+        # a session leader. Without O_NONBLOCK a serial line would wait for its carrier.
         descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return COLUMNS
@@ -174,22 +163,22 @@ def _columns(descriptor: int) -> int:
 
 
 def format_bytes(n: float) -> str:
-    """11_400_000 is "11.4 MB": decimal units, as memory sizes are advertised."""
+    """Bytes in decimal units: 11_400_000 is "11.4 MB"."""
     return _scaled(n, (" B", " kB", " MB", " GB", " TB", " PB"))
 
 
 def format_count(n: float) -> str:
-    """4_700_000 is "4.7M"; B is 10⁹, as in the names of models."""
+    """A count with a suffix: 4_700_000 is "4.7M". B is 10⁹, as in the names of models."""
     return _scaled(n, ("", "k", "M", "B", "T"))
 
 
 def format_rate(rate: float, unit: Unit) -> str:
-    """3_100 is "3.1k tokens/s"."""
+    """A rate per second: 3_100 is "3.1k tokens/s"."""
     return f"{format_count(rate)} {unit}/s"
 
 
 def format_seconds(s: float) -> str:
-    """12 is "00:12", 3_723 is "1:02:03"."""
+    """A duration: 12 is "00:12", 3_723 is "1:02:03"."""
     minutes, seconds = divmod(round(s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
@@ -198,7 +187,7 @@ def format_seconds(s: float) -> str:
 def _scaled(value: float, units: Sequence[str]) -> str:
     """The value in the unit that leaves up to three digits before the point."""
     unit = 0
-    # From 999.5 on it would be rounded to four digits.
+    # A value from 999.5 on would be rounded to four digits.
     while value >= 999.5 and unit < len(units) - 1:
         value /= 1000
         unit += 1

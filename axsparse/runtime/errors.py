@@ -8,7 +8,7 @@
     ├── TrainingError             70  a run that cannot go on (non-finite numbers, say)
     └── StoppedError              75  a run that was told to stop, and saved what it had
 
-Each message is one line: where the value stands, the value, the rule, the mend.
+Each message is one line: where the value stands, the value, the rule, and what would mend it.
 Internal invariants are asserts, not members of this tree.
 """
 
@@ -32,7 +32,7 @@ class AxsparseError(Exception):
 
     exit_code = EXIT_INTERNAL
     on_all_ranks = False
-    """Whether every rank raises it at the same point, so that all can leave by themselves."""
+    """Whether every rank raises it at the same point, so that each can leave by itself."""
 
 
 class ConfigError(AxsparseError):
@@ -66,7 +66,7 @@ class TrainingError(AxsparseError):
 
 
 class StoppedError(AxsparseError):
-    """A run that ended early because it was told to, with all it had saved; all ranks raise it."""
+    """A run that was told to stop and has saved its state; all ranks raise it."""
 
     exit_code = EXIT_SAVED
     on_all_ranks = True
@@ -83,9 +83,9 @@ def everywhere(error: Error) -> Error:
 
 @contextmanager
 def noted(where: str) -> Iterator[None]:
-    """Within, an exception of somebody else's code stays what it is and is told with its place.
+    """Add a note that says where to any exception of the code within, which stays of its class.
 
-    As `add_note`, which Python 3.10 lacks.
+    This is `BaseException.add_note`, which Python 3.10 lacks.
     """
     try:
         yield

@@ -20,8 +20,6 @@ from axsparse.runtime.errors import (
 )
 
 T = TypeVar("T")
-
-
 _CLASSES: dict[str, type[AxsparseError]] = {
     cls.__name__: cls
     for cls in (ConfigError, DataError, MissingInputError, OutputError, TrainingError)
@@ -29,9 +27,10 @@ _CLASSES: dict[str, type[AxsparseError]] = {
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:
-    """Do some work on every rank; if it fails on any, all ranks raise the first rank's error.
+    """Do some work on every rank and return its result there.
 
-    Only user errors are shared so; anything else is a defect and ends its rank.
+    All ranks call this together. If the work raises an AxsparseError on any rank, all ranks raise
+    that of the first such rank. Any other exception is a defect and leaves its rank alone.
     """
     result: T | None = None
     failure = ""
@@ -53,7 +52,10 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 def sum_by_owner(
     collective: Collective, backoff: Backoff, values: Sequence[float]
 ) -> list[list[float]]:
-    """Every member's values, in rank order, on all members; exact."""
+    """Every member's values, in rank order, on all members, without rounding.
+
+    All members call this together, each with as many values.
+    """
     size, count = collective.size, len(values)
     slots = torch.zeros(size, count, dtype=torch.float64)
     slots[collective.rank] = torch.tensor(list(values), dtype=torch.float64)
@@ -63,7 +65,7 @@ def sum_by_owner(
 
 
 def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
-    """Every member's text, in rank order, on all members."""
+    """Every member's text, in rank order, on all members, which call this together."""
     own = text.encode(errors="surrogateescape")
     lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
     bounds = [0]

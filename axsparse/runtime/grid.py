@@ -1,4 +1,4 @@
-"""Where each rank stands: stages times replicas."""
+"""The grid of ranks, stages times replicas, and each rank's place in it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Ranks in the grid."""
+        """The number of ranks in the grid."""
         return self.g_inter * self.g_data
 
     def place(self, rank: int) -> Place:
-        """The place of a rank; `rank` is in [0, size)."""
+        """The place of a rank from 0 to size − 1."""
         assert 0 <= rank < self.size, f"rank {rank} outside a grid of {self.size}"
         return Place(grid=self, rank=rank, stage=rank % self.g_inter, replica=rank // self.g_inter)
 

@@ -1,7 +1,8 @@
-"""Runs a function on every rank and ends the job together: one line, one exit code, no hang.
+"""Runs a function on every rank and ends the job as one: one line, one exit code, no hang.
 
-A failure that all ranks know of (`together`) is printed once and every rank leaves. A
-failure of one rank ends the others through the transport, since they may be waiting.
+A failure that all ranks raise (`runtime.exchange.together`) is printed once, and every rank
+leaves by itself. A failure of one rank ends the others through the transport, since they may be
+waiting for it.
 """
 
 from __future__ import annotations
@@ -31,39 +32,50 @@ from axsparse.runtime.errors import (
     AxsparseError,
     StoppedError,
 )
-from axsparse.runtime.launcher import speaks
+from axsparse.runtime.launcher import flush_streams, speaks
 from axsparse.runtime.stop_signal import StopRequest
 
 
 class HasTransport(Protocol):
-    """What a job knows of where its rank computes: the transport between such ranks."""
+    """All that a job knows of a placement, which belongs to training: it has a transport."""
 
     @property
-    def transport(self) -> Transport: ...
+    def transport(self) -> Transport:
+        """Connects ranks on the devices that they compute on."""
+        ...
 
 
 class Job:
-    """What the last words of a failing rank need to know; filled in as the run learns it."""
+    """What one rank knows of its job; filled in as the run learns it.
+
+    If the rank fails, its last words come from here.
+    """
 
     def __init__(self, transport: Transport, stop: StopRequest | None = None) -> None:
+        """`transport` connects the hosts of the ranks."""
         self.transport = transport
         self.placement: HasTransport | None = None
-        """Where this rank computes and by which transport, once a configuration has said so."""
+        """The device of this rank and the transport between such devices; None until a
+        configuration has been read that chooses them."""
         self.stop = stop or StopRequest()
         """Whether this rank was told to stop; listens once there is a place to save."""
         self.where = f"rank {transport.rank}"
-        """Becomes "rank 3 (stage 1, replica 1)" once there is a grid."""
+        """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
-        """Where tracebacks of internal errors go, once there is a run directory."""
+        """Where tracebacks of internal errors go; None until there is a run directory."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
-        """Transports of trainers, and what is None once nobody has that trainer any more."""
+        """The transport of each trainer, and a function that returns the trainer, or None once
+        nobody refers to it any more."""
 
     def branch(self) -> Transport:
-        """A transport for one more trainer; those of trainers that all ranks have let go of are
-        closed, since MPI has some 2,000 communicators. All ranks call this together."""
+        """A transport for one more trainer; all ranks call this together.
+
+        The transports of trainers that no rank refers to any more are closed first, since MPI has
+        some 2,000 communicators only.
+        """
         transport = (self.placement or self).transport
         if self._branches:
-            gc.collect()  # the parts of a trainer refer to one another
+            gc.collect()  # needed, since the parts of a trainer refer to one another in circles
             uses = [float(owner() is not None) for _, owner in self._branches]
             users = torch.tensor(uses, dtype=torch.float64)
             wait(transport.world.start(Op.ALL_REDUCE, users), transport.backoff)
@@ -73,13 +85,14 @@ class Job:
                     self._branches.append((branch, owner))
                 else:
                     branch.close()
-            torch.cuda.empty_cache()  # NCCL cannot connect with what torch keeps of freed memory
+            # NCCL needs memory to connect, and torch keeps what has been freed.
+            torch.cuda.empty_cache()
         branch = transport.branch()
         self._branches.append((branch, lambda: None))
         return branch
 
     def keep_branch(self, owner: object) -> None:
-        """Leave the newest branch open as long as there is its owner."""
+        """Keep the newest branch open as long as somebody refers to its owner, a trainer."""
         branch, _ = self._branches[-1]
         self._branches[-1] = branch, weakref.ref(owner)
 
@@ -87,18 +100,19 @@ class Job:
 def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoReturn:
     """Call `main` on this rank and end the process; never returns.
 
-    Exit codes: 0; an error's own (see `axsparse.runtime.errors`); 70 for any other exception and
-    for a rank that leaves by `sys.exit(0)`; the code of `sys.exit(code)`; 130 if interrupted.
-    All ranks have to call the same things: if `main` returns on one rank while others
-    still train, these wait for it. torch's generator starts `main` with the same seed on every
-    rank, so that modules which are made there start alike. A `stop` may listen already.
+    The exit code is 0 if `main` returns; an error's own (see `axsparse.runtime.errors`); 130 if
+    interrupted; the code of `sys.exit(code)`; and 70 for any other exception and for a rank that
+    leaves by `sys.exit(0)`. All ranks have to call the same things: if `main` returns on one rank
+    while others still train, these wait for it. torch's generator has the same seed on every rank
+    when `main` begins, so that modules which are made there start alike. `stop` is for a caller
+    that listens to signals already.
     """
     _mend_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         transport = connect()
     except AxsparseError as error:
-        # Without MPI every process is a rank 0.
+        # Without MPI every process is rank 0 of a job of its own, so the launcher has to say.
         if speaks():
             print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
@@ -119,7 +133,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
 
 
 def _mend_streams() -> None:
-    """A closed stream, or a locale without "×", must not end a run."""
+    """Replace closed streams, and let no character end a run that the locale lacks, such as "×"."""
     if sys.stdout is None:
         sys.stdout = _nowhere()
     if sys.stderr is None:
@@ -134,27 +148,27 @@ def _nowhere() -> TextIO:
 
 
 def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
+    flush_streams()
     with contextlib.suppress(OSError):
-        # What a reader that went away left in the buffer would fail once more at exit.
+        # Python flushes stdout once more at exit, which fails again if its reader has gone.
         sys.stdout = _nowhere()
     sys.exit(code)
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
+    """Print why this rank fails and end the whole job."""
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    # In one piece, since other ranks may fail at the same moment; print ends a line by itself.
+    # In one call, since other ranks may fail at the same moment; print would write the end of the
+    # line on its own.
     sys.stderr.write(f"axsparse: error: {job.where}: {words}\n")
     sys.stderr.flush()
     job.transport.abort(code)
 
 
 def _describe(failure: BaseException) -> tuple[int, str]:
-    """Exit code and one line."""
+    """The exit code of a failure, and one line about it."""
     if isinstance(failure, AxsparseError):
         return failure.exit_code, str(failure)
     if isinstance(failure, ValidationError):  # a Config made by hand in Python
@@ -170,7 +184,10 @@ def _describe(failure: BaseException) -> tuple[int, str]:
 
 
 def _keep_traceback(job: Job, failure: BaseException) -> str:
-    """Write the traceback to the run directory, or to stderr ahead of the line without one."""
+    """Write the traceback to the run directory, and return how the line ends that names the file.
+
+    Without a run directory it goes to stderr, ahead of that line.
+    """
     text = "".join(traceback.format_exception(failure))
     if job.run_dir is not None:
         path = job.run_dir / f"traceback-rank-{job.transport.rank}.txt"
@@ -178,6 +195,6 @@ def _keep_traceback(job: Job, failure: BaseException) -> str:
             path.write_text(text)
             return f"; traceback in {os.fspath(path)}"
         except OSError:
-            pass  # the disk may be what failed; stderr is left
+            pass  # the disk may be what failed, so the traceback goes to stderr
     sys.stderr.write(text)
     return ""

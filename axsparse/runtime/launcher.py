@@ -9,24 +9,19 @@ import sys
 from axsparse.runtime.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
-"""Set in every process that an MPI launcher starts."""
-
-
+"""An MPI launcher sets one of these environment variables in every process, to its rank."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
-"""Ranks that the launcher of this process started: Open MPI's mpirun; MPICH's, and srun with a
-PMI; jsrun."""
-
-
+"""Where launchers say how many ranks they started: Open MPI's mpirun; MPICH's mpirun and srun
+with a PMI; jsrun."""
 SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
-"""Processes that srun started. With one of `SIZE_VARIABLES` beside it, these may be the daemons
-of an mpirun, one a node; SLURM_NTASKS then says so, too."""
-
-
+"""Where srun says how many processes it started. If one of `SIZE_VARIABLES` is set beside it, these
+may be the daemons of an mpirun, one a node; SLURM_NTASKS then counts those, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
-"""Ranks that a job script asked for (`axsparse submit`)."""
+"""Where a job script of `axsparse submit` says how many ranks it asked for."""
 
 
 def flush_streams() -> None:
+    """Write out what stdout and stderr still hold, as far as anybody reads it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -38,7 +33,7 @@ def started_by_launcher() -> bool:
 
 
 def speaks() -> bool:
-    """Whether this process is the one that speaks before MPI has started."""
+    """Whether this process prints on behalf of all ranks as long as MPI has not started."""
     ranks = [os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ]
     if not ranks and SRUN_SIZE in os.environ:
         ranks = [os.environ.get("SLURM_PROCID", "0")]
@@ -46,9 +41,9 @@ def speaks() -> bool:
 
 
 def check_size(size: int) -> None:
-    """ConfigError if the launcher started another number of ranks than MPI has found.
+    """ConfigError unless MPI has found as many ranks (`size`) as the launcher started.
 
-    A launcher and an MPI library that do not know each other say nothing: each process
+    A launcher and an MPI library that do not know each other report no error: each process
     finds itself alone and would train by itself, all of them into the same place.
     """
     names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]

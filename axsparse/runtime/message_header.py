@@ -1,7 +1,8 @@
-"""What goes ahead of a message's contents: an int64 array that says all but the contents.
+"""The header of a message: an int64 array that describes the message without its contents.
 
-Microbatch, number of tensors, then per tensor its type's number (−1 for None), whether
-a gradient is wanted, its dimensions and their sizes.
+Its words are the microbatch, the number of tensors, and then for each tensor its type's number
+in `DTYPES` (−1 for None), whether a gradient is wanted, the number of its dimensions and their
+sizes. The direction is not in it, since each direction has a channel of its own.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
+"""The types of element that messages carry; a header gives the position in this list."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 Header = NDArray[np.int64]
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes an empty tensor of a shape and type."""
+"""Makes a tensor of a shape and type, with undefined contents."""
 
 
 def encode_header(message: Message) -> Header:
-    """The header of a message; ValueError names a type that no message carries."""
+    """The header of a message; ValueError if a tensor's type is not among `DTYPES`."""
     words = [message.microbatch, len(message.tensors)]
     wanted = message.requires_grad or (False,) * len(message.tensors)
     for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
@@ -50,8 +52,8 @@ def encode_header(message: Message) -> Header:
     return np.array(words, dtype=np.int64)
 
 
-def decode_header(words: Header, direction: Direction, empty: Allocate) -> Message:
-    """A message with empty tensors of the announced shapes and types."""
+def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Message:
+    """The message that a header announces, with tensors from `allocate` to receive into."""
     microbatch, count = int(words[0]), int(words[1])
     tensors: list[Tensor | None] = []
     requires_grad = []
@@ -61,18 +63,18 @@ def decode_header(words: Header, direction: Direction, empty: Allocate) -> Messa
         at += 3
         shape = [int(size) for size in words[at : at + dims]]
         at += dims
-        tensors.append(None if number < 0 else empty(shape, DTYPES[number]))
+        tensors.append(None if number < 0 else allocate(shape, DTYPES[number]))
         requires_grad.append(bool(wanted))
     return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
 
 
 def in_host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty tensor on the CPU."""
+    """A tensor on the CPU with undefined contents."""
     return torch.empty(shape, dtype=dtype)
 
 
 def dense(message: Message) -> Message:
-    """The message as it travels: cut off from the graph, every tensor contiguous."""
+    """The message as it travels: cut off from the autograd graph, every tensor contiguous."""
     tensors = tuple(
         None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
     )
@@ -80,5 +82,5 @@ def dense(message: Message) -> Message:
 
 
 def contents(message: Message) -> list[Tensor]:
-    """The tensors that hold something to be sent, in order."""
+    """The tensors of a message that have at least one element, in order."""
     return [tensor for tensor in message.tensors if tensor is not None and tensor.numel()]

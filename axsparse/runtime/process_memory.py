@@ -13,26 +13,26 @@ import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of a cgroup's second and first version, as a container sees its own."""
+"""Files with the limit of a container's own cgroup, in versions 2 and 1."""
 M_MMAP_THRESHOLD = -3
-"""The setting's number in glibc's malloc.h."""
+"""The number of the setting in glibc's malloc.h."""
 MAPPED_BYTES = 1 << 20
-"""Blocks from this size on."""
+"""Blocks from this size on are given back at once."""
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had resident."""
+    """The most bytes of memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int:
-    """The most memory that torch has reserved of a GPU for this process."""
+    """The most bytes of a GPU that torch has reserved for this process."""
     return torch.cuda.max_memory_reserved(device)
 
 
 def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """What this process has resident now; its peak where the system does not say."""
+    """Bytes that this process has resident now, or its peak if the system does not say."""
     try:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -40,10 +40,11 @@ def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
 
 
 def give_back_at_once() -> bool:
-    """Have the C library give every large freed block back to the system at once; whether it can.
+    """Have the C library give every large freed block back to the system at once.
 
-    By itself glibc keeps blocks of up to 32 MB for later, and the holes between them come to a
-    quarter of a process and more. Giving them back costs some 8 % of a step.
+    Returns whether the library can do that. By itself glibc keeps blocks of up to 32 MB for later,
+    and the holes between them come to a quarter of a process's memory and more. Giving blocks back
+    costs some 8 % of a step.
     """
     try:
         return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES))
@@ -52,11 +53,12 @@ def give_back_at_once() -> bool:
 
 
 def host_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory of this machine, or what a container may have of it."""
+    """Bytes of memory of this machine, or what a container may have of it."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits(cgroup)])
 
 
 def _limits(cgroup: Path) -> Iterator[int]:
+    """The limits that the container sets, in bytes."""
     for name in LIMITS:
         try:
             text = (cgroup / name).read_text()

@@ -1,4 +1,4 @@
-"""What a run's numbers may depend on: versions of packages, and the commit of the checkout."""
+"""Where a run's numbers come from: versions of packages, and the commit of the checkout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from axsparse.runtime.version import __version__
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where the package lies: a checkout of the project, or a folder of installed packages."""
+"""The folder that the package lies in: a checkout of the project, or one of installed packages."""
 
 
 def versions() -> dict[str, str]:
-    """What a run's numbers may depend on."""
+    """Versions of what a run's numbers may depend on, and the type of the machine."""
     return {
         "axsparse": __version__,
         "python": platform.python_version(),
@@ -27,12 +27,11 @@ def versions() -> dict[str, str]:
 
 
 def git_hash() -> str | None:
-    """The commit of the checkout that axsparse runs from; None for an installed package."""
-    root = CHECKOUT
-    if not (root / ".git").exists():
+    """The commit of the checkout that axsparse runs from; None if it is installed, or git fails."""
+    if not (CHECKOUT / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40"]
         return subprocess.run(  # noqa: S603 - a fixed command
             command, capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()

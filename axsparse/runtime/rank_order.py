@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on who computes them, and the bytes an exchange hands over."""
+"""Sums whose bits do not depend on who computes them, and the bytes that an exchange hands over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axsparse.runtime.communication import Op
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """((part 0 + part 1) + part 2) + …; halves are added in fp32 and rounded once."""
+    """((part 0 + part 1) + part 2) + …; parts of 16 bits are added in fp32 and rounded once."""
     dtype = parts[0].dtype
     half = dtype in (torch.bfloat16, torch.float16)
     total = parts[0].to(torch.float32 if half else dtype, copy=True)
@@ -21,10 +21,11 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> int:
-    """Bytes one rank hands over for an operation on shards with these bounds.
+    """Bytes that one rank hands over for an operation on shards with these bounds, in entries.
 
-    A reduction sends every other shard to its owner, a gathering sends one's own
-    shard to all others; together over all ranks 2 (d − 1) n, the ring's volume.
+    A reduction sends every other shard to its owner, and a gathering sends the rank's own
+    shard to all others. For an all-reduce of n bytes over d ranks this comes to 2 (d − 1) n over
+    all ranks, as for a ring.
     """
     size = len(bounds) - 1
     own = bounds[rank + 1] - bounds[rank]

@@ -1,4 +1,4 @@
-"""Random numbers keyed by what they are for, never by who draws them or when."""
+"""Random numbers that depend on what they are for, never on which rank draws them or when."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def keyed_seed(*key: int | str) -> int:
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator of one's own for a key."""
+    """A new generator on the CPU that starts from the seed of a key."""
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Lets modules draw from torch's global generators and restores them afterwards: the CPU's,
-    and the current GPU's once CUDA is in use."""
+    """Let the code within draw from torch's global generators, and restore them afterwards.
+
+    These are the CPU's, and the current GPU's once CUDA is in use.
+    """
     state = rng_state()
     try:
         yield
@@ -38,7 +40,7 @@ def preserved_rng() -> Iterator[None]:
 
 
 def rng_state() -> tuple[Tensor, ...]:
-    """The state of these generators, on the host; asking does not wait for a GPU."""
+    """The state of torch's global generators, on the host; this does not wait for a GPU."""
     if not torch.cuda.is_initialized():
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.cuda.get_rng_state()

@@ -1,11 +1,11 @@
-"""How a run is told to stop: SIGUSR1 or SIGTERM once, and at once by a second one later.
+"""How a run is told to stop, by SIGUSR1 or SIGTERM; a second signal later ends it at once.
 
-A scheduler, a job script and a launcher may each pass on the same signal, so those that come
-within seconds of the first are it again.
+A scheduler, a job script and a launcher may each pass on the same signal, so signals that come
+within seconds of the first are taken for the same one.
 
-Python runs signal handlers between two instructions of the main thread, so not while that
-waits in MPI or computes in torch. What the interpreter's own handler writes to a pipe is there
-at once, and a thread of ours reads it.
+Python runs signal handlers between two instructions of the main thread, and so not while that
+thread waits in MPI or computes in torch. The interpreter's own handler writes the signal to a
+pipe at once, and a thread of ours reads it there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""The signals that tell a run to stop."""
 
 
 class StopRequest:
@@ -27,9 +28,9 @@ class StopRequest:
     def __init__(self, leave: Callable[[int], Any] = os._exit) -> None:
         """`leave(code)` ends the process at the second signal."""
         self.reason: str | None = None
-        """The name of the signal."""
+        """The name of the first signal; None if there was none."""
         self.echo_seconds = 5.0
-        """For so long after the first signal others are taken for the same."""
+        """How long after the first signal others are taken for the same one."""
         self._heard_at = 0.0
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
@@ -41,12 +42,15 @@ class StopRequest:
         return self.reason is not None
 
     def listen(self) -> None:
-        """Take the signals from now on, if this is the main thread; once is enough."""
+        """Take the signals from now on; in another thread than the main one, do nothing.
+
+        A second call has no effect.
+        """
         if self._pipe is not None or threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        # Without a handler of Python's, the interpreter's own would not see them.
+        # The interpreter's own handler sees only signals that have a handler in Python.
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         reader = self._pipe[0]
@@ -55,17 +59,17 @@ class StopRequest:
         ).start()
 
     def release(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Give the signals back to the handlers that they had before."""
         if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._pipe[1])  # ends the thread, which closes its own end
+        os.close(self._pipe[1])  # this ends the thread, which closes the other end
         self._pipe = None
 
     def hear(self, number: int) -> None:
-        """A signal has come."""
+        """Note that a signal has come; a second one after `echo_seconds` ends the process."""
         if number not in SIGNALS:
             return
         if self.reason is None:
@@ -78,6 +82,7 @@ class StopRequest:
         self._leave(128 + number)
 
     def _read(self, reader: int) -> None:
+        """Hear every signal that the interpreter writes to the pipe, until the pipe is closed."""
         while numbers := os.read(reader, 64):
             for number in numbers:
                 self.hear(number)

@@ -1,7 +1,7 @@
-"""What the links of GPUs need of a channel between hosts, as protocols; `wire_mpi` is the real one.
+"""A one-way channel between the hosts of two neighbouring stages, as a protocol.
 
-A wire goes one way between two neighbours. Headers and contents are two sequences, each
-first in, first out.
+`MpiLink` sends whole messages over wires. The link of GPUs sends headers over them, and
+contents, too, where these go by way of the hosts. `runtime/mpi/mpi_wire.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -11,45 +11,59 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from axsparse.runtime.communication import Direction, Event
+from axsparse.runtime.grid import Place
 from axsparse.runtime.message_header import Header
 
 QUIET_PASSES = 2
-"""Looks without a find before arrivals are complete. A call that finds nothing may be the one
-that lets MPI take in what has come: after a long action one look saw nothing in 12 cases of
-12 (MPICH 5.0), two saw all, and a schedule that decides on half the arrivals is not driven
-by them."""
-
-
-class Request(Protocol):
-    """A send or receive under way; its memory stays alive and untouched until it is done."""
-
-    def done(self) -> bool:
-        """Whether it has completed; lets the channel make progress."""
-        ...
+"""How often in a row a link looks for messages without a find before it takes arrivals for
+complete. A call that finds nothing may be the one that lets MPI take in what has come: after a
+long action one look saw nothing in 12 cases of 12 (MPICH 5.0), two saw all, and a schedule that
+decides on half the arrivals is not driven by them."""
 
 
 class Wire(Protocol):
-    """One end of a one-way channel; no call but `close` waits."""
+    """One end of a channel; one end sends and the other receives. No call waits.
 
-    def send_header(self, header: Header) -> Request:
+    Headers arrive in the order in which they were sent, and so do pieces of contents; there is
+    no order between the two.
+    """
+
+    def send_header(self, header: Header) -> Event:
         """Start sending a header."""
         ...
 
     def receive_header(self) -> Header | None:
-        """The next header, if it is here."""
+        """The next header, or None if it is not here yet."""
         ...
 
-    def send(self, piece: Tensor) -> Request:
-        """Start sending bytes."""
+    def send(self, piece: Tensor) -> Event:
+        """Start sending a flat tensor of bytes."""
         ...
 
-    def receive(self, piece: Tensor) -> Request:
-        """Start receiving as many bytes as are sent."""
+    def receive(self, piece: Tensor) -> Event:
+        """Start receiving into a flat tensor of bytes, which has the size of what is sent."""
+        ...
+
+
+class Wires(Protocol):
+    """Makes the wires of one link."""
+
+    def wire(self, direction: Direction, source: int, target: int) -> Wire:
+        """This rank's end of the wire from `source` to `target`, of which it is one."""
         ...
 
     def close(self) -> None:
-        """Release the channel; nothing is under way any more."""
+        """Release the wires, on which nothing is under way any more."""
         ...
+
+
+def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:
+    """The (source, target) ranks between which this rank has messages to move in a direction."""
+    rank, step = place.rank, 1 if direction is Direction.FORWARD else -1
+    before, after = rank - step, rank + step
+    starts, ends = (place.is_first, place.is_last)[::step]
+    return [(before, rank)] * (not starts) + [(rank, after)] * (not ends)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -58,6 +72,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def byte_pieces(tensor: Tensor, most: int) -> list[Tensor]:
-    """The bytes of a contiguous tensor, as views of at most `most` each; none of nothing."""
+    """The bytes of a contiguous tensor as views of at most `most` bytes; an empty one has none."""
     content = as_bytes(tensor)
+    if 0 < content.numel() <= most:
+        return [content]
     return [content[start : start + most] for start in range(0, content.numel(), most)]

@@ -69,7 +69,7 @@ def test_a_slot_must_not_be_filled_while_the_wire_reads_it(
     with pytest.raises(MisuseError, match=r"a copy .* writes what a send of the wire reads"):
         stream.copy(slot, EIGHT)
     hardware.finish()
-    assert request.done()
+    assert request.query()
     stream.copy(slot, EIGHT)
 
 

@@ -15,7 +15,7 @@ from support.on_mpi import on_mpi
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.message_header import decode_header, encode_header, in_host_memory
-from axsparse.runtime.mpi.mpi_link import MpiLink, byte_chunks
+from axsparse.runtime.mpi.mpi_link import MpiLink
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.runtime.mpi.mpi_wire import CONTENT_TAG, HEADER_TAG
 
@@ -77,7 +77,7 @@ def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
         here = torch.zeros(1, dtype=torch.float64)
         if place.rank == 0:
             # A sender whose first content is slow, and whose second message has none.
-            comm, content = link._comms[Direction.FORWARD], torch.ones(3)
+            comm, content = link._outgoing[Direction.FORWARD]._comm, torch.ones(3)
             for number, tensors in enumerate([(content,), ()]):
                 header = encode_header(Message(Direction.FORWARD, number, tensors))
                 comm.Send([header, MPI.INT64_T], dest=1, tag=HEADER_TAG)
@@ -107,9 +107,6 @@ class Absent:
         self._looks += 1
         return None if self._looks == 1 else self._comm.Improbe(source, tag, status)
 
-    def Free(self) -> None:
-        self._comm.Free()
-
 
 @needs_a_neighbour
 def test_arrivals_are_complete_although_the_first_look_finds_nothing(
@@ -122,10 +119,11 @@ def test_arrivals_are_complete_although_the_first_look_finds_nothing(
         if place.rank == 0:
             link.send(Message(Direction.FORWARD, 0, ()))
         if place.rank == 1:
-            comm = link._comms[Direction.FORWARD]
+            wire = link._incoming[Direction.FORWARD]
+            comm = wire._comm
             while not comm.Iprobe(0, HEADER_TAG):
                 transport.backoff.pause()
-            monkeypatch.setitem(link._comms, Direction.FORWARD, Absent(comm))
+            monkeypatch.setattr(wire, "_comm", Absent(comm))
             assert [message.microbatch for message in link.arrivals()] == [0]
 
 
@@ -164,13 +162,3 @@ def test_a_type_that_no_message_carries_is_named() -> None:
 
     with pytest.raises(ValueError, match=re.escape(said)):
         encode_header(Message(Direction.FORWARD, 0, (torch.ones(1, dtype=torch.complex64),)))
-
-
-@pytest.mark.parametrize(("size", "wanted"), [(0, []), (1, [4]), (5, [8, 8, 4]), (4, [8, 8])])
-def test_no_call_carries_more_than_its_limit(size: int, wanted: list[int]) -> None:
-    tensor = torch.arange(float(size))
-
-    chunks = byte_chunks(tensor, 8)
-
-    assert [chunk.size for chunk in chunks] == wanted
-    assert b"".join(chunk.tobytes() for chunk in chunks) == tensor.numpy().tobytes()

@@ -24,6 +24,7 @@ from axsparse.runtime.console import (
     make_console,
 )
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.launcher import LAUNCHER_VARIABLES
 
 CLEAR = "\r\x1b[K"
 
@@ -49,7 +50,7 @@ class TerminalStdout(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AXSPARSE_PROGRESS", *console.RANK_VARIABLES):
+    for name in ("AXSPARSE_PROGRESS", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
 
@@ -271,7 +272,7 @@ def test_without_proc_our_own_stdout_counts(
     assert launcher_terminal(tmp_path) == 80
 
 
-@pytest.mark.parametrize("variable", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
+@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
 def test_without_proc_our_own_stdout_counts_for_nothing_under_a_launcher(
     tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

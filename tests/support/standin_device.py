@@ -85,15 +85,10 @@ class Flag:
     operation: Operation
 
     def query(self) -> bool:
-        """As an event of the device."""
         self.device.hardware.tick()
         if self.operation.done:
             merge(self.device.known, self.operation.clock)
         return self.operation.done
-
-    def done(self) -> bool:
-        """As a request of a wire."""
-        return self.query()
 
 
 class StandInMark:

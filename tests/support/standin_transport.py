@@ -74,7 +74,7 @@ class StandInWire:
             Operation(what, run, lambda: bool(self._contents), writes=[span])
         )
 
-    def close(self) -> None:
+    def check_that_it_is_empty(self) -> None:
         assert not self._queue.pending and not self._header_queue.pending
         left = self._receives and (self._headers or self._contents)
         assert not left, "something was left on the way"
@@ -321,12 +321,17 @@ class StandInWires:
     def __init__(self, device: StandInDevice, name: str) -> None:
         self._device = device
         self._name = name
+        self._made: list[StandInWire] = []
 
     def wire(self, direction: Direction, source: int, target: int) -> StandInWire:
-        return StandInWire(self._device, source, target, f"{self._name} {direction.name}")
+        self._made.append(
+            StandInWire(self._device, source, target, f"{self._name} {direction.name}")
+        )
+        return self._made[-1]
 
     def close(self) -> None:
-        """Each wire is closed by its link."""
+        for wire in self._made:
+            wire.check_that_it_is_empty()
 
 
 class StandIn(GpuTransport):

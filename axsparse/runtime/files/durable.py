@@ -1,4 +1,4 @@
-"""Files and names that outlast a loss of power."""
+"""Files and names in folders that outlast a loss of power."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """A new file, on the disk once this returns; OSError if there is one already."""
+    """Write a new file, which is on the disk once this returns; OSError if it exists already."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -15,7 +15,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names that were given or taken in a folder survive a loss of power from here on."""
+    """Put on the disk which names were added to a folder, changed in it or removed from it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One job at a time writes to a run directory."""
+"""The lock of a run directory, which lets one job at a time write to it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from axsparse.runtime.errors import OutputError
 LOCK_FILE = "run.lock"
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
+"""The errors by which the system says that another process holds a lock."""
 
 
 class RunLock:
-    """Holds a run directory for this process; the system lets go of it however that ends."""
+    """Holds a run directory for this process; however that ends, the system releases the lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        """OutputError if another process holds it, or it cannot be written.
+        """OutputError if another process holds the directory, or it cannot be written.
 
-        A file system without locks is told of and used without.
+        If its file system has no locks, a warning is printed, and the directory is used without.
         """
         path = run_dir / LOCK_FILE
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as reason:
             raise _unwritable(path, reason) from reason
-        # As with a file of Python's, nobody has to remember it; unlike one, nobody is scolded.
+        # The descriptor is closed with this object, and without the warning that Python gives for
+        # a file that nobody has closed.
         self._close = weakref.finalize(self, os.close, number)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +60,7 @@ class RunLock:
             raise _unwritable(path, reason) from reason
 
     def release(self) -> None:
-        """Let others have the directory."""
+        """Let other processes have the directory."""
         self._close()
 
 
@@ -67,7 +69,7 @@ def _unwritable(path: Path, reason: OSError) -> OutputError:
 
 
 def _holder(said: bytes) -> str:
-    """Who has a directory, by what its lock file says."""
+    """Who holds a directory, according to the contents of its lock file."""
     try:
         holder = json.loads(said)
         job = f"job {holder['job']}, " if holder["job"] is not None else ""

@@ -1,8 +1,8 @@
-"""The safetensors format: tensors by name, in one file or dealt out over several.
+"""The safetensors format: tensors by name, in one file or spread over several.
 
-A file is 8 bytes with the length of a JSON header, the header (name → type, shape, where in
-the data), and the data. Of several files, a JSON index beside them says which tensor is in
-which: {"weight_map": {name: file}}.
+A file has 8 bytes with the length of a JSON header, then the header, which maps each name to a
+type, a shape and a place in the data, and then the data. If there are several files, a JSON index
+beside them says which tensor is in which: {"weight_map": {name: file}}.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from axsparse.runtime.errors import DataError, MissingInputError
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+"""The bound that the format itself sets."""
 ALIGNMENT = 8
-"""Bytes; headers are filled up with spaces, so that the data begin at a multiple."""
+"""Headers are filled up with spaces so that the data begin at a multiple of so many bytes."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,15 +38,15 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Element types of safetensors."""
+"""Types of element by the names that the format has for them."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
-    """Reads the header at once and each tensor when it is asked for."""
+    """One file; its header is read at once, and each tensor when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """DataError for what is no such file, or is cut short."""
+        """DataError if it is of another format, or cut short; OSError if it cannot be read."""
         self.path: Path = path
         self.files: Sequence[Path] = (path,)
         with path.open("rb") as file:
@@ -75,18 +75,22 @@ class SafetensorsFile:
             raise DataError(f"{path}: ends before the last of its tensors; get it anew")
         self.shapes = {name: place.shape for name, place in self._places.items()}
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
-        """What the file says beside its tensors; texts, by the format."""
+        """Texts by name that the file has beside its tensors."""
 
     def described(self, name: str) -> TensorHeader:
-        """What a tensor is; KeyError for none of the file."""
+        """The type and shape of a tensor; KeyError if the file does not have it."""
         return TensorHeader(self._places[name].dtype, self._places[name].shape)
 
     def read(self, name: str) -> Tensor:
+        """A whole tensor, which the file has to have."""
         place = self._places[name]
         return self.read_part(name, 0, math.prod(place.shape)).view(place.shape)
 
     def read_part(self, name: str, start: int, stop: int) -> Tensor:
-        """The entries [start, stop) of a tensor, flat, which it has to have."""
+        """The entries [start, stop) of a tensor, flat; the tensor has to have them.
+
+        DataError if the file has become shorter since it was opened.
+        """
         place = self._places[name]
         size = place.dtype.itemsize
         assert 0 <= start <= stop and place.start + stop * size <= place.stop, "no such entries"
@@ -103,7 +107,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the data a tensor is, in bytes."""
+    """A tensor's type and shape, and its first byte and the one past its last in the data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -112,7 +116,10 @@ class _Place:
 
 
 def _place(entry: Mapping[str, Any]) -> _Place:
-    """ValueError or KeyError for what contradicts itself."""
+    """A tensor's place by its entry in the header.
+
+    ValueError, KeyError or TypeError if the entry is malformed or contradicts itself.
+    """
     dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
     start, stop = map(int, entry["data_offsets"])
     if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
@@ -124,8 +131,8 @@ class SafetensorsIndex:
     """The tensors of all files of an index."""
 
     def __init__(self, path: Path) -> None:
-        """DataError for what is no index, or for files that are not as it says;
-        MissingInputError for a file that cannot be read."""
+        """DataError if it is no index, or if a file does not have what the index says;
+        MissingInputError if a file that it names cannot be read."""
         self.path: Path = path
         places = _weight_map(path)
         opened = {file: _open_part(path, file) for file in sorted(set(places.values()))}
@@ -139,11 +146,12 @@ class SafetensorsIndex:
         self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
 
     def read(self, name: str) -> Tensor:
+        """A whole tensor, which the index has to have."""
         return self._parts[name].read(name)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor → file beside the index; nothing else is ever opened."""
+    """The file of each tensor; DataError if any is not a safetensors file beside the index."""
     try:
         places: object = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as reason:
@@ -155,7 +163,7 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"{path}: its weight_map is {type(places).__name__}, not tensors and files; get it anew"
         )
     for name, file in places.items():
-        # Not Path(file).name: what is a separator, or stands for a folder, differs by system.
+        # Path(file).name would not do, since systems differ in what separates folders.
         if not isinstance(file, str) or not file.endswith(SUFFIX) or set(file) & {*"/\\:\0"}:
             raise DataError(
                 f"{path}: places {name!r} in {file!r}, which is no safetensors file beside it; get "
@@ -176,13 +184,14 @@ def _open_part(index: Path, file: str) -> SafetensorsFile:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor that is to be written."""
+    """The type and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """The size of its contents."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -194,11 +203,11 @@ def write_safetensors(
     *,
     written: Callable[[bytes | memoryview], object] = len,
 ) -> None:
-    """Write a file and see it on the disk; OSError if that cannot be.
+    """Write a new file, which is on the disk once this returns; OSError if that fails.
 
-    `tensors` come in the order of `described` and as it says; none is held while the next
-    is made. `metadata` stand beside the format's own. `written` is called with every piece of
-    the file in turn, for a hash, say.
+    `tensors` come in the order of `described` and have the types and shapes that it says; none is
+    held while the next is made. `metadata` are texts by name to be written into the header.
+    `written` is called with every piece of the file in turn, for example to compute a hash.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
@@ -229,7 +238,7 @@ def _contents(tensor: Tensor, wanted: TensorHeader) -> memoryview:
 
 
 def index_text(files: Mapping[str, str], total_bytes: int) -> str:
-    """The index of tensors (name → file) that take so many bytes together."""
+    """The text of an index: the file of each tensor, and the bytes of all tensors together."""
     return json.dumps(
         {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2
     )

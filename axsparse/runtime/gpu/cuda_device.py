@@ -1,4 +1,4 @@
-"""The `Device` of a rank with a GPU, by torch's streams, events and allocators."""
+"""The `Device` of a rank with a GPU, made of torch's streams, events and allocators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MILLISECONDS = 1e3
 
 
 class CudaStream:
-    """A CUDA stream."""
+    """A `Stream` that is one of CUDA's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -34,24 +34,24 @@ class CudaStream:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         compute = torch.cuda.current_stream(self.stream.device)
-        # From this stream's own pool: memory from that of compute could still be in use by what
-        # compute has enqueued, and waiting for that would undo the overlap.
+        # The memory comes from this stream's own pool. Memory of the compute stream's pool could
+        # still be in use by what compute has enqueued, and waiting for that would undo the overlap.
         with torch.cuda.stream(self.stream):
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self.stream.device)
-        # It goes back to the pool only once what compute does with it has run.
+        # The tensor's memory goes back to the pool only once what compute does with it has run.
         tensor.record_stream(compute)
         return tensor
 
 
 class CudaMark:
-    """A CUDA event that keeps time."""
+    """A `Mark` that is a CUDA event with timing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event(enable_timing=True)
 
     def set(self) -> None:
-        # The current stream is compute's, also in the thread in which autograd runs a hook.
+        # The current stream is that of compute, also in the thread in which autograd runs a hook.
         self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
@@ -69,20 +69,20 @@ class CudaDevice:
     kind = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        """`device` has an index, and is the current one."""
+        """`device` is the current CUDA device, and has an index."""
         self.device = device
 
     @property
     def compute(self) -> CudaStream:
-        """The current stream, whichever that is when asked."""
+        """The stream that is the current one when this is read."""
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def stream(self) -> CudaStream:
-        # Before compute where both have blocks to run: a message is what others wait for.
+        # It has priority over compute, since other ranks wait for its messages.
         return CudaStream(torch.cuda.Stream(self.device, priority=-1))
 
     def pinned(self, nbytes: int) -> Tensor:
-        # Torch keeps freed pinned memory, so that asking again costs no call of the driver.
+        # Torch keeps freed pinned memory, so that asking again needs no call of the driver.
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> CudaMark:

@@ -1,7 +1,13 @@
-"""What the GPU transport needs of a device, as protocols: queues of work, and memory.
+"""What the GPU transport needs of a device and of NCCL, as protocols.
 
-`runtime/gpu/cuda_device.py` and `runtime/gpu/nccl.py` are the real ones. The tests have a stand-in
-that finishes things late, in any order between queues, and notices what would go wrong.
+`cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `DeviceEdge`,
+`Communicator` and `Connections`. `tests/support/standin_device.py` and `standin_transport.py`
+have stand-ins for all of them, which finish work late and in any order between streams, and
+raise an error where a real device would now and then compute wrong numbers or hang.
+
+Another kind of device, or another library in NCCL's place, implements these protocols. The
+contracts of `Link` and `Collective` then have to hold on a `GpuTransport` that is made of them, as
+in `tests/runtime/gpu/test_gpu_link.py`, `test_staged_collective.py` and `tests/mpi/`.
 """
 
 from __future__ import annotations
@@ -20,21 +26,25 @@ class Stream(Protocol):
     """A queue of device work that is carried out in order; no call waits for the device."""
 
     def record(self) -> Event:
-        """An event that completes once all that was enqueued before it has."""
+        """An event that completes once all that was enqueued before it has run."""
         ...
 
     def wait(self, event: Event) -> None:
-        """What is enqueued from now on starts after this event, one of the same device."""
+        """Start what is enqueued from now on after this event, one of the same device."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy between device memory and pinned host memory; both stay alive and as
-        they are until an event recorded after it completes."""
+        """Enqueue a copy between device memory and pinned host memory, of equal shape and type.
+
+        Both stay alive and unchanged until an event that was recorded after the copy completes.
+        """
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Device memory that this stream may write to at once, and that the compute stream may
-        use last."""
+        """Device memory with undefined contents that this stream may write to at once.
+
+        The last to use it may be the compute stream; its memory is used anew only after that.
+        """
         ...
 
 
@@ -42,15 +52,15 @@ class Mark(Protocol):
     """A moment of the compute stream by the device's own clock; may be set over and over."""
 
     def set(self) -> None:
-        """Enqueue it: it is reached once all that was enqueued before it has run."""
+        """Enqueue the mark: it is reached once all that was enqueued before it has run."""
         ...
 
     def wait(self) -> None:
-        """Return once it is reached."""
+        """Return once the mark is reached; one of the few calls that wait for a device."""
         ...
 
     def since(self, earlier: Mark) -> float:
-        """Seconds since another mark of the same device; both are reached."""
+        """Seconds since another mark of the same device; both have been reached."""
         ...
 
 
@@ -59,20 +69,20 @@ class Device(Protocol):
 
     @property
     def kind(self) -> str:
-        """Type of the torch device of its tensors."""
+        """The type of the torch device that its tensors are on, such as "cuda"."""
         ...
 
     @property
     def compute(self) -> Stream:
-        """Where the caller's tensors are made and used."""
+        """The stream on which the caller's tensors are made and used."""
         ...
 
     def stream(self) -> Stream:
-        """A new queue beside it, for transfers."""
+        """A new stream beside it, for transfers."""
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Host memory, as bytes, that copies reach without waiting."""
+        """Host memory, as a flat tensor of bytes, that `Stream.copy` reaches without waiting."""
         ...
 
     def mark(self) -> Mark:
@@ -81,80 +91,94 @@ class Device(Protocol):
 
 
 class DeviceEdge(Protocol):
-    """One end of a one-way connection between two ranks, in the order of a stream of its own.
+    """One end of a one-way connection between the devices of two ranks.
 
-    A receive waits on the device until its send runs, and holds a part of the device
-    meanwhile: it is to be enqueued only once that send is next in its queue.
+    Contents move in the order of the edge's own stream; no call but `close` waits. A receive
+    occupies a part of the device until its send runs, so the caller enqueues it only once that
+    send is next in its queue.
     """
 
     @property
     def stream(self) -> Stream:
-        """In whose order contents move."""
+        """The stream in whose order contents move."""
         ...
 
     def send(self, content: Tensor) -> None:
-        """Enqueue the sending of bytes, which stay alive and as they are until it has run."""
+        """Enqueue the sending of bytes, which stay alive and unchanged until it has run."""
         ...
 
     def receive(self, content: Tensor) -> None:
-        """Enqueue the receiving of as many bytes as are sent."""
+        """Enqueue the receiving of bytes into memory of the size of what is sent."""
         ...
 
     def close(self) -> None:
-        """Release the connection; nothing is under way any more."""
+        """Release the connection, on which nothing is under way any more.
+
+        May wait until the other end is closed, too.
+        """
         ...
 
 
 class Communicator(Protocol):
-    """A group of ranks whose devices add and exchange, in the order of a stream of its own.
+    """A group of ranks whose devices add and exchange in the order of a stream of its own.
 
-    All calls enqueue. Members make the same calls in the same order.
+    All calls but `close` only enqueue. Members make the same calls in the same order, on
+    contiguous buffers of equal length and type.
     """
 
     rank: int
+    """This member's number in the group."""
     size: int
+    """The number of members."""
 
     @property
     def stream(self) -> Stream:
-        """In whose order operations run."""
+        """The stream in whose order operations run."""
         ...
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """Sum over all members, in place."""
+        """Leave the sum over all members in every member's buffer."""
         ...
 
     def reduce(self, buffer: Tensor, root: int) -> None:
-        """Sum over all members, in place on one; undefined on the others."""
+        """Leave the sum over all members in the buffer of member `root`; the buffers of the
+        others are undefined afterwards."""
         ...
 
     def broadcast(self, buffer: Tensor, root: int) -> None:
-        """One member's buffer to all."""
+        """Copy the buffer of member `root` to all members."""
         ...
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
-        """Each member's equal part of the sum; `shard` is this member's part of `buffer`."""
+        """Leave in `shard` this member's part of the sum of all buffers.
+
+        `shard` is a view of that part of `buffer`; parts are equal and in the order of members.
+        """
         ...
 
     def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
-        """All members' equal parts; `shard` is this member's part of `buffer`."""
+        """Fill `buffer` from the shards of all members; `shard` as in `reduce_scatter`."""
         ...
 
     def close(self) -> None:
-        """Release the connection; nothing is under way any more."""
+        """Release the connection, on which nothing is under way any more."""
         ...
 
 
 class Connections(Protocol):
-    """Makes edges and communicators, each known by its name on all of its members.
+    """Makes edges and communicators, each known by the same name on all of its members.
 
-    A call waits until all members have made it: they are to be made in an order that
-    does not run in a circle.
+    A call waits until all members have made it, so members make their calls in an order
+    that does not run in a circle. A name is used once for the same ranks.
     """
 
     def edge(self, name: str, source: int, target: int) -> DeviceEdge:
-        """This rank's end of a one-way connection between two ranks of the job."""
+        """This rank's end of a one-way connection between two ranks of the job.
+
+        TrainingError if they cannot be connected.
+        """
         ...
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """A group of ranks of the job, in this order."""
+        """A group of ranks of the job, in this order; TrainingError as for an edge."""
         ...

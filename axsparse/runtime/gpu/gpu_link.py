@@ -1,53 +1,109 @@
-"""A `Link` for tensors in GPU memory: headers over a wire between hosts, contents over lanes.
+"""The `Link` for tensors in GPU memory, and what a message passes through on its way.
 
-The header of a message is sent once its tensors are ready and all that was sent before is
-through. The receiver asks for contents only once their header is there. Both sequences are
-first in, first out, so that no message needs a number on the way, and no GPU waits in a
-receive through the whole forward of its neighbour.
+A message crosses from one stage to the next in two parts. Its *header* travels between the
+hosts over a *wire* (`runtime/wire.py`, over MPI). Its contents travel from a `Sender` to a
+`Receiver`, the two ends of a *lane*. There are three lanes:
+
+- NCCL's (`nccl_lane.py`): straight from GPU to GPU over an *edge*, a one-way connection.
+- staged (`staged_lane.py`): through pinned memory of both hosts and over the wire between them.
+- direct (likewise): over the wire from GPU memory, for an MPI library that can read it.
+
+What a GPU does is enqueued on *streams*, CUDA's queues, and its end is asked after through
+*events*. `device_protocol.py` describes edges, streams and devices. The tests replace these
+and the wires by stand-ins, and run the link and its lanes without a GPU.
+
+A header is sent once its tensors are ready and all that was sent before is through. The receiver
+asks for contents only once their header is there. Both sequences are first in, first out, so
+that no message needs a number on the way, and no GPU waits in a receive through the whole
+forward of its neighbour.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Direction, Event, Message
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.runtime.gpu.lane import Departure, Incoming, Outgoing
 from axsparse.runtime.message_header import Header, contents, decode_header, dense, encode_header
-from axsparse.runtime.wire import QUIET_PASSES, Request, Wire
+from axsparse.runtime.wire import QUIET_PASSES, Wire
 
 END = -1
-"""In the place of the microbatch: the last header, when a link closes."""
+"""Stands in the place of the microbatch in the last header of a link, which closes it."""
+
+
+class Departure(Event, Protocol):
+    """A message's contents on their way out; complete once the lane needs the tensors no more."""
+
+    def begun(self) -> bool:
+        """Whether the contents are ready and next in their queue, so that the header may go."""
+        ...
+
+
+class Sender(Protocol):
+    """The sending end of a lane, first in, first out; no call waits."""
+
+    def send(self, tensors: Sequence[Tensor], ready: Event) -> Departure:
+        """Start sending contiguous tensors, none of them empty, once `ready` is complete."""
+        ...
+
+    def advance(self) -> None:
+        """Move on what waits for the host."""
+        ...
+
+
+class Receiver(Protocol):
+    """The receiving end of a lane, first in, first out; no call waits."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in GPU memory to receive into."""
+        ...
+
+    def receive(self, tensors: Sequence[Tensor]) -> Event:
+        """Start receiving the contents of one message, whose header is here already."""
+        ...
+
+    def advance(self) -> None:
+        """Move on what waits for the host."""
+        ...
 
 
 @dataclass
-class _Sending:
-    """A message on its way out, and what keeps its tensors alive."""
+class _OutgoingMessage:
+    """A message on its way out, which keeps its tensors alive."""
 
     message: Message
     header: Header
     departure: Departure
-    request: Request | None = None
-    """Of the header."""
+    header_sent: Event | None = None
+    """None as long as the header may not go yet."""
+
+    def query(self) -> bool:
+        """Whether header and contents are through."""
+        return self.header_sent is not None and self.header_sent.query() and self.departure.query()
 
 
 @dataclass
-class _Receiving:
+class _IncomingMessage:
+    """A message whose header is here."""
+
     message: Message
     arrival: Event
 
 
-class DeviceLink:
-    """Neighbouring stages of one replica; neither `send` nor `arrivals` waits for a GPU."""
+class GpuLink:
+    """The link of one rank to the neighbouring stages of its replica; only `close` waits."""
 
     def __init__(
         self,
-        outgoing: Mapping[Direction, tuple[Wire, Outgoing]],
-        incoming: Mapping[Direction, tuple[Wire, Incoming]],
+        outgoing: Mapping[Direction, tuple[Wire, Sender]],
+        incoming: Mapping[Direction, tuple[Wire, Receiver]],
         device: Device,
         backoff: Backoff,
     ) -> None:
@@ -57,8 +113,8 @@ class DeviceLink:
         self._incoming = dict(incoming)
         self._device = device
         self._backoff = backoff
-        self._sending: dict[Direction, deque[_Sending]] = {d: deque() for d in outgoing}
-        self._receiving: dict[Direction, deque[_Receiving]] = {d: deque() for d in incoming}
+        self._sending: dict[Direction, deque[_OutgoingMessage]] = {d: deque() for d in outgoing}
+        self._receiving: dict[Direction, deque[_IncomingMessage]] = {d: deque() for d in incoming}
         self._ended: set[Direction] = set()
 
     def send(self, message: Message) -> None:
@@ -72,7 +128,7 @@ class DeviceLink:
         ready = self._device.compute.record()
         _, lane = self._outgoing[direction]
         departure = lane.send(tensors, ready)
-        self._sending[direction].append(_Sending(message, header, departure))
+        self._sending[direction].append(_OutgoingMessage(message, header, departure))
         self.push()
 
     def arrivals(self) -> list[Message]:
@@ -101,34 +157,32 @@ class DeviceLink:
         while (
             self._ended != set(self._incoming)
             or any(self._receiving.values())
-            or not all(end.done() for end in ends)
+            or not all(end.query() for end in ends)
         ):
             self._collect([])
             self._backoff.pause()
-        for wire, _ in (*self._outgoing.values(), *self._incoming.values()):
-            wire.close()
 
     def push(self) -> None:
         """Send the headers that may go, and let go of what is through.
 
-        `arrivals` does so; whoever waits for something else has to, too, since a neighbour may
-        need the message to come to where it is waited for.
+        `arrivals` does so, too. Whoever waits for something else has to call this, since a
+        neighbour may need the message before it joins in what is waited for.
         """
         for direction, (wire, lane) in self._outgoing.items():
             sending = self._sending[direction]
-            # Before the next contents go: torch marks memory that is let go by all that NCCL's
-            # stream has by then.
-            while sending and _through(sending[0]):
+            # Before the next contents go: when memory is let go, torch ties its reuse to all that
+            # NCCL's stream has been given by then.
+            while sending and sending[0].query():
                 sending.popleft()
             lane.advance()
             for one in sending:
-                if one.request is None:
+                if one.header_sent is None:
                     if not one.departure.begun():
                         break
-                    one.request = wire.send_header(one.header)
+                    one.header_sent = wire.send_header(one.header)
 
     def _collect(self, messages: list[Message]) -> bool:
-        """One look at both directions, adding what is complete; whether anything moved."""
+        """Look at both directions once and add what is complete; whether anything moved."""
         moved = False
         for direction, (wire, lane) in self._incoming.items():
             while (header := wire.receive_header()) is not None:
@@ -138,14 +192,10 @@ class DeviceLink:
                     continue
                 message = decode_header(header, direction, lane.empty)
                 arrival = lane.receive(contents(message))
-                self._receiving[direction].append(_Receiving(message, arrival))
+                self._receiving[direction].append(_IncomingMessage(message, arrival))
             lane.advance()
             receiving = self._receiving[direction]
             while receiving and receiving[0].arrival.query():
                 messages.append(receiving.popleft().message)
                 moved = True
         return moved
-
-
-def _through(one: _Sending) -> bool:
-    return one.request is not None and one.request.done() and one.departure.done()

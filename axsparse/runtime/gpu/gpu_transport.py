@@ -1,5 +1,7 @@
-"""The transport of ranks that have a GPU: headers and agreements between hosts, contents by NCCL,
-by pinned memory of the hosts, or straight from GPU memory where MPI can read it.
+"""The transport of ranks that have a GPU.
+
+Headers and agreements travel between the hosts. Contents travel over NCCL, through pinned memory
+of the hosts, or straight from GPU memory where MPI can read it; `gpu_link.py` explains the parts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import (
     Backoff,
+    Closable,
     Collective,
     Direction,
     Link,
@@ -23,61 +26,44 @@ from axsparse.runtime.communication import (
     wait,
 )
 from axsparse.runtime.gpu.device_protocol import Connections, Device, DeviceEdge
-from axsparse.runtime.gpu.gpu_link import DeviceLink
-from axsparse.runtime.gpu.lane import Incoming, Outgoing
+from axsparse.runtime.gpu.gpu_link import GpuLink, Receiver, Sender
 from axsparse.runtime.gpu.nccl_collective import NcclCollective
-from axsparse.runtime.gpu.nccl_lane import NcclIncoming, NcclOutgoing, connect_edges, neighbours
+from axsparse.runtime.gpu.nccl_lane import NcclReceiver, NcclSender, connect_edges
 from axsparse.runtime.gpu.staged_collective import StagedCollective
 from axsparse.runtime.gpu.staged_lane import (
-    DirectIncoming,
-    DirectOutgoing,
-    StagedIncoming,
-    StagedOutgoing,
+    DirectReceiver,
+    DirectSender,
+    StagedReceiver,
+    StagedSender,
 )
 from axsparse.runtime.grid import Place
-from axsparse.runtime.wire import Wire
+from axsparse.runtime.wire import Wire, Wires, neighbours
 
 Staging = Literal["pinned", "direct"]
-
-
-class Wires(Protocol):
-    """What headers travel on, and contents that go by way of the hosts."""
-
-    def wire(self, direction: Direction, source: int, target: int) -> Wire:
-        """One end of a wire between neighbours."""
-        ...
-
-    def close(self) -> None:
-        """Release them; their links are closed."""
-        ...
+"""How contents go by way of the hosts: from pinned memory, or from GPU memory."""
 
 
 class HostTransport(Transport, Protocol):
-    """How the hosts of the ranks reach each other."""
+    """A transport between the hosts of the ranks that also has wires, as MPI's does."""
 
     def wires(self) -> Wires:
-        """New wires; all ranks call this together."""
+        """The wires of a new link; all ranks call this together."""
         ...
 
-    def branch(self) -> HostTransport:
-        """Likewise, with wires."""
-        ...
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
+    def branch(self) -> HostTransport: ...
 
 
 class PushingBackoff:
-    """Waits as another does, and moves on what only moves when the host looks.
+    """Waits as another back-off does, and moves on what only moves when the host looks.
 
-    A header goes out after the GPU has come to its tensors. The rank may then wait in a
+    A header goes out after the GPU has come to its tensors. By then the rank may wait in a
     collective for a neighbour who waits for that header.
     """
 
     def __init__(self, inner: Backoff) -> None:
         self.pauses = 0
         self.pushes: list[Callable[[], None]] = []
+        """Called in every pause."""
         self._inner = inner
 
     def pause(self) -> None:
@@ -91,10 +77,10 @@ class PushingBackoff:
 
 
 class TwoWayCollective:
-    """A group with a collective for host memory and one for that of the GPUs."""
+    """A group with one collective for buffers in host memory and one for buffers on GPUs."""
 
     def __init__(self, hosts: Collective, devices: Collective, kind: str) -> None:
-        """`kind`: the type of device whose buffers are `devices`' business."""
+        """`kind` is the type of torch device whose buffers go to `devices`."""
         self.rank = hosts.rank
         self.size = hosts.size
         self._hosts = hosts
@@ -103,12 +89,11 @@ class TwoWayCollective:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes handed to the transport for other members since the group was made."""
         return self._hosts.bytes_sent + self._devices.bytes_sent
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        here = buffer.device.type == self._kind
-        return (self._devices if here else self._hosts).start(op, buffer, bounds)
+        group = self._devices if buffer.device.type == self._kind else self._hosts
+        return group.start(op, buffer, bounds)
 
 
 class GpuTransport:
@@ -122,12 +107,13 @@ class GpuTransport:
         connections: Connections | None,
         staging: Staging = "pinned",
     ) -> None:
-        """`connections`: NCCL's; without them contents go by way of the hosts, as `staging`
-        says. With NCCL active MPI carries host memory only, since both on one GPU may block
-        each other."""
+        """With `connections`, NCCL's, contents travel over them; with None, as `staging` says.
+
+        Where NCCL is active MPI carries host memory only, since both on one GPU may block each
+        other.
+        """
         assert connections is None or staging == "pinned"
-        way = "nccl" if connections is not None else staging
-        self.name = f"{way}, {host.name}"
+        self.name = f"{staging if connections is None else 'nccl'}, {host.name}"
         self.rank = host.rank
         self.size = host.size
         self._backoff = PushingBackoff(host.backoff)
@@ -137,9 +123,9 @@ class GpuTransport:
         self._device = device
         self._connections = connections
         self._staging = staging
-        self._made: list[_Closable] = []
+        self._made: list[Closable] = []
         self._pushes: list[Callable[[], None]] = []
-        # Branches share these: a name of NCCL's is used once.
+        # These number links and groups, whose names NCCL wants to be new. Branches share them.
         self._links = itertools.count()
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -148,26 +134,28 @@ class GpuTransport:
         edges: dict[tuple[int, int], DeviceEdge] = {}
         if self._connections is not None:
             edges = connect_edges(self._connections, place, f"link {next(self._links)}")
-        outgoing: dict[Direction, tuple[Wire, Outgoing]] = {}
-        incoming: dict[Direction, tuple[Wire, Incoming]] = {}
+        outgoing: dict[Direction, tuple[Wire, Sender]] = {}
+        incoming: dict[Direction, tuple[Wire, Receiver]] = {}
         for direction in Direction:
             for source, target in neighbours(place, direction):
-                wire, edge = wires.wire(direction, source, target), edges.get((source, target))
+                wire = wires.wire(direction, source, target)
+                edge = edges.get((source, target))
                 if source == place.rank:
-                    outgoing[direction] = wire, self._outgoing(wire, edge)
+                    outgoing[direction] = wire, self._sender(wire, edge)
                 else:
-                    incoming[direction] = wire, self._incoming(wire, edge)
-        link = DeviceLink(outgoing, incoming, self._device, self.backoff)
-        self._push(link.push)
-        # Closed from the last to the first: NCCL lets both ends of an edge wait for each other, so
-        # that all ranks leave their edges in one order, as they came to them.
+                    incoming[direction] = wire, self._receiver(wire, edge)
+        link = GpuLink(outgoing, incoming, self._device, self.backoff)
+        self._push_while_waiting(link.push)
+        # The link is closed first and the edges last, from the last made to the first. Both ends
+        # of an edge wait for each other in NCCL, so that all ranks have to leave their edges in one
+        # order, as they came to them.
         self._made += [*edges.values(), wires, link]
         return link
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         hosts = self._host.collective(name, ranks)
         if len(ranks) == 1:
-            return hosts  # nothing to be done, and no GPU memory for a communicator
+            return hosts  # a group of one exchanges nothing and needs no communicator on the GPU
         devices: NcclCollective | StagedCollective
         if self._connections is not None:
             key = name, tuple(ranks)
@@ -177,7 +165,7 @@ class GpuTransport:
         else:
             staged = self._host.collective(f"{name}, staged", ranks)
             devices = StagedCollective(staged, self._device, self.backoff)
-            self._push(devices.advance)
+            self._push_while_waiting(devices.advance)
         self._made.append(devices)
         return TwoWayCollective(hosts, devices, self._device.kind)
 
@@ -198,26 +186,26 @@ class GpuTransport:
         for push in self._pushes:
             self._backoff.pushes.remove(push)
         self._pushes.clear()
-        # The first rank's process has what the groups met by, and may end now.
+        # The first rank's process holds the store by which groups meet, and may end after this.
         here = torch.zeros(1, dtype=torch.float64)
         wait(self.world.start(Op.ALL_REDUCE, here), self.backoff)
         self._host.close()
 
-    def _push(self, push: Callable[[], None]) -> None:
-        """Call this whenever the rank waits, until what it is of is closed."""
+    def _push_while_waiting(self, push: Callable[[], None]) -> None:
+        """Have `push` called whenever the rank waits, until this transport is closed."""
         self._pushes.append(push)
         self._backoff.pushes.append(push)
 
-    def _outgoing(self, wire: Wire, edge: DeviceEdge | None) -> Outgoing:
+    def _sender(self, wire: Wire, edge: DeviceEdge | None) -> Sender:
         if edge is not None:
-            return NcclOutgoing(edge)
+            return NcclSender(edge)
         if self._staging == "direct":
-            return DirectOutgoing(wire)
-        return StagedOutgoing(wire, self._device)
+            return DirectSender(wire)
+        return StagedSender(wire, self._device)
 
-    def _incoming(self, wire: Wire, edge: DeviceEdge | None) -> Incoming:
+    def _receiver(self, wire: Wire, edge: DeviceEdge | None) -> Receiver:
         if edge is not None:
-            return NcclIncoming(edge)
+            return NcclReceiver(edge)
         if self._staging == "direct":
-            return DirectIncoming(wire, self._device)
-        return StagedIncoming(wire, self._device)
+            return DirectReceiver(wire, self._device)
+        return StagedReceiver(wire, self._device)

@@ -1,9 +1,9 @@
-"""NCCL by torch's bindings: edges and communicators, each a group of processes of its own.
+"""NCCL through torch: edges and communicators, each a process group of torch's of its own.
 
-Groups are made from a store, without torch's default group and its global state, by
-their members alone: a rank has a few, of at most a column's size, however large the job.
-`torch.distributed.new_group` is not for this: with `use_local_synchronization` it hashes
-a group's name from how many groups the *process* has made before, which differs between
+Groups are made by their members alone, from a store of names and addresses, without torch's
+default group and its global state. So a rank has few groups, of at most a column's size, however
+large the job. `torch.distributed.new_group` cannot be used: with `use_local_synchronization` it
+hashes a group's name from how many groups the *process* has made before, which differs between
 the two ends of an edge.
 """
 
@@ -42,12 +42,13 @@ TIMEOUT = timedelta(minutes=30)
 """How long torch's watchdog lets an operation wait before it ends the process; a send waits
 through its neighbour's longest action, the first step's compilation included."""
 STORE_TIMEOUT = timedelta(minutes=2)
-"""How long a rank tries to reach the first one's store, and to meet the others of a group."""
+"""How long a rank tries to reach the store on the first rank, and to meet the other members of a
+group there."""
 CONNECT_SECONDS = 600.0
-"""How long the members of a group may take to connect, all of which come to it at about the same
-time."""
+"""How long the members of a group may take to connect; all begin at about the same time."""
 ADDRESS = "MASTER_ADDR"
-"""Where the others reach the first rank, if not by its host name; torch's variable."""
+"""The environment variable, torch's own, with the address at which the others reach the first
+rank; its host name if the variable is not set."""
 
 
 class _Work(Protocol):
@@ -55,8 +56,8 @@ class _Work(Protocol):
 
 
 class Backend(Protocol):
-    """What torch calls a backend of a process group, as far as it is used here. Roots and peers
-    are members' numbers in the group."""
+    """What is used of a process group of torch's. Roots and peers are members' numbers in the
+    group; what a call returns makes the current stream wait, not the host."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> _Work: ...
 
@@ -74,29 +75,30 @@ class Backend(Protocol):
 
 
 MakeBackend = Callable[[Store, int, int], Backend]
-"""From a store of the group's own, a member's number and the number of members."""
+"""Makes a group from a store of its own, this member's number and the number of members."""
 
 
 class Rendezvous:
-    """Where the members of a group find each other."""
+    """Brings the members of a group together through a store on the first rank."""
 
     def __init__(self, transport: Transport, make: MakeBackend) -> None:
-        """All ranks call this together; ConfigError on a rank that cannot reach the first."""
+        """All ranks call this together; ConfigError on a rank that cannot reach the first one."""
         self.rank = transport.rank
         self._make = make
         self._store = _open_store(transport)
 
     def group(self, name: str, ranks: Sequence[int]) -> Backend:
-        """A group of these ranks, in this order; its name is known to no other of theirs."""
+        """A group of these ranks, in this order. No other group of theirs has its name."""
         own = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
         return self._make(own, list(ranks).index(self.rank), len(ranks))
 
 
 def _open_store(transport: Transport) -> Store:
+    """The store of all ranks, which the first one serves and whose port it tells the others."""
     host = machine_name()
     hosts = set(gather_texts(transport.world, transport.backoff, host))
     if transport.rank == 0:
-        # By itself torch listens to every host, also where all ranks are on one.
+        # Left to itself, torch would listen to every host even if all ranks are on one.
         with socket.socket() as listening:
             listening.bind(("127.0.0.1" if len(hosts) == 1 else "", 0))
             listening.listen()
@@ -107,7 +109,7 @@ def _open_store(transport: Transport) -> Store:
                 wait_for_workers=False,
                 master_listen_fd=listening.fileno(),
             )
-            listening.detach()  # the store's now
+            listening.detach()  # the store owns the socket now
         address = os.environ.get(ADDRESS) or socket.gethostname()
         gather_texts(transport.world, transport.backoff, f"{host} {address} {store.port}")
         return store
@@ -119,7 +121,7 @@ def _open_store(transport: Transport) -> Store:
         return TCPStore(
             address, int(port), is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
         )
-    except RuntimeError as reason:  # torch's own, and its DistNetworkError
+    except RuntimeError as reason:  # torch's DistNetworkError is one, too
         raise ConfigError(
             f"transport: nccl: rank {transport.rank} on host {socket.gethostname()} cannot reach "
             f"port {port} of {address} ({str(reason).splitlines()[0]}); set {ADDRESS} to an "
@@ -128,7 +130,7 @@ def _open_store(transport: Transport) -> Store:
 
 
 def nccl_backend(store: Store, rank: int, size: int) -> Backend:
-    """A group over NCCL."""
+    """A group over NCCL, for `Rendezvous`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     options.is_high_priority_stream = True
@@ -136,18 +138,21 @@ def nccl_backend(store: Store, rank: int, size: int) -> Backend:
 
 
 class NcclEdge:
-    """One direction between two ranks: a communicator, a queue inside NCCL, and a stream that
-    goes in step with it."""
+    """A `DeviceEdge`: a group of two ranks that is used in one direction only.
+
+    Torch gives it a stream inside NCCL. The edge's own stream waits for that one and that one for
+    it, so that both go in step.
+    """
 
     def __init__(self, backend: Backend, stream: CudaStream, peer: int) -> None:
-        """`peer`: the other's number in the group of two."""
+        """`peer` is the other member's number in the group."""
         self.stream = stream
         self._backend = backend
         self._peer = peer
 
     def send(self, content: Tensor) -> None:
         with torch.cuda.stream(self.stream.stream):
-            # The queue inside waits for this stream, and then this stream for the queue; the
+            # NCCL's stream waits for this stream, and `wait` lets this stream wait for NCCL's. The
             # host waits for neither.
             self._backend.send([content], self._peer, 0).wait()
 
@@ -160,7 +165,7 @@ class NcclEdge:
 
 
 class NcclCommunicator:
-    """A group that adds and exchanges, likewise."""
+    """A `Communicator`, whose own stream goes in step with NCCL's as that of an edge does."""
 
     def __init__(self, backend: Backend, stream: CudaStream, rank: int, size: int) -> None:
         self.rank = rank
@@ -199,8 +204,10 @@ class NcclCommunicator:
 
 
 class NcclConnections:
-    """Makes edges and communicators, and has each carry something, since NCCL connects at the
-    first use and then holds up the host until the others join."""
+    """Makes edges and communicators, and uses each of them once.
+
+    NCCL connects at the first use and then holds up the host until all members join in.
+    """
 
     def __init__(self, rendezvous: Rendezvous, device: CudaDevice, backoff: Backoff) -> None:
         self._rendezvous = rendezvous
@@ -214,7 +221,7 @@ class NcclConnections:
             edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
             content = edge.stream.empty((1,), torch.uint8)
             with warnings.catch_warnings():
-                # Torch remarks that this makes a communicator of two, which is what it is for.
+                # Torch warns that this makes a communicator of two, which is intended.
                 warnings.filterwarnings("ignore", message=".*unbatched P2P op")
                 (edge.send if sends else edge.receive)(content)
             self._wait(edge.stream.record())
@@ -231,9 +238,12 @@ class NcclConnections:
 
     @contextlib.contextmanager
     def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:
-        """TrainingError in place of torch's own errors; the end of this process, with a traceback,
-        where NCCL waits for ever, since nothing watches a run before it trains."""
-        # By a thread of C, since NCCL may hold the interpreter meanwhile.
+        """Raise TrainingError in place of torch's own errors.
+
+        If NCCL waits for ever this process ends with a traceback, since nothing watches a run
+        before it trains.
+        """
+        # Its timer is a thread of C, which runs while NCCL holds the interpreter.
         faulthandler.dump_traceback_later(CONNECT_SECONDS, exit=True)
         try:
             yield
@@ -249,13 +259,14 @@ class NcclConnections:
             faulthandler.cancel_dump_traceback_later()
 
     def _wait(self, event: Event) -> None:
+        """Let the host wait for an event."""
         self._backoff.reset()
         while not event.query():
             self._backoff.pause()
 
 
 def _shut_down(backend: Backend) -> None:
-    """Release a group that has nothing under way; torch below 2.6 has another name for it."""
+    """Release a group that has nothing under way; torch before 2.6 names the call differently."""
     shut_down = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
     if shut_down is not None:
         shut_down()

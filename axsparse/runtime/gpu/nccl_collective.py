@@ -1,12 +1,12 @@
-"""A `Collective` over NCCL: compressed gradients are summed where they are.
+"""A `Collective` over NCCL, which exchanges and adds compressed gradients in GPU memory.
 
 An operation is enqueued at once, behind the compute that makes its buffer and behind
 earlier operations of the same group; the host only asks whether it has run. Every member
-starts its operations in one order (`data_parallel.sync` sees to that), so nothing that
-becomes ready early on one GPU can hold up another.
+starts its operations in one order (`data_parallel/gradient_sync.py` sees to that), so nothing
+that becomes ready early on one GPU can hold up another.
 
-NCCL adds in an order of its own, so that sums equal those of other transports to a
-tolerance only. bf16 and fp16 travel and are added as such.
+NCCL adds in an order of its own, so its sums equal those of other transports only within a
+tolerance. bf16 and fp16 travel and are added in their own precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from axsparse.runtime.rank_order import exchanged_bytes
 
 
 class NcclWork:
-    """An operation under way; keeps its buffer alive."""
+    """An operation under way, which keeps its buffer alive."""
 
     def __init__(self, buffer: Tensor, event: Event) -> None:
         self._buffer = buffer
@@ -64,9 +64,10 @@ class NcclCollective:
         self._communicator.close()
 
     def _enqueue(self, op: Op, buffer: Tensor, bounds: list[int]) -> None:
+        """Enqueue an operation as one or more calls of the communicator."""
         communicator = self._communicator
         if op in (Op.BROADCAST, Op.ALL_GATHER):
-            # As bytes, since nothing is added: NCCL knows no int16.
+            # Nothing is added, so buffers go as bytes, since NCCL knows no int16.
             bounds = [bound * buffer.itemsize for bound in bounds]
             buffer = buffer.view(torch.uint8)
         if op is Op.ALL_REDUCE:
@@ -80,7 +81,7 @@ class NcclCollective:
             else:
                 communicator.all_gather(buffer, own)
         else:
-            # NCCL's own calls take equal shards only; the volume is the same.
+            # NCCL's own calls take equal shards only. One call for each shard moves as many bytes.
             for root, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 if start < stop and op is Op.REDUCE_SCATTER:
                     communicator.reduce(buffer[start:stop], root)

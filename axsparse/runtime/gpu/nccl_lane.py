@@ -1,4 +1,8 @@
-"""Contents of messages over NCCL: each direction of each pair of neighbours has its own queue."""
+"""The lane that carries contents over NCCL, from GPU to GPU.
+
+Each direction between two neighbours has an edge of its own, so that neither can hold up the
+other.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from torch import Tensor
 from axsparse.runtime.communication import Direction, Event
 from axsparse.runtime.gpu.device_protocol import Connections, DeviceEdge
 from axsparse.runtime.grid import Place
-from axsparse.runtime.wire import as_bytes
+from axsparse.runtime.wire import as_bytes, neighbours
 
 
 class _Departure:
-    """Contents that wait for their turn, and then for the receiver."""
+    """The contents of one message, which wait for their turn and then for the receiver."""
 
     def __init__(self, tensors: Sequence[Tensor], ready: Event) -> None:
         self._tensors = tensors
@@ -23,11 +27,13 @@ class _Departure:
         self._after: Event | None = None
 
     def may_begin(self) -> bool:
+        """Whether the tensors are ready."""
         return self._ready.query()
 
     def begin(self, edge: DeviceEdge) -> None:
+        """Enqueue the sends on the device."""
         for tensor in self._tensors:
-            # As bytes: NCCL knows no int16. Its counts have 64 bits, so that nothing is split.
+            # As bytes, since NCCL knows no int16, and in one piece, since its counts have 64 bits.
             edge.send(as_bytes(tensor))
         self._tensors = ()
         self._after = edge.stream.record()
@@ -35,23 +41,25 @@ class _Departure:
     def begun(self) -> bool:
         return self._after is not None
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return self._after is not None and self._after.query()
 
 
-class NcclOutgoing:
-    """A send goes to the device together with its header, once nothing is in front of it.
+class NcclSender:
+    """Enqueues a send on the device when its header goes, once nothing is in front of it.
 
-    It spins there until its receive runs. Were it enqueued before, it could begin while the host
-    is in a call that waits for the whole device (the allocator's last resort, the loading of a
-    kernel): the header would never go, and both would wait for ever.
+    A send spins on the device until its receive runs. If it were enqueued earlier, it could begin
+    while the host is in a call that waits for the whole device, such as the allocator's last
+    resort or the loading of a kernel. The header would then never go, and both would wait for
+    ever.
     """
 
     def __init__(self, edge: DeviceEdge) -> None:
         self._edge = edge
         self._waiting: deque[_Departure] = deque()
         self._last: _Departure | None = None
-        """The one on the device; those behind it would begin there unseen."""
+        """The only message on the device, since the host could not tell when one behind it begins
+        there."""
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> _Departure:
         sent = _Departure(tensors, ready)
@@ -60,15 +68,15 @@ class NcclOutgoing:
         return sent
 
     def advance(self) -> None:
-        if self._last is not None and self._last.done():
+        if self._last is not None and self._last.query():
             self._last = None
         if self._last is None and self._waiting and self._waiting[0].may_begin():
             self._last = self._waiting.popleft()
             self._last.begin(self._edge)
 
 
-class NcclIncoming:
-    """Receives go to the device when they are asked for, which is when their header is there."""
+class NcclReceiver:
+    """Enqueues receives as soon as they are asked for, which is when their header is here."""
 
     def __init__(self, edge: DeviceEdge) -> None:
         self._edge = edge
@@ -82,7 +90,7 @@ class NcclIncoming:
         return self._edge.stream.record()
 
     def advance(self) -> None:
-        """Nothing waits for the host."""
+        """Do nothing, since nothing waits for the host."""
 
 
 def connect_edges(
@@ -90,9 +98,10 @@ def connect_edges(
 ) -> dict[tuple[int, int], DeviceEdge]:
     """This rank's ends of all edges to its neighbours, by (source, target).
 
-    Ranks meet in four rounds: forward edges from even stages, from odd ones, backward
-    edges likewise. Each rank has at most one edge a round, so that no rank waits for a
-    chain of others, however many stages there are. `name` tells links of the same ranks apart.
+    The two ends of an edge wait for each other when they make it. Ranks go through four rounds:
+    forward edges that start at even stages, forward edges that start at odd ones, and backward
+    edges likewise. Each rank has at most one edge a round, so that no rank waits for a chain of
+    others, however many stages there are. `name` tells links of the same ranks apart.
     """
     edges: dict[tuple[int, int], DeviceEdge] = {}
     for direction in Direction:
@@ -102,11 +111,3 @@ def connect_edges(
                 if stage % 2 == parity:
                     edges[source, target] = connections.edge(name, source, target)
     return edges
-
-
-def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:
-    """The (source, target) of the edges in one direction at whose ends this rank is."""
-    rank, step = place.rank, 1 if direction is Direction.FORWARD else -1
-    before, after = rank - step, rank + step
-    starts, ends = (place.is_first, place.is_last)[::step]
-    return [(before, rank)] * (not starts) + [(rank, after)] * (not ends)

@@ -1,4 +1,4 @@
-"""Which GPU each rank has: its binding, the table of all ranks, and the transport that follows."""
+"""Which GPU each rank has: its binding, the table of all ranks, and what NCCL needs of them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "JSM_NAMESPACE_LOCAL_RANK",
 )
-"""Where launchers say which of its host's ranks a process is: Open MPI, MPICH and Intel, srun,
-Cray, HPE's PALS, IBM's jsrun. The first that is set counts; below an mpirun, srun's may be that of
-a daemon."""
+"""Environment variables with the number of a rank among those of its host: of Open MPI, MPICH and
+Intel MPI, srun, Cray, HPE's PALS, IBM's jsrun. The first that is set counts, since srun's may be
+that of a daemon of an mpirun."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Queues between host and GPU. What shares one runs in order: a receive that spins could be in
-front of the send that it waits for."""
+"""The environment variable with the number of queues between host and GPU. Work that shares a
+queue runs in order, and a receive that spins could be in front of the send that it waits for."""
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-"""With these a host stands still until its GPU, or NCCL, is done."""
+"""Environment variables with which the host waits until its GPU, or NCCL, is done."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Drawn at every start of a machine, the same in all its containers; NCCL goes by it, too."""
+"""A file with a number that is drawn at every start of a machine and is the same in all of its
+containers; NCCL tells machines apart by it, too."""
 MOST_CONNECTIONS = "32"
-"""As many as CUDA has; its default is 8."""
+"""The most queues that CUDA has; its default is 8."""
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-"""Of a device's properties; torch 2.4 does not have them."""
+"""The properties of a device that say where on the bus it is; torch 2.4 does not have them."""
 Plane = Literal["nccl", "mpi", "cuda-aware-mpi"]
-"""What carries contents between GPUs; `mpi` by way of pinned memory of the hosts."""
+"""What carries contents between GPUs; `mpi` is through pinned memory of the hosts."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,30 @@ class Gpu:
 
     name: str
     uuid: str
-    """The same for all processes, whatever each of them may see."""
+    """The same in all processes, whichever devices each of them may see."""
     board: str = ""
-    """Its machine and place on the bus there, which slices of one GPU (MIG) share and NCCL wants to
-    be different; empty if torch does not say."""
+    """Its machine and its place on the bus there; empty if torch does not say. Slices of one GPU
+    (MIG) have this in common, and NCCL cannot connect devices that do."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place on the machine."""
+    """One rank's host and GPU, and whether it can use NCCL."""
 
     rank: int
     host: str
     number: int | None = None
-    """Of its GPU among those that it may use; None if there is none."""
+    """The number of its GPU among those that it may use; None if it may use none."""
     gpu: Gpu | None = None
     nccl: bool = False
-    """Whether its torch is built with NCCL."""
+    """Whether the rank's torch is built with NCCL."""
     hindrance: str | None = None
-    """What of its environment NCCL's messages cannot stand, and why."""
+    """A setting in the rank's environment that NCCL cannot work with, and why; None if there is
+    none."""
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """Which of its host's ranks this is, by its launcher; before MPI can say."""
+    """This rank's number among those of its host, as its launcher says it before MPI starts."""
     for name in LOCAL_RANKS:
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -76,20 +78,20 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def bind_early(environ: MutableMapping[str, str]) -> None:
-    """Before CUDA and MPI start: the number of queues, and the GPU that the launcher means.
+    """Set the number of queues and the GPU that the launcher means, before CUDA and MPI start.
 
-    An MPI library that reads GPU memory takes the current one when it starts.
+    An MPI library that reads GPU memory takes the GPU that is the current one when it starts.
     """
     environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
     local = local_rank(environ)
     if local is not None and torch.cuda.is_available():
-        # A GPU that cannot be used is named once MPI can end the others, too (`placing.bind`).
+        # A GPU that cannot be used is reported later, once MPI can end the other ranks, too.
         with contextlib.suppress(RuntimeError):
             torch.cuda.set_device(local % torch.cuda.device_count())
 
 
 def machine_name() -> str:
-    """Name of this host, and what tells it from others of that name, as containers may have."""
+    """The name of this host, and what tells it from others of that name, such as containers."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = BOOT.read_text().strip()
@@ -116,14 +118,18 @@ def seat(
     nccl: bool,
     environ: Mapping[str, str],
 ) -> Seat:
-    """Local rank modulo visible devices: right where each rank sees all of its host's GPUs, and
-    where each sees only its own."""
+    """The seat of a rank whose number among those of its host is `local`.
+
+    Its GPU is `local` modulo the number of visible ones. That is right if each rank sees all GPUs
+    of its host, and also if each sees only its own.
+    """
     number = local % len(gpus) if gpus else None
     gpu = None if number is None else gpus[number]
     return Seat(rank, host, number, gpu, nccl, _hindrance(environ))
 
 
 def _hindrance(environ: Mapping[str, str]) -> str | None:
+    """A setting that NCCL cannot work with, and why."""
     if environ.get(CONNECTIONS) == "1":
         why = "a receive could stand in front of the send that it waits for"
         return f"{CONNECTIONS}=1 is set, so that {why}; unset it"
@@ -135,9 +141,10 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
 
 
 def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None:
-    """What carries contents, the same on every rank; None if nobody has a GPU.
+    """What carries contents, the same on every rank; None if no rank has a GPU.
 
-    `wanted` is the setting `transport`, which stands `where`. ConfigError if it cannot be had.
+    `wanted` is the setting `transport`, and `where` says where it stands. ConfigError if the ranks
+    cannot work with it.
     """
     without = next((seat for seat in seats if seat.gpu is None), None)
     with_gpu = next((seat for seat in seats if seat.gpu is not None), None)
@@ -165,7 +172,7 @@ def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None
 
 
 def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
-    """Why these ranks cannot use NCCL, and what would mend it."""
+    """Why these ranks cannot use NCCL, and what would mend it; None if they can."""
     lacking = next((seat for seat in seats if not seat.nccl), None)
     if lacking is not None:
         return (
@@ -186,6 +193,7 @@ def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
 
 
 def _refuse_hindrance(seats: Sequence[Seat]) -> None:
+    """ConfigError if NCCL would carry messages and a rank's environment hinders it."""
     for one in seats:
         if len(seats) > 1 and one.hindrance is not None:
             raise ConfigError(
@@ -195,7 +203,7 @@ def _refuse_hindrance(seats: Sequence[Seat]) -> None:
 
 
 def describe(seats: Sequence[Seat]) -> list[str]:
-    """Rank → GPU, a line a host; and, in lines of their own, GPUs that ranks share."""
+    """A line for each host that names the GPU of each rank, then warnings about shared GPUs."""
     hosts: dict[str, list[Seat]] = defaultdict(list)
     for one in seats:
         if one.gpu is not None:
@@ -216,6 +224,7 @@ def describe(seats: Sequence[Seat]) -> list[str]:
 
 
 def _by_gpu(seats: Sequence[Seat]) -> dict[str, list[Seat]]:
+    """The seats that share each GPU, by its UUID."""
     sharing: dict[str, list[Seat]] = defaultdict(list)
     for one in seats:
         if one.gpu is not None:

@@ -1,9 +1,9 @@
 """A `Collective` on buffers in GPU memory by way of the host, for ranks without NCCL.
 
-What an operation reads of a buffer is copied to pinned memory, exchanged there by the
-collective of the hosts, and what it changed is copied back. Operations are handed to the
-hosts in the order in which they were started, whichever copy is complete first: so all
-members start them alike. Sums have the bits of the hosts' collective.
+The part of a buffer that an operation reads is copied to pinned memory and exchanged there by
+the collective of the hosts, and the part that it has changed is copied back. Operations are
+handed to the hosts in the order in which they were started, whichever copy is complete first, so
+that all members start them in one order. Sums have the bits of the hosts' collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axsparse.runtime.gpu.device_protocol import Device
 
 @dataclass
 class StagedWork:
-    """An operation: first a copy, then the hosts', then a copy."""
+    """An operation in three parts: a copy to the host, the exchange, and a copy back."""
 
     owner: StagedCollective
     op: Op
@@ -28,10 +28,11 @@ class StagedWork:
     host: Tensor
     bounds: list[int]
     copied: Event
-    """To the host."""
+    """Completes when the copy to the host has run."""
     work: Work | None = None
-    """Of the hosts."""
+    """The exchange between the hosts; None until it has begun."""
     back: Event | None = None
+    """Completes when the copy to the device has run; None until that has begun."""
 
     def poll(self) -> bool:
         self.owner.advance()
@@ -39,9 +40,10 @@ class StagedWork:
 
 
 class StagedCollective:
-    """Operations over the members of a collective of hosts, which nobody else uses."""
+    """A group that works through a collective of the hosts."""
 
     def __init__(self, hosts: Collective, device: Device, backoff: Backoff) -> None:
+        """`hosts` is used by nobody else."""
         self.rank = hosts.rank
         self.size = hosts.size
         self._hosts = hosts
@@ -52,7 +54,6 @@ class StagedCollective:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes handed to the transport for other members since the group was made."""
         return self._hosts.bytes_sent
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> StagedWork:
@@ -67,7 +68,7 @@ class StagedCollective:
         return work
 
     def advance(self) -> None:
-        """Move all operations on, each as far as those before it allow."""
+        """Move all operations on, without letting one begin its exchange before an earlier one."""
         for work in self._works:
             if work.work is None:
                 if not work.copied.query():
@@ -80,13 +81,14 @@ class StagedCollective:
             self._works.popleft()
 
     def close(self) -> None:
-        """Wait for what is under way; the hosts' collective is closed by whoever made it."""
+        """Wait for what is under way; whoever made the hosts' collective closes it."""
         self._backoff.reset()
         while self._works:
             self.advance()
             self._backoff.pause()
 
     def _copy(self, target: Tensor, source: Tensor, part: slice) -> None:
+        """Enqueue the copy of a part, if there is anything in it."""
         if target[part].numel():
             self._stream.copy(target[part], source[part])
 

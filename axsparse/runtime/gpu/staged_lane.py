@@ -1,5 +1,7 @@
-"""Contents of messages by way of the host: through a ring of pinned slots, or straight from
-GPU memory where the MPI library is built for it.
+"""The lanes that carry contents over the wire between the hosts.
+
+The staged lane copies them into and out of a ring of pinned slots, memory of the host that the
+GPU reaches without waiting. The direct lane hands GPU memory to an MPI library that can read it.
 """
 
 from __future__ import annotations
@@ -13,34 +15,31 @@ from torch import Tensor
 
 from axsparse.runtime.communication import MAX_CALL_BYTES, Event
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.runtime.wire import Request, Wire, byte_pieces
+from axsparse.runtime.wire import Wire, byte_pieces
 
 SLOTS = 3
 """Pinned slots of one end of one direction: one is filled, one is on its way, one is emptied."""
 SLOT_BYTES = 16 << 20
-"""Bytes a slot; both ends of a wire cut messages into pieces of this size. Part of what two
-ranks have to agree on."""
+"""The size of a slot. Both ends of a wire cut messages into pieces of this size, so it has to be
+the same on all ranks."""
 
 
 class Transit:
-    """A message's contents in the lane, until its last piece is through."""
+    """The contents of one message in a lane: a `Departure`, and an event of their arrival."""
 
-    def __init__(self, pieces: int, ready: Event | None = None) -> None:
+    def __init__(self, pieces: int, ready: Event | None) -> None:
+        """`ready` completes when the contents may be read; None at the receiving end."""
+        self.ready = ready
         self._left = pieces
-        self._ready = ready
 
     def begun(self) -> bool:
-        return self._ready is None or self._ready.query()
-
-    def done(self) -> bool:
-        return not self._left
+        return self.ready is None or self.ready.query()
 
     def query(self) -> bool:
-        """An arrival, as an event."""
-        return self.done()
+        return not self._left
 
-    def passed(self) -> None:
-        """One more piece is through."""
+    def count_piece(self) -> None:
+        """Note that one more piece is through."""
         self._left -= 1
 
 
@@ -50,13 +49,20 @@ class _Piece:
 
     content: Tensor
     transit: Transit
-    ready: Event | None = None
-    """What its copy waits for."""
+
+
+def _cut(
+    tensors: Sequence[Tensor], most: int, ready: Event | None = None
+) -> tuple[Transit, list[_Piece]]:
+    """A message's contents in pieces of at most `most` bytes."""
+    contents = [piece for tensor in tensors for piece in byte_pieces(tensor, most)]
+    transit = Transit(len(contents), ready)
+    return transit, [_Piece(content, transit) for content in contents]
 
 
 @dataclass
-class _SlotUse:
-    """A slot in use, and the part of it that is."""
+class _FullSlot:
+    """A slot in use, the part of it that is, and the piece that it is used for."""
 
     slot: Tensor
     part: Tensor
@@ -64,7 +70,7 @@ class _SlotUse:
 
 
 class _Ring:
-    """Pinned slots of one end, and the pieces that wait for one."""
+    """The pinned slots of one end, and the pieces that wait for one."""
 
     def __init__(self, device: Device, slots: int, slot_bytes: int) -> None:
         self._free = deque(device.pinned(slot_bytes) for _ in range(slots))
@@ -72,26 +78,25 @@ class _Ring:
         self._waiting: deque[_Piece] = deque()
 
     def enqueue(self, tensors: Sequence[Tensor], ready: Event | None = None) -> Transit:
-        """Cut a message into pieces."""
-        contents = _pieces(tensors, self._slot_bytes)
-        transit = Transit(len(contents), ready)
-        self._waiting.extend(_Piece(content, transit, ready) for content in contents)
+        """Let the pieces of a message wait for slots."""
+        transit, pieces = _cut(tensors, self._slot_bytes, ready)
+        self._waiting.extend(pieces)
         return transit
 
-    def fill(self) -> Iterator[_SlotUse]:
-        """Waiting pieces, in order, as long as there are slots for them."""
+    def fill(self) -> Iterator[_FullSlot]:
+        """Give slots to waiting pieces, in order, as long as there are any."""
         while self._free and self._waiting:
             slot, piece = self._free.popleft(), self._waiting.popleft()
-            yield _SlotUse(slot, slot[: piece.content.numel()], piece)
+            yield _FullSlot(slot, slot[: piece.content.numel()], piece)
 
-    def release(self, filled: _SlotUse) -> None:
-        """A piece is through: its slot may be filled anew."""
-        self._free.append(filled.slot)
-        filled.piece.transit.passed()
+    def release(self, full: _FullSlot) -> None:
+        """Take a slot back whose piece is through."""
+        self._free.append(full.slot)
+        full.piece.transit.count_piece()
 
 
-class StagedOutgoing:
-    """Device → pinned slot → wire, a piece at a time, in order.
+class StagedSender:
+    """Copies each piece from the device to a pinned slot and sends it from there, in order.
 
     A slot is filled anew only once the wire is done with it. Pieces without a slot wait.
     """
@@ -102,8 +107,8 @@ class StagedOutgoing:
         self._wire = wire
         self._stream = device.stream()
         self._ring = _Ring(device, slots, slot_bytes)
-        self._copying: deque[tuple[_SlotUse, Event]] = deque()
-        self._travelling: deque[tuple[_SlotUse, Request]] = deque()
+        self._copying: deque[tuple[_FullSlot, Event]] = deque()
+        self._travelling: deque[tuple[_FullSlot, Event]] = deque()
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> Transit:
         transit = self._ring.enqueue(tensors, ready)
@@ -111,21 +116,22 @@ class StagedOutgoing:
         return transit
 
     def advance(self) -> None:
-        while self._travelling and self._travelling[0][1].done():
+        while self._travelling and self._travelling[0][1].query():
             self._ring.release(self._travelling.popleft()[0])
         while self._copying and self._copying[0][1].query():
-            filled, _ = self._copying.popleft()
-            self._travelling.append((filled, self._wire.send(filled.part)))
-        for filled in self._ring.fill():
-            assert filled.piece.ready is not None
-            # Only now, so that no piece waits for a message behind it.
-            self._stream.wait(filled.piece.ready)
-            self._stream.copy(filled.part, filled.piece.content)
-            self._copying.append((filled, self._stream.record()))
+            full, _ = self._copying.popleft()
+            self._travelling.append((full, self._wire.send(full.part)))
+        for full in self._ring.fill():
+            assert full.piece.transit.ready is not None
+            # The stream waits for this message only now, so that no piece of an earlier one has
+            # to wait for it.
+            self._stream.wait(full.piece.transit.ready)
+            self._stream.copy(full.part, full.piece.content)
+            self._copying.append((full, self._stream.record()))
 
 
-class StagedIncoming:
-    """Wire → pinned slot → device, a piece at a time, in order.
+class StagedReceiver:
+    """Receives each piece into a pinned slot and copies it to the device, in order.
 
     A slot is filled anew only once the copy to the device is done with it.
     """
@@ -136,8 +142,8 @@ class StagedIncoming:
         self._wire = wire
         self._stream = device.stream()
         self._ring = _Ring(device, slots, slot_bytes)
-        self._travelling: deque[tuple[_SlotUse, Request]] = deque()
-        self._copying: deque[tuple[_SlotUse, Event]] = deque()
+        self._travelling: deque[tuple[_FullSlot, Event]] = deque()
+        self._copying: deque[tuple[_FullSlot, Event]] = deque()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._stream.empty(shape, dtype)
@@ -150,27 +156,26 @@ class StagedIncoming:
     def advance(self) -> None:
         while self._copying and self._copying[0][1].query():
             self._ring.release(self._copying.popleft()[0])
-        while self._travelling and self._travelling[0][1].done():
-            filled, _ = self._travelling.popleft()
-            self._stream.copy(filled.piece.content, filled.part)
-            self._copying.append((filled, self._stream.record()))
-        for filled in self._ring.fill():
-            self._travelling.append((filled, self._wire.receive(filled.part)))
+        while self._travelling and self._travelling[0][1].query():
+            full, _ = self._travelling.popleft()
+            self._stream.copy(full.piece.content, full.part)
+            self._copying.append((full, self._stream.record()))
+        for full in self._ring.fill():
+            self._travelling.append((full, self._wire.receive(full.part)))
 
 
-class DirectOutgoing:
-    """GPU memory handed to an MPI library that is built for it (CUDA-aware)."""
+class DirectSender:
+    """Sends from GPU memory, by an MPI library that can read it (CUDA-aware)."""
 
     def __init__(self, wire: Wire, max_call_bytes: int = MAX_CALL_BYTES) -> None:
         self._wire = wire
         self._max_call_bytes = max_call_bytes
         self._waiting: deque[_Piece] = deque()
-        self._travelling: deque[tuple[_Piece, Request]] = deque()
+        self._travelling: deque[tuple[_Piece, Event]] = deque()
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> Transit:
-        contents = _pieces(tensors, self._max_call_bytes)
-        transit = Transit(len(contents), ready)
-        self._waiting.extend(_Piece(content, transit) for content in contents)
+        transit, pieces = _cut(tensors, self._max_call_bytes, ready)
+        self._waiting.extend(pieces)
         self.advance()
         return transit
 
@@ -179,37 +184,31 @@ class DirectOutgoing:
         while self._waiting and self._waiting[0].transit.begun():
             piece = self._waiting.popleft()
             self._travelling.append((piece, self._wire.send(piece.content)))
-        while self._travelling and self._travelling[0][1].done():
-            self._travelling.popleft()[0].transit.passed()
+        while self._travelling and self._travelling[0][1].query():
+            self._travelling.popleft()[0].transit.count_piece()
 
 
-class DirectIncoming:
-    """MPI writes to GPU memory.
+class DirectReceiver:
+    """Receives into GPU memory.
 
-    Nothing is ever enqueued on the stream that the memory comes from: what its pool hands
-    out is free at once, as MPI, which knows no streams, needs it.
+    Nothing is ever enqueued on the stream that the memory comes from, so what its pool hands out
+    is free at once. MPI, which knows no streams, needs that.
     """
 
     def __init__(self, wire: Wire, device: Device, max_call_bytes: int = MAX_CALL_BYTES) -> None:
         self._wire = wire
         self._stream = device.stream()
         self._max_call_bytes = max_call_bytes
-        self._travelling: deque[tuple[_Piece, Request]] = deque()
+        self._travelling: deque[tuple[_Piece, Event]] = deque()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._stream.empty(shape, dtype)
 
     def receive(self, tensors: Sequence[Tensor]) -> Transit:
-        contents = _pieces(tensors, self._max_call_bytes)
-        transit = Transit(len(contents))
-        for content in contents:
-            self._travelling.append((_Piece(content, transit), self._wire.receive(content)))
+        transit, pieces = _cut(tensors, self._max_call_bytes)
+        self._travelling.extend((piece, self._wire.receive(piece.content)) for piece in pieces)
         return transit
 
     def advance(self) -> None:
-        while self._travelling and self._travelling[0][1].done():
-            self._travelling.popleft()[0].transit.passed()
-
-
-def _pieces(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
-    return [piece for tensor in tensors for piece in byte_pieces(tensor, most)]
+        while self._travelling and self._travelling[0][1].query():
+            self._travelling.popleft()[0].transit.count_piece()

@@ -15,6 +15,8 @@ from axsparse.runtime.rank_order import exchanged_bytes, sum_in_rank_order
 
 @dataclass
 class _Post:
+    """One member's part in an operation, and its `Work`."""
+
     op: Op
     buffer: Tensor
     bounds: list[int]
@@ -25,7 +27,7 @@ class _Post:
 
 
 class LocalCollective:
-    """The last rank to post an operation carries it out for all."""
+    """A group whose last member to start an operation carries it out for all."""
 
     def __init__(
         self, world: LocalWorld[Any], name: str, ranks: tuple[int, ...], world_rank: int
@@ -54,6 +56,7 @@ class LocalCollective:
 
 
 def _carry_out(members: list[_Post]) -> None:
+    """Work on the buffers of all members, which are in rank order."""
     op, bounds = members[0].op, members[0].bounds
     assert all((m.op, m.bounds) == (op, bounds) for m in members), "members disagree on the op"
     buffers = [member.buffer for member in members]

@@ -12,10 +12,10 @@ from axsparse.runtime.local.local_world import LocalWorld
 
 
 class LocalLink:
-    """Hands copies of tensors to the neighbour's mailbox.
+    """Puts copies of tensors into the neighbour's mailbox.
 
-    In a seeded world each call of `arrivals` shows a random part of what has come,
-    in a random order across the two directions and never within one.
+    In a world with a seed each call of `arrivals` shows a random part of what has come. The order
+    between the two directions is random, that within a direction never.
     """
 
     def __init__(self, world: LocalWorld[Any], place: Place) -> None:
@@ -34,7 +34,7 @@ class LocalLink:
         assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
         target = self._place.rank + (1 if forward else -1)
         copies = tuple(
-            # Dense in memory, as what comes over a wire is.
+            # Contiguous, as what comes over a wire is.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )
@@ -58,12 +58,12 @@ class LocalLink:
         return messages
 
     def push(self) -> None:
-        """Nothing waits to be sent."""
+        """Do nothing, since nothing waits to be sent."""
 
     @property
     def unsent(self) -> int:
-        """Copies are taken at once, so that nothing is ever held."""
+        """Zero, since `send` copies at once."""
         return 0
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, since nothing is held."""

@@ -1,4 +1,8 @@
-"""The transport of ranks that are threads of one process."""
+"""The transport of ranks that are threads of one process.
+
+Links and collectives are imported when they are made, since they need torch, which commands that
+answer at once do without.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ Local = TypeVar("Local", bound="LocalTransport")
 
 
 class LocalTransport:
-    """One rank of a `LocalWorld`; by itself, a run in one process without MPI."""
+    """One rank of a `LocalWorld`; in a world of one rank, a run in one process without MPI."""
 
     name = "local"
 
@@ -39,13 +43,13 @@ class LocalTransport:
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
     def branch(self: Local) -> Local:
-        return self  # there is nothing to close
+        return self  # a branch would have nothing of its own to close
 
     def abort(self, code: int) -> NoReturn:
         if threading.current_thread() is not threading.main_thread():
             flush_streams()
-            os._exit(code)  # an exception would end the thread alone
+            os._exit(code)  # an exception would end this thread only
         sys.exit(code)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, since nothing is held."""

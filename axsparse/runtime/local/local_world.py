@@ -1,8 +1,8 @@
 """Ranks as threads of one process that take turns: no ports, no races, repeatable.
 
-One rank runs at a time and hands the turn on where it would wait. With a seed, who
-runs next and which of the arrived messages a rank sees first are drawn from it, so
-that a test can walk through many arrival orders.
+One rank runs at a time and hands the turn on when it would wait. A seed, if there is one, draws
+who runs next and which of the arrived messages a rank sees first, so that a test can walk
+through many orders of arrival.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 IDLE_TURNS = 2_000
-"""Turns a rank may take without any rank making progress before that is a deadlock."""
+"""How many turns without progress, on average over the ranks, are taken for a deadlock."""
 
 
 class DeadlockError(AssertionError):
@@ -24,23 +24,25 @@ class DeadlockError(AssertionError):
 
 
 class _AbandonedError(BaseException):
-    """Raised in ranks that wait for one that failed; BaseException, so that nobody handles it."""
+    """Ends a rank that waits after another one failed; a BaseException, so that no handler of
+    errors keeps it."""
 
 
 @dataclass
 class Group:
-    """The shared side of one collective group."""
+    """What the members of one collective group share."""
 
     size: int
     posted: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """Operation number → member → what it posted."""
+    """What each member brought to an operation, by the operation's number and the member's."""
 
 
 class LocalWorld(Generic[T]):
     """`size` ranks in this process."""
 
     def __init__(self, size: int, seed: int | None = None) -> None:
-        """`seed` draws turns and arrivals at random; None: round robin, in order."""
+        """With a `seed` turns and arrivals are drawn at random; with None ranks take turns in
+        order and see messages as they come."""
         self.size = size
         self.random = None if seed is None else random.Random(seed)  # noqa: S311 - test order
         self._mail: dict[tuple[int, int, str], deque[Any]] = {}
@@ -52,7 +54,8 @@ class LocalWorld(Generic[T]):
         self._idle = 0
 
     def run(self, main: Callable[[int], T]) -> list[T]:
-        """Run `main(rank)` on every rank; the results in rank order, or the first failure."""
+        """Run `main(rank)` on every rank; returns the results in rank order, or raises the first
+        failure."""
         results: dict[int, T] = {}
 
         def body(rank: int) -> None:
@@ -82,15 +85,15 @@ class LocalWorld(Generic[T]):
         return [results[rank] for rank in range(self.size)]
 
     def mailbox(self, source: int, target: int, channel: str) -> deque[Any]:
-        """The queue from one rank to another."""
+        """The queue of messages from one rank to another."""
         return self._mail.setdefault((source, target, channel), deque())
 
     def group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """The group of these ranks; groups of equal ranks and different names are apart."""
+        """The group of this name and these ranks."""
         return self._groups.setdefault((name, ranks), Group(len(ranks)))
 
     def progress(self) -> None:
-        """Something moved: this is no deadlock."""
+        """Note that something moved, so that this is no deadlock."""
         self._idle = 0
 
     def pass_turn(self, rank: int) -> None:
@@ -121,7 +124,7 @@ class LocalWorld(Generic[T]):
 
 
 class TurnBackoff:
-    """Waiting hands the turn to another rank."""
+    """Waits by handing the turn to another rank."""
 
     def __init__(self, world: LocalWorld[Any], rank: int) -> None:
         self.pauses = 0
@@ -133,4 +136,4 @@ class TurnBackoff:
         self._world.pass_turn(self._rank)
 
     def reset(self) -> None:
-        """Turns have no memory."""
+        """Do nothing, since all pauses are alike."""

@@ -1,4 +1,4 @@
-"""A `Collective` over MPI, for the types and the order of summation that MPI lacks.
+"""A `Collective` over MPI, with sums of any type and in rank order, neither of which MPI has.
 
 MPI has no bfloat16 sum and promises no order, so a reduction is an exchange: every
 shard goes to its owner (all-to-all), who adds the parts in rank order, and the sums are
@@ -6,8 +6,8 @@ gathered. Buffers of float64 hold small agreements in which every element has on
 non-zero contributor, so that MPI's own sum is exact in any order.
 
 The two phases use two communicators, and phase two of an operation begins only after
-phase two of all earlier ones has: then all members start the same calls in the same
-order on each communicator, whatever completes first where.
+phase two of all earlier ones has begun. So all members start the same calls in the same
+order on each communicator, whatever completes first on each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Requests = list[MPI.Request]
 
 
 class MpiWork:
-    """An operation of up to two phases; advanced by its `MpiCollective`, in order."""
+    """An operation of up to two phases, which its `MpiCollective` moves on in order."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class MpiWork:
         first: Requests,
         second: Callable[[], Requests] | None,
     ) -> None:
+        """`first` are the requests of the first phase; `second` begins the second, if any."""
         self._owner = owner
-        # mpi4py's Iallreduce and Iallgatherv do not hold the memory that they work on.
+        # Held, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
         self._buffer = buffer
         self._requests = first
         self._second = second
@@ -50,14 +51,16 @@ class MpiWork:
 
     @property
     def complete(self) -> bool:
+        """Whether the buffer holds the result."""
         return self._second is None and not self._requests
 
     @property
     def in_last_phase(self) -> bool:
+        """Whether the last phase has begun."""
         return self._second is None
 
     def advance(self) -> None:
-        """Move on if the requests of the present phase have completed."""
+        """Begin the next phase if the requests of the present one have completed."""
         if self._requests and not MPI.Request.Testall(self._requests):
             return
         self._requests = []
@@ -72,7 +75,10 @@ class MpiCollective:
     def __init__(
         self, comm: MPI.Comm, backoff: Backoff, max_call_bytes: int = MAX_CALL_BYTES
     ) -> None:
-        """Collective over `comm`."""
+        """All ranks of `comm` call this together.
+
+        No call of MPI carries more than `max_call_bytes` to a rank, the same number on all ranks.
+        """
         self.rank = comm.rank
         self.size = comm.size
         self.bytes_sent = 0
@@ -91,7 +97,7 @@ class MpiCollective:
         return work
 
     def advance(self) -> None:
-        """Move all operations on, without letting one overtake another's second phase."""
+        """Move all operations on; none begins its second phase before all earlier ones have."""
         for work in self._works:
             work.advance()
             if not work.in_last_phase:
@@ -111,7 +117,7 @@ class MpiCollective:
     def _phases(
         self, op: Op, buffer: Tensor, bounds: list[int]
     ) -> tuple[Requests, Callable[[], Requests] | None]:
-        """The requests of the first phase, begun, and how to begin the second."""
+        """Begin the first phase; its requests, and how to begin the second phase, if any."""
         if self.size == 1:
             return [], None
         if op is Op.BROADCAST:
@@ -128,7 +134,7 @@ class MpiCollective:
     def _scatter(
         self, buffer: Tensor, bounds: list[int]
     ) -> tuple[Requests, Callable[[], Requests]]:
-        """Send every shard to its owner; returns the sends and how to add what came."""
+        """Send every shard to its owner; the requests, and how to add what has come by them."""
         requests: Requests = []
         received: list[tuple[Tensor, int, int]] = []
         for begin, end in self._pieces(buffer):
@@ -156,7 +162,7 @@ class MpiCollective:
         return requests, add
 
     def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
-        """Send one's own shard to all."""
+        """Send this member's shard to all others."""
         requests: Requests = []
         for begin, end in self._pieces(buffer):
             counts = self._cut(bounds, begin, end)
@@ -169,6 +175,7 @@ class MpiCollective:
         return requests
 
     def _broadcast(self, buffer: Tensor) -> Requests:
+        """Send the first member's buffer to all."""
         requests: Requests = []
         for begin, end in self._pieces(buffer):
             if self.rank == 0:
@@ -178,12 +185,13 @@ class MpiCollective:
         return requests
 
     def _native_sum(self, buffer: Tensor) -> Requests:
+        """Have MPI add, in an order of its own."""
         self.bytes_sent += buffer.nbytes
         values = buffer.numpy()
         return [self._scattering.Iallreduce(MPI.IN_PLACE, [values, MPI.DOUBLE], op=MPI.SUM)]
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, int]]:
-        """Ranges of the buffer small enough that no rank receives too much in one call."""
+        """Ranges of the buffer, each small enough for one call."""
         most = max(1, self._max_call_bytes // (buffer.itemsize * self.size))
         return [
             (begin, min(begin + most, buffer.numel())) for begin in range(0, buffer.numel(), most)
@@ -198,7 +206,7 @@ class MpiCollective:
     def _described(
         piece: Tensor, counts: list[int]
     ) -> tuple[NDArray[np.uint8], tuple[list[int], list[int]], MPI.Datatype]:
-        """A buffer of consecutive parts as mpi4py takes it: bytes, counts and displacements."""
+        """Consecutive parts as mpi4py takes them: bytes, and for each part its size and offset."""
         sizes = [count * piece.itemsize for count in counts]
         offsets = [sum(sizes[:part]) for part in range(len(sizes))]
         return _bytes_of(piece), (sizes, offsets), MPI.BYTE

@@ -1,4 +1,4 @@
-"""What the MPI library of this process can do."""
+"""Whether the MPI library of this process can read GPU memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cuda_aware() -> bool | None:
-    """What the loaded MPI library says of itself; None if it does not say."""
+    """Whether the MPI library that is loaded says that it can; None if it does not say."""
     for path in _loaded(r"libmpi(cxx|_\w+)?\.so"):
         with contextlib.suppress(OSError, AttributeError):
             return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
@@ -17,7 +17,7 @@ def cuda_aware() -> bool | None:
 
 
 def _loaded(pattern: str) -> list[str]:
-    """Paths of the shared libraries of this process whose names match."""
+    """Paths of the shared libraries of this process whose file names match a pattern."""
     paths = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,48 +1,40 @@
-"""A `Link` over MPI for tensors in host memory: bytes with a header, one communicator a direction.
+"""A `Link` over MPI for tensors in host memory, made of wires between neighbouring stages.
 
-Headers and contents travel on two tags of one communicator, so each is matched in
-posting order; contents are received straight into tensors of their own.
+A message is its header and then the bytes of its tensors, all on the wire of its direction.
+Contents are received straight into the tensors that the message is made of.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Message
 from axsparse.runtime.grid import Place
-from axsparse.runtime.message_header import (
-    Header,
-    decode_header,
-    dense,
-    encode_header,
-    in_host_memory,
-)
-from axsparse.runtime.mpi.mpi_wire import CONTENT_TAG, HEADER_TAG
-from axsparse.runtime.wire import QUIET_PASSES, byte_pieces
-
-
-def byte_chunks(tensor: Tensor, max_bytes: int) -> list[NDArray[np.uint8]]:
-    """The bytes of a contiguous tensor, as views of at most `max_bytes` each."""
-    return [piece.numpy() for piece in byte_pieces(tensor, max_bytes)]
+from axsparse.runtime.message_header import decode_header, dense, encode_header, in_host_memory
+from axsparse.runtime.mpi.mpi_wire import MpiRequest, MpiWire, MpiWires
+from axsparse.runtime.wire import QUIET_PASSES, byte_pieces, neighbours
 
 
 @dataclass
 class _Transfer:
-    """A message under way, and what keeps it alive."""
+    """A message under way, which keeps its tensors alive."""
 
     message: Message
-    requests: list[MPI.Request]
-    header: Header
+    requests: list[MpiRequest]
+
+    def query(self) -> bool:
+        """Whether all of the message has been sent or received."""
+        # One call for all requests takes less time than one for each.
+        return bool(MPI.Request.Testall(self.requests))
 
 
 class MpiLink:
-    """Neighbouring stages of one replica over MPI; neither call waits."""
+    """The link of one rank to the neighbouring stages of its replica."""
 
     def __init__(
         self,
@@ -51,33 +43,30 @@ class MpiLink:
         backoff: Backoff,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
-        """Collective over `comm`, whose ranks are those of the grid."""
+        """All ranks of `comm`, which are those of the grid, call this together.
+
+        No call of MPI carries more than `max_call_bytes`, the same number on all ranks.
+        """
         self.bytes_sent = 0
-        self._comms = {direction: comm.Dup() for direction in Direction}
         self._backoff = backoff
         self._max_call_bytes = max_call_bytes
-        before = None if place.is_first else place.rank - 1
-        after = None if place.is_last else place.rank + 1
-        self._sources = {Direction.FORWARD: before, Direction.BACKWARD: after}
-        self._targets = {Direction.FORWARD: after, Direction.BACKWARD: before}
-        self._receiving: dict[Direction, deque[_Transfer]] = {d: deque() for d in Direction}
+        self._wires = MpiWires(comm)
+        self._outgoing: dict[Direction, MpiWire] = {}
+        self._incoming: dict[Direction, MpiWire] = {}
+        for direction in Direction:
+            for source, target in neighbours(place, direction):
+                wires = self._outgoing if source == place.rank else self._incoming
+                wires[direction] = self._wires.wire(direction, source, target)
         self._sending: deque[_Transfer] = deque()
+        self._receiving: dict[Direction, deque[_Transfer]] = {d: deque() for d in Direction}
 
     def send(self, message: Message) -> None:
-        target = self._targets[message.direction]
-        assert target is not None, "no such neighbour"
+        assert message.direction in self._outgoing, "no such neighbour"
+        wire = self._outgoing[message.direction]
         message = dense(message)
-        header = encode_header(message)
-        comm = self._comms[message.direction]
-        requests = [comm.Isend([header, MPI.INT64_T], dest=target, tag=HEADER_TAG)]
-        for tensor in message.tensors:
-            if tensor is not None:
-                self.bytes_sent += tensor.nbytes
-                requests += [
-                    comm.Isend([chunk, MPI.BYTE], dest=target, tag=CONTENT_TAG)
-                    for chunk in byte_chunks(tensor, self._max_call_bytes)
-                ]
-        self._sending.append(_Transfer(message, requests, header))
+        header = wire.send_header(encode_header(message))
+        self.bytes_sent += sum(tensor.nbytes for tensor in message.tensors if tensor is not None)
+        self._sending.append(_Transfer(message, [header, *self._each_piece(message, wire.send)]))
 
     def arrivals(self) -> list[Message]:
         self.push()
@@ -88,7 +77,7 @@ class MpiLink:
         return messages
 
     def push(self) -> None:
-        while self._sending and MPI.Request.Testall(self._sending[0].requests):
+        while self._sending and self._sending[0].query():
             self._sending.popleft()
 
     @property
@@ -100,37 +89,29 @@ class MpiLink:
         while self._sending:
             self.push()
             self._backoff.pause()
-        for comm in self._comms.values():
-            comm.Free()
+        self._wires.close()
 
     def _collect(self, messages: list[Message]) -> bool:
-        """One look at both directions, adding what is complete; whether anything moved."""
+        """Look at both directions once and add what is complete; whether anything moved."""
         moved = False
-        for direction, source in self._sources.items():
-            if source is None:
-                continue
-            moved |= self._accept_headers(direction, source)
+        for direction, wire in self._incoming.items():
             receiving = self._receiving[direction]
-            while receiving and MPI.Request.Testall(receiving[0].requests):
+            while (header := wire.receive_header()) is not None:
+                message = decode_header(header, direction, in_host_memory)
+                receiving.append(_Transfer(message, self._each_piece(message, wire.receive)))
+                moved = True
+            while receiving and receiving[0].query():
                 messages.append(receiving.popleft().message)
                 moved = True
         return moved
 
-    def _accept_headers(self, direction: Direction, source: int) -> bool:
-        """Post the receives of every message whose header is here; whether there was any."""
-        comm = self._comms[direction]
-        status = MPI.Status()
-        found = False
-        while (probed := comm.Improbe(source, HEADER_TAG, status)) is not None:
-            found = True
-            header = np.empty(status.Get_count(MPI.INT64_T), dtype=np.int64)
-            probed.Recv([header, MPI.INT64_T])
-            message = decode_header(header, direction, in_host_memory)
-            requests = [
-                comm.Irecv([chunk, MPI.BYTE], source=source, tag=CONTENT_TAG)
-                for tensor in message.tensors
-                if tensor is not None
-                for chunk in byte_chunks(tensor, self._max_call_bytes)
-            ]
-            self._receiving[direction].append(_Transfer(message, requests, header))
-        return found
+    def _each_piece(
+        self, message: Message, start: Callable[[Tensor], MpiRequest]
+    ) -> list[MpiRequest]:
+        """Start the sends or receives of a message's contents."""
+        return [
+            start(piece)
+            for tensor in message.tensors
+            if tensor is not None
+            for piece in byte_pieces(tensor, self._max_call_bytes)
+        ]

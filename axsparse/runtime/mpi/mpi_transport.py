@@ -1,4 +1,8 @@
-"""The transport of ranks that are processes of an MPI job."""
+"""The transport of ranks that are processes of an MPI job.
+
+mpi4py and what needs it are imported where they are used, since importing it starts MPI, which
+many commands do without.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,31 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.runtime.backoff import SleepingBackoff
-from axsparse.runtime.communication import Backoff, Collective, Link
+from axsparse.runtime.communication import Backoff, Closable, Collective, Link
 from axsparse.runtime.grid import Place
+from axsparse.runtime.launcher import flush_streams
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from axsparse.runtime.mpi.mpi_wire import MpiWires
-from axsparse.runtime.launcher import flush_streams
 
+START_SECONDS = 600.0
+"""How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
+that ends before it has started MPI, and all others would wait for ever."""
 FORWARDED_SECONDS = 0.3
 """How long a launcher has to pass on a last line. It drops what it has not read by the abort, as
 MPICH's did on a machine with more to do than cores."""
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class MpiTransport:
     """The ranks of an MPI job."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective over `comm`."""
+        """All ranks of `comm` call this together."""
         from axsparse.runtime.mpi.mpi_collective import MpiCollective
 
         self.name = f"mpi ({mpi_library()})"
@@ -44,7 +47,7 @@ class MpiTransport:
         self._comm = comm
         self._world = MpiCollective(comm, self.backoff)
         self.world: Collective = self._world
-        self._made: list[_Closable] = [self._world]
+        self._made: list[Closable] = [self._world]
 
     def link(self, place: Place) -> Link:
         from axsparse.runtime.mpi.mpi_link import MpiLink
@@ -66,7 +69,7 @@ class MpiTransport:
         return collective
 
     def wires(self) -> MpiWires:
-        """What the headers between GPUs travel on; all ranks call this together."""
+        """The wires of a new link between GPUs; all ranks call this together."""
         from axsparse.runtime.mpi.mpi_wire import MpiWires
 
         return MpiWires(self._comm)
@@ -78,7 +81,7 @@ class MpiTransport:
         return branch
 
     def local_rank(self) -> int:
-        """Which of its host's ranks this is; all ranks call this together."""
+        """This rank's number among those of its host; all ranks call this together."""
         from mpi4py import MPI
 
         here = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -96,7 +99,7 @@ class MpiTransport:
 
 
 def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
-    """Our line has been printed; MPI's own words after it would only bury it."""
+    """End the job with this exit code, and silently, since its last line has been printed."""
     flush_streams()
     time.sleep(FORWARDED_SECONDS)
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -107,16 +110,11 @@ def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     os._exit(code)  # the launcher ends the others
 
 
-START_SECONDS = 600.0
-"""How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
-that ends before it has, and whoever has would wait for ever."""
-
-
 def wait_until_all_ranks_have_started() -> None:
-    """Start MPI. The name is what a traceback shows where a rank has waited too long."""
+    """Start MPI; after `START_SECONDS` this process ends with a traceback that shows this name."""
     if "mpi4py.MPI" in sys.modules:
         return
-    # By a thread of C, since MPI holds the interpreter meanwhile.
+    # Its timer is a thread of C, which runs while MPI holds the interpreter.
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
     try:
         from mpi4py import MPI  # noqa: F401 - importing it starts it

@@ -1,4 +1,9 @@
-"""A `Wire` over MPI: bytes, with headers and contents on two tags of one communicator."""
+"""A `Wire` over MPI, and the only place that knows how a message looks to MPI.
+
+Each direction has a communicator of its own. On it headers and contents travel under two tags,
+and MPI keeps the order of what has the same sender, communicator and tag. Elements are bytes,
+since MPI lacks types of torch's.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,10 @@ from axsparse.runtime.message_header import Header
 HEADER_TAG, CONTENT_TAG = 1, 2
 
 
-class MpiRequest:
-    """One MPI request, and what it works on."""
+class MpiRequest(MPI.Request):
+    """A send or receive as an `Event`; like every request of mpi4py it keeps its memory alive."""
 
-    def __init__(self, request: MPI.Request, held: object) -> None:
-        self._request = request
-        self._held = held
-
-    def done(self) -> bool:
-        return bool(self._request.Test())
+    query = MPI.Request.Test
 
 
 class MpiWire:
@@ -28,13 +28,13 @@ class MpiWire:
     the host's, or a GPU's if the library is built for it."""
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:
+        """`peer` is the rank at the other end."""
         self._comm = comm
         self._peer = peer
         self._status = MPI.Status()
 
     def send_header(self, header: Header) -> MpiRequest:
-        request = self._comm.Isend([header, MPI.INT64_T], dest=self._peer, tag=HEADER_TAG)
-        return MpiRequest(request, header)
+        return MpiRequest(self._comm.Isend([header, MPI.INT64_T], dest=self._peer, tag=HEADER_TAG))
 
     def receive_header(self) -> Header | None:
         probed = self._comm.Improbe(self._peer, HEADER_TAG, self._status)
@@ -45,35 +45,32 @@ class MpiWire:
         return header
 
     def send(self, piece: Tensor) -> MpiRequest:
-        request = self._comm.Isend([_buffer(piece), MPI.BYTE], dest=self._peer, tag=CONTENT_TAG)
-        return MpiRequest(request, piece)
+        return MpiRequest(
+            self._comm.Isend([_buffer(piece), MPI.BYTE], dest=self._peer, tag=CONTENT_TAG)
+        )
 
     def receive(self, piece: Tensor) -> MpiRequest:
-        request = self._comm.Irecv([_buffer(piece), MPI.BYTE], source=self._peer, tag=CONTENT_TAG)
-        return MpiRequest(request, piece)
-
-    def close(self) -> None:
-        """Nothing of its own: whoever made the communicator frees it."""
+        return MpiRequest(
+            self._comm.Irecv([_buffer(piece), MPI.BYTE], source=self._peer, tag=CONTENT_TAG)
+        )
 
 
 class MpiWires:
-    """The wires of one rank to its neighbours: one communicator a direction."""
+    """The wires of one link, on two communicators."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        """Collective over `comm`, whose ranks are those of the grid."""
+        """All ranks of `comm`, which are those of the grid, call this together."""
         self._comms = {direction: comm.Dup() for direction in Direction}
 
     def wire(self, direction: Direction, source: int, target: int) -> MpiWire:
-        """One end of a wire between neighbours, of which this rank is one."""
         comm = self._comms[direction]
         return MpiWire(comm, target if source == comm.rank else source)
 
     def close(self) -> None:
-        """Free the communicators; every rank has closed its link."""
         for comm in self._comms.values():
             comm.Free()
 
 
 def _buffer(piece: Tensor) -> object:
     """As mpi4py takes it: an array of host memory, a GPU's tensor by its own interface."""
-    return piece.numpy() if piece.device.type == "cpu" else piece
+    return piece.numpy() if piece.is_cpu else piece

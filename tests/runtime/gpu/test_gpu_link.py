@@ -17,12 +17,12 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Message, Op, Transport, wait
 from axsparse.runtime.gpu.device_protocol import DeviceEdge
-from axsparse.runtime.gpu.lane import Incoming, Outgoing
+from axsparse.runtime.gpu.gpu_link import Receiver, Sender
 from axsparse.runtime.gpu.staged_lane import (
-    DirectIncoming,
-    DirectOutgoing,
-    StagedIncoming,
-    StagedOutgoing,
+    DirectReceiver,
+    DirectSender,
+    StagedReceiver,
+    StagedSender,
 )
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_world import LocalWorld
@@ -34,19 +34,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 class SmallPieces(StandIn):
     """Two slots of 40 bytes; no call carries more than 40 bytes."""
 
-    def _outgoing(self, wire: Wire, edge: DeviceEdge | None) -> Outgoing:
+    def _sender(self, wire: Wire, edge: DeviceEdge | None) -> Sender:
         if edge is not None:
-            return super()._outgoing(wire, edge)
+            return super()._sender(wire, edge)
         if self._staging == "direct":
-            return DirectOutgoing(wire, max_call_bytes=40)
-        return StagedOutgoing(wire, self.device, slots=2, slot_bytes=40)
+            return DirectSender(wire, max_call_bytes=40)
+        return StagedSender(wire, self.device, slots=2, slot_bytes=40)
 
-    def _incoming(self, wire: Wire, edge: DeviceEdge | None) -> Incoming:
+    def _receiver(self, wire: Wire, edge: DeviceEdge | None) -> Receiver:
         if edge is not None:
-            return super()._incoming(wire, edge)
+            return super()._receiver(wire, edge)
         if self._staging == "direct":
-            return DirectIncoming(wire, self.device, max_call_bytes=40)
-        return StagedIncoming(wire, self.device, slots=2, slot_bytes=40)
+            return DirectReceiver(wire, self.device, max_call_bytes=40)
+        return StagedReceiver(wire, self.device, slots=2, slot_bytes=40)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

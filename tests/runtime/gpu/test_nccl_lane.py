@@ -9,9 +9,8 @@ import pytest
 from support.standin_device import Hardware
 from support.standin_transport import StandIn
 
-from axsparse.runtime.communication import Direction
 from axsparse.runtime.gpu.device_protocol import Communicator, DeviceEdge
-from axsparse.runtime.gpu.nccl_lane import connect_edges, neighbours
+from axsparse.runtime.gpu.nccl_lane import connect_edges
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -75,16 +74,3 @@ def _rounds(left: dict[int, list[tuple[int, int]]]) -> int:
         }
         rounds += 1
     return rounds
-
-
-def test_every_pair_of_neighbours_has_an_edge_each_way() -> None:
-    grid = Grid(3, 2)
-    edges = {
-        direction: sorted(
-            {edge for rank in range(grid.size) for edge in neighbours(grid.place(rank), direction)}
-        )
-        for direction in Direction
-    }
-
-    assert edges[Direction.FORWARD] == [(0, 1), (1, 2), (3, 4), (4, 5)]
-    assert edges[Direction.BACKWARD] == [(1, 0), (2, 1), (4, 3), (5, 4)]
