@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -15,7 +16,11 @@ from support.package import PACKAGE, sources
 
 import axsparse
 
-CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+ROOT = Path(__file__).parents[1]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+NAMED_FILE = re.compile(r"`([\w/]+\.(?:py|yaml|sh|md|json|cuh))`")
+"""A file that a page names, relative to the package or to the project."""
 MOST_LINES = 400
 """Of a file."""
 MOST_FUNCTION_LINES = 60
@@ -156,6 +161,18 @@ def test_only_the_version_is_read_from_the_package_itself() -> None:
     }
 
     assert readers == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = set(NAMED_FILE.findall(page.read_text(encoding="utf-8")))
+    gone = {
+        name
+        for name in named
+        if "/" in name and not any((base / name).exists() for base in (ROOT, PACKAGE, page.parent))
+    }
+
+    assert gone == set()
 
 
 def test_no_two_files_of_the_package_share_a_name() -> None:
