@@ -208,7 +208,8 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         found = _split(question, layout)
         if not isinstance(found, Rejection):
             return _row(question, layout, found)
-    return found
+        rejection = found
+    return rejection
 
 
 def _split(question: LayoutQuestion, layout: Layout) -> Sequence[StageLoad] | Rejection:
