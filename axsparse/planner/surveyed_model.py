@@ -42,8 +42,8 @@ class SurveyedModel:
     checkpoint_activations: int = 0
     """Every k-th layer of a stage is recomputed in the backward; 0: none."""
     checkpoint_buffer: float = 0.0
-    """Bytes for checkpoint copies in the memory that is planned; 0 if the only checkpoint is the last
-    one, or if the copies are in other memory."""
+    """Bytes for checkpoint copies in the memory that is planned; 0 if nothing is saved before
+    training ends, or if the copies are in other memory."""
     split: Sequence[int] | None = None
     """Number of layers of each stage; None balances their work."""
     _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
