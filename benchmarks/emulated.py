@@ -18,7 +18,7 @@ import torch
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.policy import Policy
 from axsparse.planner.simulator import Durations
 from axsparse.runtime.communication import Link
@@ -99,11 +99,9 @@ def emulate(
     schedule: Any = GivenPolicies(new_policy)
     phases = Phases()
     engine = Engine(
-        place,
+        Rank(place, transport.backoff, phases),
         stage,
         link,
-        transport.backoff,
-        phases,
         schedule=schedule,
         while_idle=lambda: None,
     )

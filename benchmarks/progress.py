@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.runtime.communication import Link, Message
 from axsparse.runtime.exchange import sum_by_owner
@@ -156,11 +156,9 @@ def step_seconds(
     )
     phases = Phases()
     engine = Engine(
-        place,
+        Rank(place, transport.backoff, phases),
         stage,
         pushed,
-        transport.backoff,
-        phases,
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )

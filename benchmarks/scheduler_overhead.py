@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Direction, Message
@@ -135,11 +135,9 @@ def microseconds(name: ScheduleName) -> list[float]:
     stage: Any = EmptyStage(elsewhere)
     backoff = SleepingBackoff()
     engine = Engine(
-        place,
+        Rank(place, backoff, Phases()),
         stage,
         MpiLink(comm, place, backoff),
-        backoff,
-        Phases(),
         schedule=Schedule(name, 1, "alternate"),
         while_idle=lambda: None,
     )

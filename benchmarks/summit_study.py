@@ -18,7 +18,7 @@ from axsparse.config.load import load_config
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.gpt_formula import GptFormula
-from axsparse.planner.layout_search import needs
+from axsparse.planner.layout import Layout
 from axsparse.planner.step_cost import StepCosts, step_costs
 from axsparse.planner.step_simulation import simulate_step
 from axsparse.runtime.grid import Grid
@@ -130,7 +130,8 @@ def stages(model: str, density: float) -> int:
     for g_inter in (1 << power for power in range(8)):
         loads = load.stages(g_inter, 1)
         assert loads is not None
-        memory = needs(loads, schedule(g_inter), cluster, 1, batch_size(model))
+        layout = Layout(Grid(g_inter, 1), schedule(g_inter), 1, batch_size(model))
+        memory = layout.memory(loads, cluster.overhead_bytes)
         if all(stage.total <= cluster.memory_bytes for stage in memory):
             return g_inter
     raise AssertionError(f"{model} fits nowhere")

@@ -1,4 +1,4 @@
-"""What a stage can do, in objects and in text: "F3" is the forward of microbatch 3."""
+"""The two things that a stage does, as objects and as text: "F3" is the forward of microbatch 3."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The inverse of `str`; ValueError for anything else."""
+        """Read what `str` writes; ValueError for any other text."""
         match = re.fullmatch(r"([FB])(0|[1-9][0-9]*)", text)
         if match is None:
             raise ValueError(f"action {text!r} is not F or B and a microbatch number, such as F3")
@@ -34,15 +34,15 @@ class Action:
 
 @cache
 def action(direction: Direction, microbatch: int) -> Action:
-    """The one object of an action: schedulers name the same few over and over."""
+    """An `Action` that is made once and reused: policies return the same few again and again."""
     return Action(direction, microbatch)
 
 
 def to_text(actions: Iterable[Action]) -> str:
-    """Actions in their order: "F0 F1 B0"."""
+    """Write actions in their order, such as "F0 F1 B0"."""
     return " ".join(map(str, actions))
 
 
 def from_text(text: str) -> list[Action]:
-    """The inverse of `to_text`, for any white space; ValueError for anything else."""
+    """Read what `to_text` writes, with any white space; ValueError for any other text."""
     return [Action.parse(word) for word in text.split()]

@@ -1,8 +1,9 @@
-"""The calls of one layer's module: seeded, recomputed if wanted, and leaving nothing behind.
+"""Calls one layer's module, so that its result does not depend on the layout.
 
-What a forward may do without being the same in every layout is found out here, and made
-safe or refused: it writes into its inputs, returns one tensor twice or a buffer of its
-own, changes buffers, draws random numbers.
+A forward may write into its inputs, return one tensor twice or one of its buffers, change
+buffers, or draw random numbers. Each of these would differ between layouts, or between a forward
+and its recomputation. A layer's first calls show which of them it does; they are made safe (by
+copies and seeds) or refused with a ConfigError that names the layer.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class LayerRunner:
         is_recomputed: bool,
         is_compiled: bool = False,
     ) -> None:
-        """`is_random`: whether it draws beyond torch's dropout modules. `is_recomputed`:
-        whether a backward computes its activations once more instead of keeping them.
-        `is_compiled`: whether torch.compile fuses what it does."""
+        """`is_random`: the forward draws random numbers, also outside torch's dropout modules.
+        `is_recomputed`: the backward computes the activations once more, and does not keep them.
+        `is_compiled`: torch.compile fuses the layer's operations."""
         self.name = name
         self._module = module
         self._is_random = is_random or _has_dropout(module)
@@ -46,17 +47,17 @@ class LayerRunner:
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
         self._changing: list[BufferSlot] | None = None
-        """Buffers that a training forward changes; None before a first call has shown which."""
+        """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
-        """Whether a forward in training, and one in evaluation, writes into its inputs; as
-        their first calls have shown."""
+        """Whether a forward writes into its inputs, as its first call has shown: by whether the
+        module is in training mode."""
         self._is_proven = self._is_random
-        """Whether it is known to be random, or a first call has shown that it draws nothing."""
+        """Whether the layer is known to be random, or its first call has drawn no random number."""
         self._widened = _half_parameters_of_norms(module)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
     def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        """The outputs; random numbers are those of `key`."""
+        """The outputs of a training forward, whose random numbers follow from `key`."""
         self._module.train()
         if self._is_proven:
             return self._once_or_twice(inputs, key)
@@ -71,7 +72,7 @@ class LayerRunner:
         return outputs
 
     def evaluate(self, inputs: Tensors) -> Tensors:
-        """The outputs; nothing is left behind, buffers neither."""
+        """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
         self._module.eval()
         marks = _marks(self._persistent)
         outputs = self._own(inputs)
@@ -86,7 +87,7 @@ class LayerRunner:
     # -- recomputation ------------------------------------------------------------------
 
     def _once_or_twice(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        """One forward, whose backward computes it once more if that is wanted."""
+        """One forward; its backward computes it a second time if the layer is recomputed."""
         if not self._is_recomputed:
             return self._seeded(inputs, key)
         before = self._copies()
@@ -97,18 +98,18 @@ class LayerRunner:
             passes += 1
             if passes == 1:
                 return self._watched(tensors, key, before)
-            # Buffers are those that the first pass began with, and their changes are dropped.
+            # The second pass starts from the same buffers, and its changes to them are dropped.
             with _replaced(before):
                 return self._seeded(tensors, key)
 
-        # The call seeds itself, so that the recomputation draws the same numbers.
+        # Each pass seeds the generator from the key, so both draw the same random numbers.
         outputs: Tensors = checkpoint(
             forward, *inputs, use_reentrant=False, preserve_rng_state=False
         )
         return outputs
 
     def _copies(self) -> list[tuple[BufferSlot, Tensor]]:
-        """The buffers that the coming forward changes; all before it is known which."""
+        """Copies of the buffers that the forward changes, or of all while these are not known."""
         found = self._slots if self._changing is None else self._changing
         return [(slot, slot.tensor.clone()) for slot in found]
 
@@ -118,7 +119,10 @@ class LayerRunner:
         key: tuple[int | str, ...],
         before: Sequence[tuple[BufferSlot, Tensor]],
     ) -> Tensors:
-        """A first pass, which shows what buffers it changes."""
+        """The first pass of a recomputed forward, which records the buffers that it changes.
+
+        ConfigError if a later call changes a buffer that the first call did not change.
+        """
         known = self._changing
         steady = [] if known is None else [slot for slot in self._slots if slot not in known]
         marks = _marks(steady)
@@ -138,6 +142,7 @@ class LayerRunner:
     # -- one call -----------------------------------------------------------------------
 
     def _seeded(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+        """One call whose random numbers follow from `key`; the global generator stays as it is."""
         if not self._is_random:
             return self._own(inputs)
         with preserved_rng():
@@ -145,10 +150,10 @@ class LayerRunner:
             return self._own(inputs)
 
     def _own(self, inputs: Tensors) -> Tensors:
-        """Outputs that nobody else writes to, from inputs that stay as they are.
+        """One call that leaves its inputs as they are, and whose outputs no later call writes to.
 
-        A layer that writes into its inputs gets copies of them: the original is another
-        stage's, or another layer's, or what a recomputation starts from.
+        A layer that writes into its inputs gets copies: the originals belong to another stage or
+        layer, or are what a recomputation starts from.
         """
         writes = self._writes.get(self._module.training)
         if writes is not False:
@@ -167,16 +172,17 @@ class LayerRunner:
         return self._apart(outputs)
 
     def _call(self, inputs: Tensors) -> object:
+        """Call the module, with the parameters of normalisations as wide as their statistics."""
         if not self._widened:
             return self._module(*inputs)
         wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
         return functional_call(self._module, wide, inputs, tie_weights=False)
 
     def _apart(self, outputs: Tensors) -> Tensors:
-        """Copies of what the next forward may change, and a tensor of its own for each place.
+        """The outputs, each as a tensor of its own; those that lie in a buffer are copied.
 
-        Gradients of one tensor in two places would be added in another order on one stage
-        than over two.
+        The next forward may change a buffer. One tensor in two places would have its gradients
+        added in another order on one stage than over two stages.
         """
         held = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
         apart: list[Tensor] = []
@@ -196,10 +202,10 @@ def _has_dropout(module: nn.Module) -> bool:
 def _half_parameters_of_norms(
     module: nn.Module,
 ) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """Parameters that are narrower than the running statistics beside them, with their type.
+    """The parameters of normalisations in another type than their running statistics.
 
-    torch normalises half-precision activations with weights in half precision or in fp32,
-    and wants statistics of the same type: fp32, so that they take in small changes.
+    Each with its name and the type of the statistics. Statistics stay in fp32, since half
+    precision would lose small changes, and torch wants weights and statistics of one type.
     """
     found = []
     for prefix, norm in tracked_norms(module).items():
@@ -216,7 +222,7 @@ def _half_parameters_of_norms(
 
 @contextmanager
 def _replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
-    """Within, the buffers are these; what is done to them is gone afterwards."""
+    """Put other tensors in the places of buffers, and the original ones back at the end."""
     own = [(slot, slot.tensor) for slot, _ in values]
     for slot, value in values:
         slot.put(value)
@@ -228,13 +234,17 @@ def _replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
 
 
 def _marks(watched: Sequence[BufferSlot]) -> list[tuple[Tensor, int]]:
-    """What tells later whether buffers were changed; what torch itself writes leaves no mark."""
+    """Each buffer's tensor and version, by which `_changed` finds out whether it was written to.
+
+    Writes by torch's own kernels, such as those to running statistics, do not count.
+    """
     return [(slot.tensor, slot.tensor._version) for slot in watched]
 
 
 def _changed(
     watched: Sequence[BufferSlot], marks: Sequence[tuple[Tensor, int]]
 ) -> Iterator[BufferSlot]:
+    """The buffers that were replaced or written to since `_marks` looked at them."""
     for slot, (tensor, version) in zip(watched, marks, strict=True):
         if slot.tensor is not tensor or tensor._version != version:
             yield slot

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: contiguous, every layer once, the dearest stage cheapest."""
+"""Which layers stand on which stage, so that the stage with most work has as little as can be."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import math
 from collections.abc import Callable, Sequence
 
 Fits = Callable[[int, range], bool]
-"""`(stage, layers)`: whether a stage of this number can hold these layers."""
+"""`fits(stage, layers)` says whether the stage of this number has memory for these layers."""
 Combine = Callable[[float, float], float]
+"""Joins the price of the stages so far with that of one more."""
 
 
 def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> list[range] | None:
-    """Cut layers into contiguous non-empty stages with the smallest possible dearest stage.
+    """Cut layers into contiguous, non-empty stages, so that the largest stage cost is smallest.
 
-    Among equal cuts the one with the smallest sum of squared stage costs, so that the rest
-    is balanced too; then the one with fewer layers in front. Dynamic programming,
-    O(stages · layers²). None if no cut fits. ValueError if there are fewer layers than stages.
+    `costs[n]` is the work of layer n. Of several such cuts, the one with the smallest sum of
+    squared stage costs is taken, so that the other stages are balanced too; of those, the one
+    with fewer layers in front. Returns the layers of each stage, or None if no cut fits.
+    ValueError if there are fewer layers than stages. Dynamic programming, O(stages · layers²).
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
@@ -25,7 +27,7 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     known: dict[tuple[int, int, int], bool] = {}
 
     def held(stage: int, start: int, stop: int) -> bool:
-        """`fits`, asked once for each stage."""
+        """`fits`, asked at most once for each stage and range of layers."""
         key = (stage, start, stop)
         if key not in known:
             known[key] = fits is None or fits(stage, range(start, stop))
@@ -40,7 +42,7 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
         return cost**2 if cost <= dearest else math.inf
 
     best = _best(before, stages, held, balanced, lambda front, own: front + own)
-    assert best is not None, "the cut with this dearest stage is one of them"
+    assert best is not None, "the first search has found such a cut"
     return [range(start, stop) for start, stop in itertools.pairwise((*best[1], layers))]
 
 
@@ -51,12 +53,13 @@ def _best(
     price: Callable[[float], float],
     combine: Combine,
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The least combined price and the starts of its stages; of equal ones the lowest starts.
+    """The cut with the least combined price: that price, and the first layer of each stage.
 
-    `before[n]` is the cost of the first n layers.
+    Of several such cuts, the one with the lowest first layers. `before[n]` is the cost of the
+    first n layers; a cut with an infinite price is none.
     """
     layers = len(before) - 1
-    # best[end]: of layers [0, end) on the stages so far
+    # best[end] is the best cut of layers [0, end) into the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         end: (price(before[end]), (0,))
         for end in range(1, layers + 1)
@@ -78,6 +81,6 @@ def _best(
 
 
 def split_by_hand(sizes: Sequence[int]) -> list[range]:
-    """The stages of a given number of layers each, in order."""
+    """The layers of each stage, from the number of layers of each."""
     limits = itertools.accumulate(sizes, initial=0)
     return [range(start, stop) for start, stop in itertools.pairwise(limits)]

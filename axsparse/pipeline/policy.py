@@ -1,6 +1,7 @@
-"""What a stage does next, decided by what has arrived. Pure: no tensors, no messages, no time.
+"""What a stage does next, decided by which messages have arrived.
 
-The engine executes a policy, the simulator plays the same object.
+A policy knows microbatch numbers only: no tensors, no links, no time. So the same object drives
+training (`pipeline.engine`) and the planner's simulation (`planner.simulator`).
 """
 
 from __future__ import annotations
@@ -16,35 +17,73 @@ Preference = Literal["alternate", "backward", "forward"]
 
 
 class Policy(Protocol):
-    """A state machine: arrivals in, actions out."""
+    """Chooses the actions of one stage, for the microbatches of one step or one evaluation.
+
+    A policy is a pure state machine. What comes in are arrivals: the activation of a microbatch
+    from the previous stage (FORWARD), its gradient from the next stage (BACKWARD). What goes out
+    are actions: run this microbatch's forward, run its backward. Whoever drives it repeats:
+
+        while not policy.finished:
+            for direction, microbatch in <messages that came in, first come first>:
+                policy.arrived(direction, microbatch)
+            action = policy.next()
+            if action is None: wait for a message
+            else: run the action and send its result to the neighbour
+
+    These rules hold for every policy:
+
+    1. In training each forward and each backward is handed out exactly once; in an evaluation
+       each forward once.
+    2. Forwards are handed out in microbatch order, and so are backwards. Gradients then add up in
+       the same order under every policy and layout, so that training is bitwise the same.
+    3. An action is handed out only once its input is there. The first stage has the inputs of all
+       forwards from the start. The last stage computes the loss, so that its own forward is the
+       input of its backward; it receives no gradients.
+    4. Links deliver in the order of sending, so arrivals of one direction come in microbatch order.
+       An arrival out of order, from a side without a neighbour or beyond the last microbatch is an
+       error in the caller: an assertion.
+    5. The policies of all stages together never wait for each other for ever.
+    6. The answers depend on the arrivals and calls so far, and on nothing else.
+
+    To add a policy, write a class with these four members here (an order that is known beforehand
+    needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
+    tests/pipeline/test_policy.py (the rules above, for random orders of arrival),
+    tests/planner/test_simulator.py (simulated with random durations) and
+    tests/behavior/test_schedule_equivalence.py (the same bits as on one stage).
+    """
 
     @property
     def finished(self) -> bool:
-        """Whether every action of this run has been handed out."""
+        """Whether every action has been handed out."""
         ...
 
     def expects(self, direction: Direction) -> bool:
-        """Whether a further message of this direction belongs to this run."""
+        """Whether a further message of this direction belongs to this run.
+
+        A neighbour that is ahead may already send messages of the next step; they stay with the
+        caller until the next policy expects them.
+        """
         ...
 
     def arrived(self, direction: Direction, microbatch: int) -> None:
-        """The input of an action is here."""
+        """Take note that the input of a microbatch's forward or backward has arrived."""
         ...
 
     def next(self) -> Action | None:
-        """The action to run now, which counts as begun; None: wait for an arrival."""
+        """The action to run now, or None if the stage has to wait for an arrival.
+
+        The caller must run what it is given: the action counts as begun.
+        """
         ...
 
 
 class MessageDriven:
     """AxoNN's policy: run what has arrived, within a bound on activations in flight.
 
-    Stage s holds at most `g_inter − s + slack` forwards without their backward. If a
-    forward and a backward can both run, `prefer` decides: `alternate` takes the kind
-    that did not run last, because two backwards in a row starve the stages
-    downstream. The first stage has all inputs from the start; the last one runs each
-    backward directly after its forward. Links are first-in-first-out, so forwards
-    and backwards each run in microbatch order.
+    Stage s holds the activations of at most `g_inter − s + slack` microbatches, whose forward
+    has begun and whose backward has not. If a forward and a backward can both run, `prefer`
+    decides: `alternate` takes the kind that did not run last, because two backwards in a row
+    starve the stages downstream. The last stage runs each backward directly after its forward.
     """
 
     def __init__(
@@ -63,7 +102,7 @@ class MessageDriven:
 
     @property
     def in_flight(self) -> int:
-        """Forwards begun whose backward has not begun."""
+        """How many microbatches have begun their forward and not their backward."""
         return self._inputs.in_flight
 
     @property
@@ -97,14 +136,13 @@ class MessageDriven:
 
 
 class InOrder:
-    """A static schedule: a list of actions, each run once its input has arrived."""
+    """A static schedule: the actions of a list, each as soon as its input has arrived."""
 
     def __init__(self, actions: Sequence[Action], *, stage: int, g_inter: int) -> None:
-        """`actions` are the whole run of this stage.
+        """`actions` is everything that this stage does in a step.
 
-        ValueError unless they hold each microbatch's forward once and later its backward
-        once, each kind in microbatch order: another order of the backwards would add up
-        the gradients in another order.
+        ValueError unless it holds each microbatch's forward once and later its backward once,
+        each kind in microbatch order (rule 2 of `Policy`).
         """
         _check_order(actions)
         self._actions = tuple(actions)
@@ -129,10 +167,9 @@ class InOrder:
 
 
 class _Inputs:
-    """What of a stage's inputs has arrived and how many actions have begun, kind by kind.
+    """How many inputs have arrived (`here`) and how many actions have begun, for each direction.
 
-    Both run in microbatch order. The first stage has all its forwards' inputs from the
-    start, the last one a backward's as soon as its forward has begun.
+    Counts are enough, since both directions run in microbatch order.
     """
 
     __slots__ = ("_is_first", "begun", "here", "is_last", "microbatches")
@@ -146,14 +183,16 @@ class _Inputs:
 
     @property
     def in_flight(self) -> int:
+        """Microbatches whose activations the stage holds."""
         return self.begun[FORWARD] - self.begun[BACKWARD]
 
     def has(self, direction: Direction) -> bool:
+        """Whether the next action of this direction could run."""
         return self.begun[direction] < self.here[direction]
 
     def expects(self, direction: Direction) -> bool:
         if self.is_last and direction is BACKWARD:
-            return False  # it makes them itself
+            return False  # the last stage makes its gradients itself
         return self.here[direction] < self.microbatches
 
     def arrived(self, direction: Direction, microbatch: int) -> None:
@@ -165,6 +204,7 @@ class _Inputs:
         self.here[direction] += 1
 
     def begin(self, direction: Direction) -> Action:
+        """Count the next action of this direction as begun, and return it."""
         microbatch = self.begun[direction]
         self.begun[direction] += 1
         if self.is_last and direction is FORWARD:
@@ -173,6 +213,7 @@ class _Inputs:
 
 
 def _check_order(actions: Sequence[Action]) -> None:
+    """ValueError for a list that breaks rule 1 or 2 of `Policy`, or runs a backward too early."""
     seen = [0, 0]
     for found in actions:
         wanted = action(found.direction, seen[found.direction])
@@ -192,7 +233,7 @@ def _check_order(actions: Sequence[Action]) -> None:
 
 
 class ForwardOnly:
-    """Evaluation: every forward once, in order."""
+    """The policy of an evaluation: every forward once, in microbatch order."""
 
     def __init__(self, *, stage: int, microbatches: int) -> None:
         self._microbatches = microbatches

@@ -1,4 +1,7 @@
-"""Which policy a stage follows, and the static schedules GPipe and 1F1B as lists of actions."""
+"""Schedules by name: each makes the policy of every stage.
+
+`message-driven` decides while it runs; GPipe and 1F1B are lists of actions that are known before.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,45 @@ from dataclasses import dataclass
 from typing import Literal
 
 from axsparse.pipeline.actions import Action, action
-from axsparse.pipeline.policy import InOrder, MessageDriven, Policy, Preference
+from axsparse.pipeline.policy import (
+    BACKWARD,
+    FORWARD,
+    InOrder,
+    MessageDriven,
+    Policy,
+    Preference,
+)
 from axsparse.runtime.communication import Direction
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order the stages of a pipeline work; makes the policy of each."""
+    """In which order the stages of a pipeline work: one schedule makes the policy of each stage.
+
+    Engine and simulator know schedules only by `policy`; the planner also asks how many
+    activations a stage holds (`planner.stage_memory.most_in_flight`).
+
+    To add a static schedule, write a function here that returns a stage's list of actions, as
+    `gpipe` does, add its name to `ScheduleName`, to `policy` below and to `pipeline.schedule` in
+    config/schema.py, and its bound to `most_in_flight`. `dry_run` tells whether the lists of all
+    stages fit together. Then add the name to the schedules that are listed in
+    tests/pipeline/test_schedules.py, tests/planner/test_simulator.py,
+    tests/planner/test_stage_memory.py and tests/behavior/test_schedule_equivalence.py: it has to
+    pass all of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
+
+    Example: `Schedule("1f1b", 0, "alternate").policy(stage=0, g_inter=2, microbatches=4)`.
+    """
 
     name: ScheduleName
     slack: int
-    """message-driven, 1f1b: activations in flight beyond g_inter − stage."""
+    """Activations that stage s may hold in flight beyond g_inter − s (message-driven and 1f1b)."""
     prefer: Preference
-    """message-driven: what runs when a forward and a backward have both arrived."""
+    """What runs when a forward and a backward have both arrived (message-driven)."""
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
-        """A new run of one stage."""
+        """A new policy for one stage of `g_inter` and one step of `microbatches`."""
         if self.name == "message-driven":
             return MessageDriven(
                 stage=stage,
@@ -44,11 +67,11 @@ class Schedule:
 def one_forward_one_backward(
     stage: int, g_inter: int, microbatches: int, slack: int
 ) -> list[Action]:
-    """1F1B: some forwards to warm up, then a forward and a backward in turn, then the rest.
+    """1F1B: forwards to warm up, then a forward and a backward in turn, then the other backwards.
 
-    The warm-up of g_inter − stage − 1 forwards is `slack` deeper, so that as many
-    activations are in flight as message-driven may hold; the last stage has none, since
-    it has nothing to wait for. (Narayanan et al., 2021, section 2.2.1, for slack 0.)
+    The warm-up has g_inter − stage − 1 + slack forwards, so that a stage holds as many
+    activations as under message-driven. The last stage has no warm-up, since it has nothing to
+    wait for. (With slack 0: Narayanan et al., 2021, section 2.2.1.)
     """
     warm_up = 0 if stage == g_inter - 1 else min(microbatches, g_inter - stage - 1 + slack)
     actions = [action(FORWARD, microbatch) for microbatch in range(warm_up)]
@@ -62,18 +85,18 @@ def one_forward_one_backward(
 def gpipe(microbatches: int) -> list[Action]:
     """GPipe: all forwards, then all backwards; every microbatch is in flight at once.
 
-    The backwards run in microbatch order, as everywhere here, so that the gradients add
-    up to the same bits. (Huang et al., 2019, section 2.3.)
+    The backwards run in microbatch order, as under every schedule here. (Huang et al., 2019,
+    section 2.3.)
     """
     return [action(d, microbatch) for d in Direction for microbatch in range(microbatches)]
 
 
 def dry_run(stages: Sequence[Sequence[Action]]) -> list[int]:
-    """Play the lists of all stages against each other, without times.
+    """Play the action lists of all stages against each other, without times.
 
-    Returns how many activations each stage holds at most. ValueError for a list that is
-    no schedule (see `InOrder`), for lists of different lengths, and for lists that would
-    wait for each other for ever, with what each stage waits for.
+    Returns how many activations each stage holds at most. ValueError for a list that is no
+    schedule (see `InOrder`), for lists of different lengths, and for a deadlock, with the action
+    that each stage waits for.
     """
     if len({len(actions) for actions in stages}) > 1:
         counts = ", ".join(str(len(actions)) for actions in stages)

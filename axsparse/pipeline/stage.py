@@ -1,4 +1,4 @@
-"""One stage's layers: the forward and the backward of one microbatch, and nothing of messages."""
+"""The forward and the backward of one microbatch through the layers of one stage."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import Tensor, nn
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.layer_construction import BuiltLayer
 
 
 @dataclass(frozen=True)
 class Key:
-    """What random numbers of a microbatch depend on, beside the seed and the layer's name."""
+    """What keys the random numbers of a microbatch, together with the seed and the layer's name."""
 
     step: int
     first_sample: int
-    """Global number of the microbatch's first sample, whatever the layout."""
+    """Number of the microbatch's first sample in the global batch order, equal in every layout."""
 
 
 class _Start(torch.autograd.Function):
-    """A scalar whose backward brings each of `roots` its gradient.
+    """A scalar whose backward passes each of `roots` its gradient.
 
-    `torch.autograd.backward` with gradients does the same, but loads sympy to compare their
-    shapes: 0.3 seconds and 40 MB of every rank.
+    `torch.autograd.backward` with gradients does the same, but imports sympy to compare shapes,
+    which costs every rank 0.3 seconds and 40 MB.
     """
 
     @staticmethod
@@ -43,37 +42,26 @@ class _Start(torch.autograd.Function):
 
 
 class Stage:
-    """Runs the layers of one rank.
+    """Runs the layers of one rank; it knows no messages and no neighbours.
 
-    A forward in training keeps what its backward needs under the microbatch's number.
-    On the last stage the output is the microbatch's loss.
+    A forward in training keeps what its backward needs, under the microbatch's number. On the
+    last stage the output is the microbatch's loss.
     """
 
     def __init__(
         self,
-        layers: Sequence[BuiltLayer],
+        layers: Sequence[LayerRunner],
         *,
         loss: LossFunction | None,
         metrics: Mapping[str, MetricFunction],
         input_dtype: torch.dtype | None,
         seed: int,
-        checkpoint_activations: int,
-        compiled: bool = False,
     ) -> None:
-        """`loss` and `metrics` are those of the last stage, `input_dtype` that of the first:
-        what floating-point samples are cast to. Every `checkpoint_activations`-th layer is
-        recomputed in the backward; 0: none. `compiled`: torch.compile fuses what a layer does.
+        """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
+        none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
+        them as they are. `seed` is the run's.
         """
-        self._layers = [
-            LayerRunner(
-                layer.spec.name,
-                layer.module,
-                is_random=layer.spec.random,
-                is_recomputed=checkpoint_activations > 0 and number % checkpoint_activations == 0,
-                is_compiled=compiled,
-            )
-            for number, layer in enumerate(layers)
-        ]
+        self._layers = layers
         self._loss = loss
         self._loss_is_known = False
         self._metrics = metrics
@@ -83,15 +71,15 @@ class Stage:
 
     @property
     def live(self) -> int:
-        """Microbatches whose activations are held."""
+        """How many microbatches have their activations held."""
         return len(self._live)
 
     def forward(
         self, microbatch: int, inputs: Tensors, key: Key, targets: Tensor | None, divisor: float
     ) -> Tensors:
-        """Outputs of the last layer; on the last stage (loss / divisor,), a scalar in fp32.
+        """The outputs of the last layer; on the last stage one fp32 scalar, loss / divisor.
 
-        `inputs` that require a gradient become leaves whose gradients `backward` returns.
+        `backward` returns the gradients of those `inputs` that require one.
         """
         outputs = self._cast(inputs)
         for layer in self._layers:
@@ -104,10 +92,10 @@ class Stage:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], loss_scale: float
     ) -> list[Tensor | None]:
-        """Gradients of the inputs that required one, in order; None where there was none.
+        """The gradients of the inputs that require one, in order; None for an input that got none.
 
-        `gradients` are those of the outputs that require one; empty on the last stage,
-        whose output is the loss and whose backward starts from `loss_scale`.
+        `gradients` are those of the outputs that require one. On the last stage they are empty:
+        its output is the loss, whose gradient is `loss_scale`.
         """
         inputs, outputs, versions = self._live.pop(microbatch)
         if versions != [output._version for output in outputs]:
@@ -124,7 +112,7 @@ class Stage:
             if gradient is not None
         ]
         if pairs:
-            # In this thread, whose stream and device are the right ones for the hooks, too.
+            # The gradient hooks need this thread's stream and device, so autograd runs in it.
             with torch.autograd.set_multithreading_enabled(False):
                 roots = [root for root, _ in pairs]
                 start: Callable[..., Tensor] = _Start.apply
@@ -133,8 +121,8 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: Tensor | None) -> Tensors:
-        """Outputs without keeping anything; on the last stage the summed loss and the counts
-        of the metrics, all scalars."""
+        """The outputs of the last layer, of which nothing is kept; on the last stage the summed
+        loss and the count of each metric, all scalars."""
         outputs = self._cast(inputs)
         for layer in self._layers:
             outputs = layer.evaluate(outputs)
@@ -172,21 +160,25 @@ class Stage:
 
     @torch.no_grad()
     def _refuse_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
-        """A mean over a microbatch would make loss and gradients too small, silently."""
+        """ConfigError if the loss is a mean: if one sample given twice costs as much as once.
+
+        The trainer divides the sum of all losses by the global count of targets, so that a mean
+        would silently make loss and gradients too small.
+        """
         self._loss_is_known = True
         assert self._loss is not None
-        # A weight among the outputs may by chance have as many rows as there are samples.
+        # A weight among the outputs is no sample's, though it may have as many rows by chance.
         if targets is None or any(
             isinstance(output, nn.Parameter) or output.shape[:1] != targets.shape[:1]
             for output in outputs
         ):
-            return  # what belongs to one sample cannot be told
+            return  # one sample cannot be cut out of these outputs
         try:
             once, twice = (
                 self._loss(*(torch.cat([tensor[:1]] * times) for tensor in (*outputs, targets)))
                 for times in (1, 2)
             )
-        except Exception:  # it may be made for microbatches of one size
+        except Exception:  # the loss may work for microbatches of one size only
             return
         scalars = all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in (once, twice))
         if scalars and math.isfinite(once) and float(once) == float(twice) != 0:

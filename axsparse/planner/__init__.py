@@ -1,1 +1,1 @@
-"""What a run will need and how long it will take, before it runs."""
+"""Predicts the memory and the time of a run before it runs, and chooses its layout."""

@@ -1,8 +1,21 @@
-"""Stages and replicas: which layout a run takes, and which layers each stage."""
+"""Decides which layout a run takes: how many stages and replicas, and which layers on each stage.
+
+This is the one place where `layout.g_inter: auto` is decided. `training/resolution.py` asks two
+functions, one after the other:
+
+1. `chosen_layout`, if the costs of the model's layers are known. If `layout.memory_per_rank` or the
+   machine's memory limits what a rank may take, it searches for the fewest stages that fit.
+2. `resolve_grid` for all else. It takes the numbers that the configuration gives; if neither
+   g_inter nor g_data is given, 2 stages where that divides the ranks, and 1 elsewhere.
+
+`balanced` decides `layout.split: auto`. The layout that a run goes on with after pruning,
+`layout.g_inter_pruned`, is decided in the same way for the configuration of `pruned_layout`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
@@ -15,9 +28,16 @@ from axsparse.config.validate import (
 )
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout_search import Rejection
-from axsparse.planner.run_workload import Choice, choose_layout
-from axsparse.planner.stage_memory import most_in_flight, stage_memory
+from axsparse.planner.layout import Layout
+from axsparse.planner.layout_search import (
+    LayoutQuestion,
+    Rejection,
+    Row,
+    try_layouts,
+    with_slack_that_pays,
+)
+from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.console import format_bytes
@@ -25,13 +45,29 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 ASSUMED_CLUSTER = "laptop"
-"""By which a layout is found where no cluster is named: memory alone decides, no time is told."""
+"""Its constants are used if no cluster is named: memory alone decides then, and no time is told."""
 
 
-def cluster_of(config: Config) -> Cluster | None:
-    """The constants by which times are predicted; what the process holds already is no matter."""
-    name = config.layout.cluster
-    return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
+@dataclass(frozen=True)
+class Choice:
+    """The layout that `auto` takes, and why."""
+
+    row: Row
+    room: float
+    """Bytes that a rank may take."""
+    smaller: Rejection | None
+    """The layout of fewer stages that came closest; None if there was none."""
+
+    @property
+    def reason(self) -> str:
+        """Why so many stages, in a few words."""
+        room = f"{gigabytes(self.room)} GB a rank"
+        if self.smaller is None:
+            return f"fits {room}"
+        return f"the fewest that fit {room} (with {self.smaller.g_inter}, {self.smaller.reason})"
+
+
+# -- the number of stages ---------------------------------------------------------------
 
 
 def chosen_layout(
@@ -41,7 +77,12 @@ def chosen_layout(
     ranks: int,
     found_memory: float | None,
 ) -> Choice | None:
-    """What `layout.g_inter: auto` takes; None where it is given, or nothing limits it."""
+    """The fewest stages whose memory fits, for `layout.g_inter: auto`.
+
+    `found_memory` is what the machine leaves to each rank, in bytes, if that is known. None if
+    the configuration gives g_inter, g_data or a split, or if nothing limits the memory of a rank:
+    `resolve_grid` decides then. ConfigError if nothing fits.
+    """
     config = loaded.config
     layout = config.layout
     if not layout.g_inter == layout.g_data == layout.split == "auto":
@@ -56,8 +97,9 @@ def chosen_layout(
     if layout.memory_per_rank != "auto":
         room = layout.memory_per_rank * 1e9
     elif found_memory is not None:
-        # Shared with all else on the host, it is a bound and no promise: never fewer than usual.
-        room, usual = found_memory, 2 if 2 in stages else 1
+        # Others on the host may take some of the memory found, so it never makes the pipeline
+        # shorter than it is without a limit.
+        room, usual = found_memory, _usual_stages(stages)
         if not divides(usual):
             return None
         stages = [n for n in stages if n >= usual]
@@ -67,8 +109,8 @@ def chosen_layout(
     if not stages:
         return None
     assumed = cluster or replace(load_cluster(ASSUMED_CLUSTER), overhead_bytes=0.0)
-    has_times = cluster is not None
-    found = choose_layout(subject, assumed, config, ranks, stages, room, has_times=has_times)
+    question = run_question(subject, assumed, config, ranks, stages, room)
+    found = fewest_stages(question, schedules(config, has_times=cluster is not None))
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
@@ -79,63 +121,33 @@ def chosen_layout(
     return found
 
 
-def balanced(
-    loaded: LoadedConfig, config: Config, grid: Grid, subject: SurveyedModel
-) -> list[range]:
-    """The stages whose dearest does the least work, of those that fit `layout.memory_per_rank`.
+def fewest_stages(
+    question: LayoutQuestion, schedules: Sequence[Schedule | None]
+) -> Choice | Rejection:
+    """The first of the question's numbers of stages that fits under one of these schedules.
 
-    `config` with its slack resolved; ConfigError if none fits.
+    The question names the numbers of stages in rising order. If none fits, the last rejection.
     """
-    room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
-    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    assert pipeline.slack != "auto"
-    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
-
-    def needs(stage: int, load: StageLoad) -> float:
-        held = most_in_flight(
-            schedule, stage=stage, g_inter=grid.g_inter, microbatches=microbatches
-        )
-        return stage_memory(
-            load, microbatch_size=batch.microbatch_size, in_flight=held, overhead=0.0
-        ).total
-
-    def fits(stage: int, load: StageLoad) -> bool:
-        return room == "auto" or needs(stage, load) <= room * 1e9
-
-    found = subject.ranges(grid.g_inter, grid.g_data, fits, microbatches=microbatches)
-    if found is not None:
-        return found
-    assert room != "auto"
-    even = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
-    assert even is not None, "there is no limit"
-    most, fullest = max((needs(stage, load), stage) for stage, load in enumerate(even))
-    raise ConfigError(
-        f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
-        f"layers into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work "
-        f"balanced, stage {fullest} needs {format_bytes(most)}; take more stages "
-        "(layout.g_inter), prune more, or recompute activations "
-        "(pipeline.checkpoint_activations)"
-    )
-
-
-def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
-    """ConfigError for a grid of the Python API that these ranks or this model cannot have."""
-    if grid.size != ranks:
-        raise ConfigError(
-            f"grid: {grid} are {grid.size} ranks, {ranks} are running; start {grid.size} ranks or "
-            "make another grid"
-        )
-    if grid.g_inter > num_layers:
-        raise ConfigError(
-            f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
-        )
+    assert question.g_inter, "some numbers of stages to try"
+    rejected: list[Rejection] = []
+    for stages in question.g_inter:
+        for schedule in schedules:
+            one = replace(question, g_inter=[stages], schedule=schedule)
+            rows, found = try_layouts(one)
+            if rows:
+                best = rows[0]
+                if schedule is None:
+                    best, _ = with_slack_that_pays(one, best)
+                return Choice(best, question.room, rejected[-1] if rejected else None)
+        rejected += found
+    return rejected[-1]
 
 
 def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
-    """The grid of `ranks` ranks for a list of `num_layers` layers, embedding and head included.
+    """The grid of `ranks` ranks for a model of `num_layers` layers, embedding and head included.
 
-    Raises ConfigError if the layout does not use every rank, or cannot give each stage
-    a layer and each layer a stage.
+    ConfigError if the layout of the configuration does not use every rank, or cannot give each
+    stage a layer and each layer a stage.
     """
     g_inter, g_data = loaded.config.layout.g_inter, loaded.config.layout.g_data
     stages = [divisor for divisor in divisors(ranks) if divisor <= num_layers]
@@ -158,7 +170,7 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
                 f"{counted(num_layers, 'layer')}; choose {one_of(replicas, near=g_data)}"
             )
     else:
-        g_inter = 2 if 2 in stages else 1
+        g_inter = _usual_stages(stages)
         g_data = ranks // g_inter
 
     if ranks != g_inter * g_data:
@@ -171,9 +183,29 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
     return Grid(g_inter, g_data)
 
 
+def _usual_stages(possible: Sequence[int]) -> int:
+    """How many stages a run has where nothing asks for more or fewer."""
+    return 2 if 2 in possible else 1
+
+
+def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
+    """ConfigError if a grid of the Python API does not fit these ranks or layers."""
+    if grid.size != ranks:
+        raise ConfigError(
+            f"grid: {grid} are {grid.size} ranks, {ranks} are running; start {grid.size} ranks or "
+            "make another grid"
+        )
+    if grid.g_inter > num_layers:
+        raise ConfigError(
+            f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
+        )
+
+
 def pruned_layout(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with the layout that `layout.g_inter_pruned` asks for; replicas and split
-    are not those of the first one."""
+    """The configuration with the layout that the run goes on with after pruning.
+
+    Its g_inter is `layout.g_inter_pruned`; replicas and split are found anew.
+    """
     layout = loaded.config.layout
     assert layout.g_inter_pruned is not None
     others = {"g_inter": layout.g_inter_pruned, "g_data": "auto", "split": "auto"}
@@ -181,3 +213,51 @@ def pruned_layout(loaded: LoadedConfig) -> LoadedConfig:
     origin = loaded.origins.get("layout.g_inter_pruned", "default")
     named = f"by layout.g_inter_pruned, {origin}"
     return replace(loaded, config=config, origins={**loaded.origins, "layout.g_inter": named})
+
+
+def cluster_of(config: Config) -> Cluster | None:
+    """The cluster by whose constants times are predicted, if the configuration names one.
+
+    Its overhead is 0, since `memory_per_rank` does not count what a process holds already.
+    """
+    name = config.layout.cluster
+    return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
+
+
+# -- the layers of each stage -----------------------------------------------------------
+
+
+def balanced(
+    loaded: LoadedConfig, config: Config, grid: Grid, subject: SurveyedModel
+) -> list[range]:
+    """The layers of each stage for `layout.split: auto`.
+
+    The work of the busiest stage is as small as it can be while every stage fits
+    `layout.memory_per_rank`; ConfigError if none fits. `config` has its slack resolved.
+    """
+    room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
+    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    assert pipeline.slack != "auto"
+    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
+    layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
+
+    def needs(stage: int, load: StageLoad) -> float:
+        return layout.stage_memory(stage, load, overhead=0.0).total
+
+    def fits(stage: int, load: StageLoad) -> bool:
+        return room == "auto" or needs(stage, load) <= room * 1e9
+
+    found = subject.ranges(grid.g_inter, grid.g_data, fits, microbatches=microbatches)
+    if found is not None:
+        return found
+    assert room != "auto"
+    even = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
+    assert even is not None, "there is no limit"
+    most, fullest = max((needs(stage, load), stage) for stage, load in enumerate(even))
+    raise ConfigError(
+        f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
+        f"layers into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work "
+        f"balanced, stage {fullest} needs {format_bytes(most)}; take more stages "
+        "(layout.g_inter), prune more, or recompute activations "
+        "(pipeline.checkpoint_activations)"
+    )

@@ -1,4 +1,7 @@
-"""What a machine can do, in a dozen constants that each say where they come from."""
+"""Clusters: the constants of a machine, from which the planner predicts times.
+
+Each constant says where it comes from. Cluster files are YAML; some are bundled.
+"""
 
 from __future__ import annotations
 
@@ -29,53 +32,53 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal devices. Bytes, seconds, flops; a rank is a device."""
+    """Equal nodes of equal devices, one for each rank. Units are bytes, seconds and flops."""
 
     name: str
     memory_bytes: float
     """Memory of a device."""
     peak_fp32: float | None = None
-    """Flop/s of a device, as its maker states them; None: it has no unit for this precision."""
+    """Flop/s of a device, as its maker states them; None if it has no unit for this precision."""
     peak_bf16: float | None = None
     peak_fp16: float | None = None
     efficiency: float
-    """e: the part of the peak that forwards and backwards reach."""
+    """e: the fraction of the peak that forwards and backwards reach."""
     memory_bandwidth: float
-    """Of a device's memory, in bytes/s."""
+    """Bytes/s of a device's memory."""
     gpus_per_node: int
-    """Devices, and so ranks, of a node."""
+    """Devices of a node, and so ranks of a node."""
     intra_node_bandwidth: float
-    """B_p within a node: bytes/s of a message between neighbouring stages, for which sender and
-    receiver are both busy; software and staging included."""
+    """B_p within a node: bytes/s of a message between neighbouring stages, software and staging
+    included. The sender and the receiver are each busy for this time."""
     intra_node_latency: float
-    """From the end of the sending to the arrival, for which nobody is busy."""
+    """Seconds from the end of sending to the arrival, in which neither is busy."""
     inter_node_bandwidth: float
     """B_p between nodes."""
     inter_node_latency: float
     nic_bandwidth: float
-    """Bytes/s that leave a node, by its network cards; rings of a node share them."""
+    """Bytes/s that leave a node through its network cards, which all rings of the node share."""
     nic_efficiency: float
-    """η: the part of that which an all-reduce reaches."""
+    """η: the fraction of `nic_bandwidth` that an all-reduce reaches."""
     ring_bandwidth: float
-    """Bytes/s of an all-reduce's ring inside a node, for each device."""
+    """Bytes/s of an all-reduce ring inside a node, for each device."""
     ring_latency: float
-    """α: seconds of each of the 2 (D − 1) hops of a ring of D."""
+    """α: seconds of each of the 2 (D − 1) hops in a ring of D devices."""
     weight_rate: float | None = None
-    """ω: weights a second that a forward passes over, whatever its microbatch's size; None: the
-    arithmetic hides it, as on GPUs."""
+    """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
+    the arithmetic hides that time, as on GPUs."""
     compression_rate: float
     """κ: dense gradient entries a second that a backward compresses."""
     overhead_bytes: float
-    """c: what framework and libraries hold of a device's memory."""
+    """c: bytes of a device's memory that framework and libraries hold."""
     host_memory_bytes: float | None = None
-    """The host's memory for each device; None: the device's memory is the host's."""
+    """Memory of the host for each of its devices; None if devices compute in the host's memory."""
     host_bandwidth: float | None = None
-    """Bytes a second between a device and its host, each way at once; None: it has no host of its
-    own, and nothing is offloaded."""
+    """Bytes/s between a device and its host, in both directions at once; None if there is no host
+    memory to offload to."""
     jitter: float
     """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
     origins: Mapping[str, Origin]
-    """By field; every constant has one."""
+    """The origin of every constant, by its field's name."""
 
     @property
     def is_of_hosts(self) -> bool:
@@ -94,7 +97,7 @@ class Cluster:
         return found
 
     def node_of(self, rank: int) -> int:
-        """Which node a rank stands on: ranks fill one node after the other."""
+        """The number of the node that a rank is on: ranks fill one node after the other."""
         return rank // self.gpus_per_node
 
 
@@ -113,10 +116,10 @@ def bundled_clusters() -> list[str]:
 
 
 def load_cluster(source: str) -> Cluster:
-    """Read a file, or a bundled cluster by its name; a name with a "/" or of a file is a path.
+    """Read a cluster file, or a bundled cluster by its name.
 
-    MissingInputError if there is none, ConfigError for a file that says too little, too
-    much, or something that no machine has.
+    A source that contains "/" or names an existing file is a path. MissingInputError if there is
+    no such cluster, ConfigError for missing, unknown or impossible constants.
     """
     path = Path(source)
     if "/" not in source and not path.is_file():
@@ -137,11 +140,11 @@ def load_cluster(source: str) -> Cluster:
 
 
 def parse_cluster(text: str, file: str) -> Cluster:
-    """A cluster from the text of a file; its name is the file's stem."""
+    """Read the text of a cluster file; the cluster's name is the stem of `file`."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # Not all are PyYAML's own: escapes beyond Unicode, nesting beyond the stack.
+        # PyYAML raises errors of Python for some texts, such as very deep nesting.
         problem = _shown(" ".join(str(error).split()))
         raise ConfigError(f"cluster file {file}: no valid YAML, {problem}; correct it") from None
     values: dict[str, float] = {}
@@ -174,7 +177,7 @@ def parse_cluster(text: str, file: str) -> Cluster:
 
 
 def to_yaml(cluster: Cluster) -> str:
-    """The text of a cluster's file; `parse_cluster` reads it back to an equal cluster."""
+    """Write the text of a cluster file; `parse_cluster` reads it back as an equal cluster."""
     lines = []
     for name, origin in cluster.origins.items():
         value = getattr(cluster, name)
@@ -184,7 +187,10 @@ def to_yaml(cluster: Cluster) -> str:
 
 
 def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Key, where it stands, and value of a mapping whose keys differ."""
+    """The key, its "file:line" and the value of each entry of a mapping.
+
+    ConfigError for anything but a mapping, and for a key that is given twice.
+    """
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{here}: a cluster file has mappings here; write `name: {{…}}`")
     seen: set[str] = set()
@@ -201,7 +207,7 @@ def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml
 
 
 def _shown(text: str) -> str:
-    """A text that stays on its line."""
+    """The text with a ? in the place of line breaks and other characters that do not print."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -211,7 +217,10 @@ def _unknown(name: str, where: str, known: tuple[str, ...]) -> ConfigError:
 
 
 def _number(name: str, where: str, node: yaml.Node) -> float:
-    """A finite number that a machine can have; YAML's own numbers would refuse "1e9"."""
+    """The value of a constant; ConfigError for a number that no machine can have.
+
+    YAML would read 1e9 as text, so numbers are read here.
+    """
     text = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
     try:
         value = float(text)
@@ -230,6 +239,7 @@ def _number(name: str, where: str, node: yaml.Node) -> float:
 
 
 def _origin(name: str, kind: tuple[str, yaml.Node], source: tuple[str, yaml.Node]) -> Origin:
+    """The origin of a constant, from the "file:line" and the node of its kind and of its source."""
     where, node = kind
     for known in KINDS:
         if node.value == known:

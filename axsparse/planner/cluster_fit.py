@@ -1,4 +1,4 @@
-"""From what was measured on a machine to the constants of its cluster file."""
+"""Fits the constants of a cluster file to what was measured on a machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision
 from axsparse.planner.stage_memory import SMALL_BLOCKS
@@ -15,45 +16,81 @@ from axsparse.runtime.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What a calibration saw: bytes, seconds, flop/s; means over ranks of medians."""
+    """What a calibration measured: for each rank a median, and then the mean over ranks."""
 
     ranks: int
-    """Of one node, all at work at once."""
+    """Number of ranks, all on one node and all at work at the same time."""
     memory_bytes: float
-    """That the host leaves to each."""
+    """Memory that the host leaves to each rank."""
     overhead_bytes: float
-    """Held beside model state before the first step."""
+    """Memory that a rank held beside model state before the first step."""
     peak: float
     """Flop/s of a square matrix product."""
     copy_bandwidth: float
-    """Bytes read and written by a copy, each second."""
+    """Bytes that a copy reads and writes in a second."""
     compute_seconds: float
-    """Of the forwards and backwards of a step in one stage, compression left out."""
+    """Seconds of all forwards and backwards of a step in one stage, without compression."""
     compute_of_other: tuple[int, float] | None
-    """Another microbatch size, and the seconds of as many microbatches of it; None: of this size
-    only."""
+    """Another microbatch size, and the `compute_seconds` of as many microbatches of that size;
+    None if only one size was measured."""
     compress_seconds: float
+    """Seconds of all compression of a step; 0 for a dense model."""
     microbatches: int
     microbatch_size: int
     forwards: Sequence[float]
-    """Seconds of single forwards, for jitter."""
+    """Seconds of single forwards, whose spread is the jitter."""
     messages: Sequence[tuple[float, float]]
-    """Bytes, and seconds from the call of the sender to the arrival; empty with one rank."""
+    """Bytes of messages, and seconds from the sender's call to the arrival; empty with one rank."""
     all_reduces: Sequence[tuple[float, float]]
-    """Bytes and seconds; empty with one rank."""
+    """Bytes and seconds of all-reduces; empty with one rank."""
 
 
 def fitted(
     name: str, load: StageLoad, precision: Precision, seen: Measurements, source: str
 ) -> Cluster:
-    """The cluster by which the formulas of `cost` give what was measured.
+    """The cluster with which the formulas of `step_cost` give what was measured.
 
+    `load` is what a rank computed, `source` names the run in the origins of the constants.
     TrainingError if the model took less time than moving its activations does.
     """
-    passed = _passed(seen)
+    constants: dict[str, _Constant] = {
+        "memory_bytes": _Constant(
+            seen.memory_bytes, "measured", f"memory of the host / {seen.ranks} ranks"
+        ),
+        **_compute_constants(load, precision, seen, source),
+        **_message_constants(seen),
+        **_ring_constants(seen),
+        **_gradient_constants(load, seen, source),
+        "overhead_bytes": _Constant(
+            seen.overhead_bytes + SMALL_BLOCKS,
+            "measured",
+            f"resident beside model state, and {SMALL_BLOCKS / 1e6:.0f} MB later",
+        ),
+        "jitter": _Constant(
+            spread(seen.forwards), "measured", "sigma of the logarithm of single forwards"
+        ),
+    }
+    values = {key: constant.value for key, constant in constants.items()}
+    gpus = int(values.pop("gpus_per_node"))
+    origins = {key: Origin(one.kind, one.source) for key, one in constants.items()}
+    return Cluster(name=name, gpus_per_node=gpus, origins=origins, **values)
+
+
+class _Constant(NamedTuple):
+    """A constant of the cluster and where it comes from."""
+
+    value: float
+    kind: Kind
+    source: str
+
+
+def _compute_constants(
+    load: StageLoad, precision: Precision, seen: Measurements, source: str
+) -> dict[str, _Constant]:
+    """Peak, efficiency and memory bandwidth, and the number of devices that shared them."""
     mbs = seen.microbatches * seen.microbatch_size
     moved = mbs * (3 * load.moved + load.again_moved) / seen.copy_bandwidth
-    beside = seen.microbatches * passed + moved
+    beside = seen.microbatches * _size_independent_seconds(seen) + moved
     arithmetic = seen.compute_seconds - beside
     if arithmetic <= 0:
         raise TrainingError(
@@ -62,57 +99,74 @@ def fitted(
             "activations do not stay in caches"
         )
     reached = mbs * (3 * load.flops + load.again_flops) / arithmetic
-    # A product of another shape may be faster than the one that was timed.
+    # The model's products may be faster than the square one that was timed.
     peak = max(seen.peak, reached)
-    values: dict[str, tuple[float, Origin]] = {}
+    return {
+        f"peak_{precision}": _Constant(peak, "measured", "square matrix products"),
+        "efficiency": _Constant(reached / peak, "fitted", f"{source}: its compute"),
+        "memory_bandwidth": _Constant(seen.copy_bandwidth, "measured", "a copy, all ranks at once"),
+        "gpus_per_node": _Constant(seen.ranks, "measured", "ranks of this run"),
+    }
 
-    def put(key: str, value: float, kind: Kind, text: str) -> None:
-        values[key] = (value, Origin(kind, text))
 
-    put("memory_bytes", seen.memory_bytes, "measured", f"memory of the host / {seen.ranks} ranks")
-    put(f"peak_{precision}", peak, "measured", "square matrix products")
-    put("efficiency", reached / peak, "fitted", f"{source}: its compute")
-    put("memory_bandwidth", seen.copy_bandwidth, "measured", "a copy, all ranks at once")
-    put("gpus_per_node", seen.ranks, "measured", "ranks of this run")
-    latency, rate = _line(seen.messages)
-    half = 2 * rate  # the sender's time and the receiver's
-    how = "ping-pong of two ranks" if seen.messages else "as a copy: only one rank was there"
-    kind: Kind = "measured" if seen.messages else "assumed"
-    bandwidth = half if seen.messages else seen.copy_bandwidth
-    put("intra_node_bandwidth", bandwidth, kind, how)
-    put("intra_node_latency", latency, kind, how)
-    put("inter_node_bandwidth", bandwidth, "assumed", "as within a node: one node was measured")
-    put("inter_node_latency", latency, "assumed", "as within a node")
-    hops = 2 * (seen.ranks - 1)
-    alpha, ring = _line(seen.all_reduces)
+def _message_constants(seen: Measurements) -> dict[str, _Constant]:
+    """Latency and bandwidth of messages; between nodes they are assumed to be the same."""
+    latency, bandwidth = 0.0, seen.copy_bandwidth
+    kind: Kind = "assumed"
+    how = "as a copy: only one rank was there"
+    if seen.messages:
+        latency, rate = _line(seen.messages)
+        bandwidth = 2 * rate  # one message takes the sender's time and the receiver's
+        how, kind = "ping-pong of two ranks", "measured"
+    return {
+        "intra_node_bandwidth": _Constant(bandwidth, kind, how),
+        "intra_node_latency": _Constant(latency, kind, how),
+        "inter_node_bandwidth": _Constant(
+            bandwidth, "assumed", "as within a node: one node was measured"
+        ),
+        "inter_node_latency": _Constant(latency, "assumed", "as within a node"),
+    }
+
+
+def _ring_constants(seen: Measurements) -> dict[str, _Constant]:
+    """Bandwidth and latency of all-reduces; the network is assumed to be as fast as the node."""
+    latency, bandwidth = 0.0, seen.copy_bandwidth
+    kind: Kind = "assumed"
+    how = "as a copy: only one rank was there"
     if seen.all_reduces:
-        ring, alpha = ring * hops / seen.ranks, alpha / hops
+        hops = 2 * (seen.ranks - 1)
+        alpha, rate = _line(seen.all_reduces)
+        latency, bandwidth = alpha / hops, rate * hops / seen.ranks
         how, kind = f"all-reduces of {seen.ranks} ranks", "measured"
-    else:
-        ring, how, kind = seen.copy_bandwidth, "as a copy: only one rank was there", "assumed"
-    put("nic_bandwidth", ring, "assumed", "as the ring: one node was measured")
-    put("nic_efficiency", 1.0, "assumed", "as the ring")
-    put("ring_bandwidth", ring, kind, how)
-    put("ring_latency", alpha, kind, how)
+    return {
+        "nic_bandwidth": _Constant(bandwidth, "assumed", "as the ring: one node was measured"),
+        "nic_efficiency": _Constant(1.0, "assumed", "as the ring"),
+        "ring_bandwidth": _Constant(bandwidth, kind, how),
+        "ring_latency": _Constant(latency, kind, how),
+    }
+
+
+def _gradient_constants(load: StageLoad, seen: Measurements, source: str) -> dict[str, _Constant]:
+    """The rates at which weights are passed over and gradients compressed, as far as measured."""
+    found = {}
+    passed = _size_independent_seconds(seen)
     if passed:
-        put("weight_rate", 3 * load.trained / passed, "fitted", f"{source}: two microbatch sizes")
+        found["weight_rate"] = _Constant(
+            3 * load.trained / passed, "fitted", f"{source}: two microbatch sizes"
+        )
     if seen.compress_seconds:
         rate = seen.microbatches * load.trained / seen.compress_seconds
-        put("compression_rate", rate, "measured", f"{source}: its compression")
+        compression = _Constant(rate, "measured", f"{source}: its compression")
     else:
-        put("compression_rate", 2e8, "assumed", "the model was dense")
-    overhead = seen.overhead_bytes + SMALL_BLOCKS
-    small = f"{SMALL_BLOCKS / 1e6:.0f} MB"
-    put("overhead_bytes", overhead, "measured", f"resident beside model state, and {small} later")
-    put("jitter", spread(seen.forwards), "measured", "sigma of the logarithm of single forwards")
-    constants = {key: value for key, (value, _) in values.items()}
-    gpus = int(constants.pop("gpus_per_node"))
-    origins = {key: origin for key, (_, origin) in values.items()}
-    return Cluster(name=name, gpus_per_node=gpus, origins=origins, **constants)
+        compression = _Constant(2e8, "assumed", "the model was dense")
+    return {**found, "compression_rate": compression}
 
 
-def _passed(seen: Measurements) -> float:
-    """Seconds of a microbatch's forward and backward that do not depend on its size."""
+def _size_independent_seconds(seen: Measurements) -> float:
+    """Seconds of a microbatch's forward and backward that do not depend on its size.
+
+    0 if only one size was measured, or if the time grew faster than the size.
+    """
     if seen.compute_of_other is None:
         return 0.0
     other, seconds = seen.compute_of_other
@@ -122,16 +176,17 @@ def _passed(seen: Measurements) -> float:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """σ of the logarithms, without the slowest tenth: those were interrupted by others."""
+    """The standard deviation of the logarithms.
+
+    The slowest tenth is left out: other processes have interrupted it.
+    """
     kept = sorted(seconds)[: max(2, math.ceil(0.9 * len(seconds)))]
     return stdev(map(math.log, kept)) if len(kept) > 1 else 0.0
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency and rate of `seconds = latency + bytes / rate`, by least squares of relative
-    errors, with both at least 0; (0, 0) without points."""
-    if not points:
-        return 0.0, 0.0
+    """Fit `seconds = latency + bytes / rate` to (bytes, seconds) by least squares of relative
+    errors, with neither below 0; returns latency and rate."""
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total

@@ -1,23 +1,22 @@
-"""A DeepSpeed-3D-like run of the paper's GPTs: tensor, pipeline and data parallelism, ZeRO-1.
+"""Predicts the paper's GPTs under DeepSpeed-3D: tensor, pipeline and data parallelism, and ZeRO-1.
 
-In the cost model only: nothing here can be trained so. T devices of one node share every
-layer. A block reduces its activations over them twice in the forward, twice when that is
-computed again, and twice in the backward (Shoeybi et al. 2019, section 3), of
-2 · mbs · s · h bytes each. Masters and moments are sharded over the replicas (Rajbhandari
-et al. 2020, P_os); the schedule is 1F1B. T devices then act as one with T times the flops,
-through whose node's cards T rings run.
+A cost model only, for comparison: axsparse cannot train this way. T devices of one node share
+every layer. A block all-reduces its activations over them twice in the forward, twice when the
+forward is recomputed, and twice in the backward (Shoeybi et al. 2019, section 3), 2 · mbs · s · h
+bytes each time. Masters and moments are sharded over the replicas (Rajbhandari et al. 2020, P_os);
+the schedule is 1F1B. A group of T devices is planned as one device that has 1/T of every layer and,
+since T rings share the network cards of a node, 1/T of their bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.gpt_formula import GptFormula
-from axsparse.planner.layout_search import Plan, Row, plan
+from axsparse.planner.layout_search import LayoutQuestion, Plan, Row, plan
 from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.workload import Fits, StageLoad, Workload, value_bytes
 from axsparse.runtime.errors import ConfigError
@@ -25,12 +24,12 @@ from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
 
 REDUCES = 2
-"""All-reduces of a block's forward; as many of its recomputation, and of its backward."""
+"""All-reduces in a block's forward; its recomputation and its backward have as many each."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The part of a dense GPT that one of `degree` devices holds and computes."""
+    """The share of a dense GPT that one of `degree` devices holds and computes."""
 
     gpt: GptFormula
     degree: int
@@ -78,7 +77,7 @@ class TensorParallel:
             state=replace(
                 state, master=-(-state.master // g_data), optimizer=-(-state.optimizer // g_data)
             ),
-            # Norms, dropouts and the inputs of both halves, 10 of 34 s·h, are on every device.
+            # Every device has all of the norms, dropouts and inputs of both halves: 10 of 34 s·h.
             working=(load.working - 5 * width) / t + 5 * width,
             logits=load.logits / t,
         )
@@ -91,11 +90,11 @@ def deepspeed_3d(
     global_batch_size: int,
     devices: int | None = None,
 ) -> Row:
-    """The fastest layout of any tensor-parallel degree within a node.
+    """The fastest layout over all tensor-parallel degrees within a node.
 
-    `devices` is how many one copy of the model is spread over, degree × stages; None leaves it
-    open, and sharded state lets it be few. The grid counts groups of devices that share their
-    layers. ConfigError if nothing fits.
+    `devices` is how many devices one copy of the model is spread over (degree × stages); None
+    tries all. The grid of the result counts groups of devices that share their layers, not
+    devices. ConfigError if nothing fits.
     """
     found: list[Row] = []
     for degree in range(1, cluster.gpus_per_node + 1):
@@ -106,7 +105,7 @@ def deepspeed_3d(
         try:
             made = _plan(gpt, cluster, gpus, global_batch_size, degree, stages)
         except ConfigError:
-            continue  # this degree fits nowhere, another may
+            continue  # another degree may fit
         found.append(min(made.rows, key=lambda row: row.seconds))
     if not found:
         raise ConfigError(
@@ -124,33 +123,36 @@ def _plan(
     degree: int,
     stages: Sequence[int] | None,
 ) -> Plan:
+    """All layouts of one tensor-parallel degree."""
     groups = replace(
         cluster,
         gpus_per_node=cluster.gpus_per_node // degree,
         nic_bandwidth=cluster.nic_bandwidth / degree,
     )
     return plan(
-        TensorParallel(gpt, degree),
-        groups,
-        gpus // degree,
-        global_batch_size=global_batch_size,
-        schedule=Schedule("1f1b", 0, "alternate"),
-        g_inter=stages,
-        microbatch_sizes=[1],
-        costing=partial(_costs, gpt, degree),
+        LayoutQuestion(
+            workload=TensorParallel(gpt, degree),
+            cluster=groups,
+            gpus=gpus // degree,
+            global_batch_size=global_batch_size,
+            schedule=Schedule("1f1b", 0, "alternate"),
+            g_inter=stages,
+            microbatch_sizes=[1],
+            costing=_costs,
+        )
     )
 
 
 def _costs(
-    gpt: GptFormula,
-    degree: int,
     workload: Workload,
     loads: Sequence[StageLoad],
     cluster: Cluster,
     grid: Grid,
     microbatch_size: int,
 ) -> StepCosts:
-    """Those of the parts, and the all-reduces within the groups."""
+    """The costs of a device's share, and of the all-reduces within its group."""
+    assert isinstance(workload, TensorParallel)
+    gpt, degree = workload.gpt, workload.degree
     costs = step_costs(workload, loads, cluster, grid, microbatch_size)
     nbytes = value_bytes(gpt.precision) * microbatch_size * gpt.sequence * gpt.hidden
     hops = 2 * (degree - 1)

@@ -1,9 +1,9 @@
-"""The GPTs of the paper as formulas: hyper-parameters in, what a stage takes out.
+"""The paper's GPTs as formulas: what each stage computes and holds, from the hyper-parameters.
 
-The split is even, finer than layers: embedding and head are spread like everything else,
-since a head of 50,304 words on a stage of one or two layers would double its time. Bytes
-of state are the paper's, with gradients in both precisions and a copy of the weights:
-20 a parameter dense, 2 + 24 f pruned. For layers as they are, survey the model.
+Every stage has the same share of everything, fractions of layers included. Embedding and head are
+shared out as well: a head of 50,304 words would double the time of a stage of one or two layers.
+Bytes of state are the paper's, with gradients in both precisions and a copy of the weights: 20 a
+parameter dense, 2 + 24 f pruned. `surveyed_model` has real layers instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from axsparse.planner.workload import Fits, StageLoad, value_bytes
 from axsparse.samo.state_bytes import StateBytes, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4
-"""∇θ16 and ∇θ32 (section III-D)."""
+"""Bytes of a gradient entry: ∇θ16 and ∇θ32 (section III-D)."""
 COPY_BYTES = 2
-"""Of the compressed half weights, made when masters become weights (section III-C)."""
+"""Bytes a kept entry of the compressed half weights that are made when masters become weights
+(section III-C)."""
 MOMENTS = 2
+"""Moments of AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class GptFormula:
     sequence: int
     vocabulary: int
     density: float = 1.0
-    """f: kept part of the blocks' matrices; embeddings and head stay dense."""
+    """f: the fraction of the blocks' matrices that is kept; embeddings and head stay dense."""
     precision: Precision = "fp16"
 
     @property
@@ -41,12 +43,12 @@ class GptFormula:
 
     @property
     def most_stages(self) -> int:
-        """A block has two halves, attention and MLP."""
+        """A block can be cut between its two halves, attention and MLP."""
         return 2 * self.layers
 
     @property
     def body_flops(self) -> float:
-        """Of a sample's forward through the blocks."""
+        """Flops of a sample's forward through the blocks."""
         s, h = self.sequence, self.hidden
         return 24.0 * s * h**2 * (1 + s / (6 * h)) * self.layers
 
@@ -56,7 +58,7 @@ class GptFormula:
 
     @property
     def sample_flops(self) -> float:
-        """Narayanan et al. (2021), with recomputation:
+        """Flops of a sample with recomputation (Narayanan et al., 2021):
 
         F / B = 96 · s · l · h² · (1 + s / 6h + V / 16 l h)
         """
@@ -68,7 +70,7 @@ class GptFormula:
 
     @property
     def embedding_params(self) -> int:
-        """Words, which are the head's weight as well, and positions."""
+        """Embeddings of words, whose weight is the head's as well, and of positions."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
@@ -78,8 +80,8 @@ class GptFormula:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        """Equal loads but for the loss; `g_data` changes nothing without sharding, and gradients
-        are in fp32 for any number of microbatches."""
+        """See `Workload`. Loads are equal but for the loss. `g_data` and `microbatches` change
+        nothing: nothing is sharded, and gradients always add up in fp32."""
         assert g_data >= 1 and microbatches >= 1
         loads = [self._stage(stage, g_inter) for stage in range(g_inter)]
         if fits is not None and not all(map(fits, range(g_inter), loads)):
@@ -103,8 +105,8 @@ class GptFormula:
             kept=kept // g_inter,
             state=self._state(g_inter),
             temporary=copies,
-            building=0.0,  # made elsewhere: the memory of a GPU sees the state only
-            saved=0.0,  # as well
+            building=0.0,  # the state is built and saved in the host's memory, not the GPU's
+            saved=0.0,
             held=number * width * s * h,
             working=s * (34 * h + 5 * self.heads * s),
             logits=6.0 * s * self.vocabulary if stage == g_inter - 1 else 0.0,
@@ -112,7 +114,7 @@ class GptFormula:
         )
 
     def _state(self, g_inter: int) -> StateBytes:
-        """A stage's share; a tied weight on two stages has two full states."""
+        """A stage's share of the state; a tied weight on two stages has its state twice."""
         words = self.vocabulary * self.hidden
         kept = round(self.density * self.body_params)
         sizes = [

@@ -1,4 +1,7 @@
-"""A plan as one HTML file: timeline, memory and curves as inline SVG, nothing from elsewhere."""
+"""Draws plans as one HTML page, with timeline, memory and curves as inline SVG.
+
+The page loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from axsparse.planner.timeline import spans
 
 WIDTH, LEFT = 960, 90
 MOST_SPANS = 6_000
-"""A timeline of more is drawn from its beginning on: browsers get slow."""
+"""A longer timeline is cut off after so many spans, since browsers get slow."""
 COLOURS = {
     "compute": "#4878a8",
     "compress": "#e09f3e",
@@ -35,7 +38,7 @@ COLOURS = {
 }
 METHODS = ("#4878a8", "#b5524a", "#5b9a68")
 LETTER = 6.5
-"""Width of a letter, taken rather too large than too small: fonts differ."""
+"""Width of a letter in pixels; rather too large than too small, since fonts differ."""
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; color: #222; }
 svg { font: 11px system-ui, sans-serif; display: block; margin: .5em 0 1.5em; max-width: 100%; }
@@ -46,7 +49,7 @@ td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd; 
 
 
 def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
-    """The whole file; answers over several numbers of devices add a scaling curve."""
+    """The text of the page; plans for several numbers of devices add a scaling curve."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -109,7 +112,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def _timeline(row: Row) -> Iterator[str]:
-    """The first replica that was played."""
+    """The timeline of the first replica that was simulated."""
     found = spans(row)
     replica = min(span.replica for span in found)
     found = sorted((s for s in found if s.replica == replica), key=lambda s: s.begin)
@@ -138,7 +141,7 @@ def _timeline(row: Row) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """A bar for each stage, with a line at what a rank may take."""
+    """A bar for each stage, and a line at what a rank may take."""
     memory = plan.recommended.memory
     categories = list(asdict(memory[0]))
     scale = (WIDTH - LEFT - 10) / max(plan.memory_bytes, *(stage.total for stage in memory))
@@ -163,7 +166,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
-    """Seconds of a step over devices, both logarithmic, one curve a method."""
+    """Seconds of a step over the number of devices, both logarithmic; one curve for each method."""
     methods = list(dict.fromkeys(answer.method for answer in answers))
     curves = [
         (
@@ -188,7 +191,7 @@ def _curves(
     *,
     logarithmic: bool = False,
 ) -> Iterator[str]:
-    """Lines through points; logarithmic ones are given as powers of two."""
+    """A line through the points of each curve; logarithmic values are powers of two."""
 
     def shown(value: float) -> str:
         return f"{2**value if logarithmic else value:.4g}"
@@ -223,7 +226,7 @@ def _curves(
         yield from labels.first_free(name, *((x + 80, y + by) for by in (4, 18, -10)), fill=colour)
     for x in sorted({x for x, _ in points}):
         yield from labels.first_free(shown(x), (place(x, low)[0] - 4, height - 8))
-    # From the right: where there is no room for all, the ends are told.
+    # From right to left, so that the right end keeps its label if there is no room for all.
     for point in sorted(points, reverse=True):
         x, y = place(*point)
         yield from labels.first_free(f"{shown(point[1])} {up}", (x + 5, y - 6), (x + 5, y + 14))
@@ -231,7 +234,10 @@ def _curves(
 
 
 class _Labels:
-    """Texts that do not run into each other; what finds no place is left to the tips."""
+    """Places labels so that none overlaps another; a label without room is left out.
+
+    The tooltips of the points have all values.
+    """
 
     def __init__(self) -> None:
         self._boxes: list[tuple[float, float, float, float]] = []
@@ -239,7 +245,7 @@ class _Labels:
     def first_free(
         self, text: str, *places: tuple[float, float], fill: str = "#222"
     ) -> Iterator[str]:
-        """The text at the first place that is free, if there is one."""
+        """Draw the text at the first of these places that is free, if one is."""
         for x, y in places:
             left, top, right, bottom = box = (x, y - 10, x + LETTER * len(text), y + 3)
             if all(

@@ -1,4 +1,7 @@
-"""Plans for a model and a configuration: what is surveyed, pruned and asked, before `planner`."""
+"""Plans for a configured model: survey it, see what is pruned, and ask the layout search.
+
+This is what `axsparse plan` and `ax.plan_for` call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, Precision, load_cluster
-from axsparse.planner.layout_search import Plan, plan, try_layouts
+from axsparse.planner.layout_search import LayoutQuestion, Plan, plan, try_layouts
 from axsparse.planner.run_workload import copied_bytes, has_costs, schedules, workload
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
@@ -26,17 +29,17 @@ from axsparse.samo.optim.optimizer_registry import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]
-"""`start`: as the run begins, which is dense where masks are found later; `dense`: without
-pruning; `samo`: with the masks that the run ends with."""
+"""`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
+`samo`: with as many kept entries as the run ends with."""
 RINGS = 4
-"""Of pinned slots on a rank, at most: to and from both neighbours."""
+"""The most rings of pinned slots that a rank has: to and from both neighbours."""
 MOST_TIMES = 256
-"""How many times the devices that were asked for are looked at for what would fit."""
+"""If nothing fits, up to this multiple of the devices is tried to say how many would do."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run to be planned."""
+    """A configured model that has been surveyed, ready to be planned."""
 
     loaded: LoadedConfig
     survey: Survey
@@ -45,7 +48,7 @@ class Subject:
     on_host: bool
     """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
-    """What was taken otherwise than the configuration has it, or has to be known."""
+    """What the user should know: where the plan departs from the configuration, for example."""
 
     def workload(self, method: Method) -> SurveyedModel:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
@@ -78,42 +81,29 @@ class Subject:
         gpus: int,
         microbatch_sizes: Sequence[int] | None = None,
     ) -> Plan:
-        """The plan; ConfigError if nothing fits, with how many devices would do."""
-        asked = self.workload(method)
+        """The plan; ConfigError if nothing fits, which says how many devices would do."""
+        question = LayoutQuestion(
+            workload=self.workload(method),
+            cluster=cluster,
+            gpus=gpus,
+            global_batch_size=self.loaded.config.batch.global_batch_size,
+            memory_bytes=self.room(cluster),
+            g_inter=self._stages(gpus),
+            microbatch_sizes=microbatch_sizes,
+        )
         failure: ConfigError | None = None
         for schedule in schedules(self.loaded.config, has_times=True):
-            found = self._try(asked, cluster, gpus, schedule, microbatch_sizes)
-            if isinstance(found, Plan):
-                return found
-            failure = found
-        enough = self._enough(asked, cluster, gpus)
+            asked = replace(question, schedule=schedule)
+            try:
+                return plan(asked)
+            except ConfigError as error:
+                failure = error
+        enough = self._enough(question)
         hint = f"; {enough} devices would do" if enough else ""
         raise ConfigError(f"{failure}{hint}")
 
-    def _try(
-        self,
-        asked: SurveyedModel,
-        cluster: Cluster,
-        gpus: int,
-        schedule: Schedule | None,
-        microbatch_sizes: Sequence[int] | None,
-    ) -> Plan | ConfigError:
-        try:
-            return plan(
-                asked,
-                cluster,
-                gpus,
-                global_batch_size=self.loaded.config.batch.global_batch_size,
-                schedule=schedule,
-                g_inter=self._stages(gpus),
-                microbatch_sizes=microbatch_sizes,
-                memory_bytes=self.room(cluster),
-            )
-        except ConfigError as error:
-            return error
-
     def _stages(self, gpus: int) -> list[int] | None:
-        """The numbers of stages that the configuration leaves open; None: all."""
+        """The numbers of stages that the configuration allows; None: all."""
         layout = self.loaded.config.layout
         stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
@@ -130,25 +120,21 @@ class Subject:
         check_split(self.loaded, stages, len(self.survey.layers))
         return [stages]
 
-    def _enough(self, asked: SurveyedModel, cluster: Cluster, gpus: int) -> int | None:
-        """The least doubling of the devices of which some deep pipeline fits."""
-        config = self.loaded.config
-        least = Schedule(config.pipeline.schedule, 0, config.pipeline.prefer)
-        if self._stages(gpus) is not None:
+    def _enough(self, question: LayoutQuestion) -> int | None:
+        """How many devices would fit the deepest pipeline: the question's, doubled again and again.
+
+        None if even `MOST_TIMES` as many are too few, or if the number of stages is given.
+        """
+        if question.g_inter is not None:
             return None  # more devices would only be more replicas
+        pipeline, gpus = self.loaded.config.pipeline, question.gpus
+        least = Schedule(pipeline.schedule, 0, pipeline.prefer)
+        deeper = replace(question, schedule=least, microbatch_sizes=[1])
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:
-            deepest = max(n for n in range(1, asked.most_stages + 1) if more % n == 0)
-            rows, _ = try_layouts(
-                asked,
-                cluster,
-                more,
-                global_batch_size=config.batch.global_batch_size,
-                schedule=least,
-                g_inter=[deepest],
-                microbatch_sizes=[1],
-                room=self.room(cluster),
-            )
+            stages = range(1, question.workload.most_stages + 1)
+            deepest = max(n for n in stages if more % n == 0)
+            rows, _ = try_layouts(replace(deeper, gpus=more, g_inter=[deepest]))
             if rows:
                 return more
             more *= 2
@@ -156,10 +142,10 @@ class Subject:
 
 
 def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) -> Subject:
-    """Look at the model of the configuration, or at another one, for a plan on this cluster.
+    """Survey the model of a configuration, or another one, for a plan on this cluster.
 
-    Weights are not read. ConfigError for what no run could do, and for a model whose layers'
-    costs are not known.
+    Weights are not read. ConfigError for a configuration that no run could have, and for a model
+    whose layers' costs are not known.
     """
     check_config(loaded)
     loaded, notes = _in_a_precision_of(cluster, loaded)
@@ -185,7 +171,7 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
 
 
 def _beside(config: Config, room: float) -> str:
-    """What a rank on a GPU takes of its host's memory, beside the process itself."""
+    """A note of what a rank on a GPU takes of its host's memory, beside the process itself."""
     copies, rings = copied_bytes(config), RINGS * SLOTS * SLOT_BYTES
     return (
         f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copies)} GB for copies "
@@ -202,11 +188,11 @@ def plan_for(
     *,
     method: Method = "start",
 ) -> Plan:
-    """Which layout a model should train in on so many devices; all layouts, ranked.
+    """Which layout a model should train in on `gpus` devices: the recommended one, and all others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
-    pruning and everything else (defaults: `Config()`). Needs no device and no MPI.
-    Raises ConfigError where nothing fits, MissingInputError for an unknown cluster.
+    pruning and everything else (default: `Config()`). Needs no device and no MPI.
+    Raises ConfigError if nothing fits, MissingInputError for an unknown cluster.
     """
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     loaded = made_in_python(config or Config(), model.name)
@@ -214,7 +200,7 @@ def plan_for(
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """bf16 becomes fp16 on devices without it, unless somebody asked for it by --set."""
+    """Replace bf16 by fp16, with a note, on devices without bf16, unless --set asks for bf16."""
     if loaded.config.precision != "bf16" or loaded.origins.get("precision") == "--set":
         return loaded, []
     if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
@@ -225,4 +211,5 @@ def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedCo
 
 
 def _with(loaded: LoadedConfig, values: Mapping[str, object]) -> LoadedConfig:
+    """The same with other values of top-level keys."""
     return replace(loaded, config=loaded.config.model_copy(update=dict(values)))

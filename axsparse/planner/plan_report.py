@@ -1,4 +1,4 @@
-"""A plan in words and in JSON: the table of layouts, their memory, their phases, the reasons."""
+"""Reports plans as text and as JSON: layouts, their memory and phases, and the reasons."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
 
 MOST_ROWS = 12
-"""Layouts that are printed; JSON has all."""
+"""How many layouts are printed; the JSON has all."""
 MOST_STAGES = 8
-"""Stages whose memory is printed: the first ones, the fullest and the last."""
+"""Of how many stages the memory is printed: the first ones, the fullest and the last."""
 _LEFT = frozenset({"layout", "stage", "layers", "method"})
-"""Columns of words."""
+"""Columns that are aligned to the left."""
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """A plan of one method, such as dense."""
+    """A plan, and the method that it is for, such as dense."""
 
     method: str
     plan: Plan
 
 
 def lines(answers: Sequence[MethodPlan], notes: Sequence[str]) -> Iterator[str]:
-    """All that the command prints about plans of one number of devices."""
+    """What the command prints about the plans for one number of devices."""
     for answer in answers:
         yield from _of_one(answer)
     if len(answers) > 1:
@@ -64,7 +64,7 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
 
 
 def settings(row: Row) -> str:
-    """What makes training take this layout."""
+    """The options that make training take this layout."""
     keys = {
         "layout.g_inter": row.grid.g_inter,
         "batch.microbatch_size": row.microbatch_size,
@@ -74,7 +74,7 @@ def settings(row: Row) -> str:
 
 
 def because(plan: Plan) -> str:
-    """Why the recommended layout, and what it costs not to take the fastest."""
+    """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
     room = f"{gigabytes(plan.memory_bytes)} GB"
     smaller = [r for r in plan.rejected if r.g_inter < best.grid.g_inter]
@@ -110,7 +110,10 @@ def comparison(answers: Sequence[MethodPlan]) -> Iterator[str]:
 
 
 def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
-    """Recommended layouts over numbers of devices; efficiency against the smallest of a method."""
+    """The recommended layout for each number of devices.
+
+    Efficiency is relative to the method's smallest number of devices.
+    """
     base: dict[str, Plan] = {}
     rows = []
     for answer in answers:
@@ -129,7 +132,7 @@ def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
 
 
 def rejections(found: Sequence[Rejection]) -> Iterator[str]:
-    """One line for each layout that cannot run; neighbours with the same reason share it."""
+    """One line for each rejected layout; successive ones with the same reason share a line."""
     groups: list[tuple[list[Rejection], str]] = []
     for each in found:
         if groups and groups[-1][1] == each.reason:
@@ -193,7 +196,7 @@ def _shown(row: Row) -> list[int]:
 
 
 def as_json(answer: MethodPlan) -> dict[str, Any]:
-    """All of a plan in numbers: bytes, seconds."""
+    """Everything about a plan, in bytes and seconds."""
     plan = answer.plan
     return {
         "method": answer.method,

@@ -1,35 +1,29 @@
-"""A pipeline's step in simulated time: every stage plays its real policy object.
+"""Simulates one step of one pipeline, in which every stage plays its real policy object.
 
-Discrete events, no torch, no MPI. One run is one replica; replicas do not meet before
-their gradients are summed, so a planner plays each of them by itself.
+A simulation of discrete events, without torch and MPI. Replicas do not meet before their
+gradients are summed, so `step_simulation` plays each of them by itself.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axsparse.pipeline.actions import Action
-from axsparse.pipeline.policy import Policy
-from axsparse.runtime.communication import Direction
-
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+from axsparse.pipeline.policy import FORWARD, Policy
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of every forward and backward, as [stage][microbatch].
-
-    All schedules that are simulated with the same object see the same delays.
-    """
+    """Seconds of every forward and backward, as [stage][microbatch]."""
 
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
 
     @staticmethod
     def uniform(g_inter: int, microbatches: int, forward: float, backward: float) -> Durations:
-        """The same for every stage and microbatch."""
+        """Durations that are the same for every stage and microbatch."""
         return Durations(
             [[forward] * microbatches] * g_inter, [[backward] * microbatches] * g_inter
         )
@@ -40,41 +34,41 @@ class MessageCost:
     """What a message costs between two neighbouring stages, in seconds."""
 
     latency: float = 0.0
-    """From the end of the sending to the arrival; nobody's time."""
+    """From the end of sending to the arrival; neither stage is busy meanwhile."""
     handling: float = 0.0
-    """Of the sender's time after the action, and of the receiver's before it can use it."""
+    """Time that the sender is busy after its action, and the receiver before its next one."""
 
 
 @dataclass
 class StageRun:
-    """What one stage did; entry i of the three lists belongs to its i-th action."""
+    """What one stage did, in seconds; entry i of the first three lists is its i-th action."""
 
-    actions: list[Action]
-    begins: list[float]
-    ends: list[float]
-    """The handling of messages comes after an action and before the next one."""
-    compute: float
-    """Seconds of forwards and backwards."""
-    p2p: float
-    """Seconds of handling messages."""
-    end: float
-    """When its last action and its message were done: from then on it is free to reduce
-    its gradients."""
-    most_in_flight: int
-    """Most forwards at a time without their backward."""
-    handled: list[tuple[float, float]]
-    """When each message that takes time was handled: begin and end."""
+    actions: list[Action] = field(default_factory=list)
+    begins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    """The ends of the actions, without the handling of messages that follows them."""
+    compute: float = 0.0
+    """The sum over forwards and backwards."""
+    p2p: float = 0.0
+    """The sum over messages handled."""
+    end: float = 0.0
+    """When its last action was done and sent: it can reduce its gradients from then on."""
+    most_in_flight: int = 0
+    """The most microbatches at a time whose activations it held."""
+    handled: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of the handling of each message that takes time."""
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A simulated step, from the first forward to the end of the last stage to finish."""
+    """A simulated step of one replica, without the reduction of gradients and the optimizer."""
 
     seconds: float
+    """From the start to the end of the last stage."""
     stages: list[StageRun]
 
     def bubble(self, stage: int) -> float:
-        """Seconds in which a stage had nothing to do; compute, p2p and bubble are the step."""
+        """Seconds in which a stage had nothing to do: the step without its compute and p2p."""
         run = self.stages[stage]
         return self.seconds - run.compute - run.p2p
 
@@ -86,80 +80,117 @@ def simulate(
 ) -> PipelineRun:
     """Play one step of a pipeline.
 
-    `new_policy(stage)` makes the policies; `edges[s]` joins the stages s and s + 1, both
-    ways, and by default costs nothing. A stage takes in all that has arrived before it
-    asks its policy, as the engine does; the arrivals of an instant come before its
-    decisions. Raises RuntimeError if all stages wait for ever.
+    `new_policy(stage)` makes the policy of a stage. `edges[s]` is the cost of a message between
+    the stages s and s + 1, in either direction; by default messages cost nothing. As in the
+    engine, a stage takes in all that has arrived before it asks its policy; at equal times
+    arrivals come before decisions. Raises RuntimeError for a deadlock.
     """
     g_inter = len(durations.forward)
-    seconds = (durations.forward, durations.backward)
     if edges is None:
         edges = [MessageCost()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
-    policies = [new_policy(stage) for stage in range(g_inter)]
-    runs = [StageRun([], [], [], 0.0, 0.0, 0.0, 0, []) for _ in range(g_inter)]
-    in_flight = [0] * g_inter
-    inboxes: list[list[Action]] = [[] for _ in range(g_inter)]
-    idle = [True] * g_inter
-    # (when, 0 for an arrival and 1 for a decision, a number that breaks ties, stage, arrival)
-    events: list[tuple[float, int, int, int, Action | None]] = []
-    number = 0
-    for stage in range(g_inter):
-        events.append((0.0, 1, number, stage, None))
-        number += 1
-        idle[stage] = False
+    stages = [_Stage(new_policy(stage)) for stage in range(g_inter)]
+    return _Simulation(stages, durations, edges).play()
 
-    while events:
-        now, _, _, stage, arrival = heapq.heappop(events)
-        if arrival is not None:
-            inboxes[stage].append(arrival)
-            if idle[stage]:
-                idle[stage] = False
-                number += 1
-                heapq.heappush(events, (now, 1, number, stage, None))
-            continue
-        policy, run, inbox = policies[stage], runs[stage], inboxes[stage]
-        if inbox:
-            for message in inbox:
-                policy.arrived(message.direction, message.microbatch)
-                handling = edges[stage - 1 if message.direction is FORWARD else stage].handling
-                if handling:
-                    run.p2p += handling
-                    run.handled.append((now, now + handling))
-                    now += handling
-            inbox.clear()
-        action = policy.next()
-        if action is None:
-            idle[stage] = True
-            continue
-        direction = action.direction
-        length = seconds[direction][stage][action.microbatch]
+
+@dataclass
+class _Stage:
+    """What a simulated stage is doing."""
+
+    policy: Policy
+    run: StageRun = field(default_factory=StageRun)
+    inbox: list[Action] = field(default_factory=list)
+    """Messages that have arrived, before the stage takes them in."""
+    in_flight: int = 0
+    is_idle: bool = False
+    """Whether it waits for a message."""
+
+
+class _Simulation:
+    """A queue of events in order of time: at a stage, a message arrives or a decision is due."""
+
+    def __init__(
+        self, stages: list[_Stage], durations: Durations, edges: Sequence[MessageCost]
+    ) -> None:
+        self._stages = stages
+        self._seconds = (durations.forward, durations.backward)
+        self._edges = edges
+        self._events: list[tuple[float, int, int, int, Action | None]] = []
+        """Each is (time, 0 for an arrival and 1 for a decision, number, stage, what arrives)."""
+        self._number = 0
+        """Of the last event: events of the same time and kind keep the order of their making."""
+
+    def play(self) -> PipelineRun:
+        """Play all events, from a decision of every stage at time 0."""
+        for number in range(len(self._stages)):
+            self._decide_at(0.0, number)
+        while self._events:
+            now, _, _, number, arrival = heapq.heappop(self._events)
+            stage = self._stages[number]
+            if arrival is not None:
+                stage.inbox.append(arrival)
+                if stage.is_idle:
+                    stage.is_idle = False
+                    self._decide_at(now, number)
+                continue
+            if stage.inbox:
+                now = self._take_in(number, now)
+            action = stage.policy.next()
+            if action is None:
+                stage.is_idle = True
+            else:
+                self._execute(number, action, now)
+        waiting = [number for number, stage in enumerate(self._stages) if not stage.policy.finished]
+        if waiting:
+            raise RuntimeError(f"a deadlock: stages {waiting} wait for ever")
+        runs = [stage.run for stage in self._stages]
+        return PipelineRun(max(run.end for run in runs), runs)
+
+    def _decide_at(self, when: float, number: int) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, 1, self._number, number, None))
+
+    def _take_in(self, number: int, now: float) -> float:
+        """Tell the policy of the messages in the inbox; when the last of them was handled."""
+        stage = self._stages[number]
+        for message in stage.inbox:
+            stage.policy.arrived(message.direction, message.microbatch)
+            edge = self._edges[number - 1 if message.direction is FORWARD else number]
+            now = _handle(stage.run, edge, now)
+        stage.inbox.clear()
+        return now
+
+    def _execute(self, number: int, action: Action, now: float) -> None:
+        """Run an action from now on, and send its result to the neighbour, if there is one."""
+        stage = self._stages[number]
+        run, direction = stage.run, action.direction
+        length = self._seconds[direction][number][action.microbatch]
         end = now + length
         run.actions.append(action)
         run.begins.append(now)
         run.ends.append(end)
         run.compute += length
         if direction is FORWARD:
-            in_flight[stage] += 1
-            if in_flight[stage] > run.most_in_flight:
-                run.most_in_flight = in_flight[stage]
-            target, between = stage + 1, stage
+            stage.in_flight += 1
+            run.most_in_flight = max(run.most_in_flight, stage.in_flight)
+            target, between = number + 1, number
         else:
-            in_flight[stage] -= 1
-            target = between = stage - 1
-        if 0 <= target < g_inter:
-            edge = edges[between]
-            if edge.handling:
-                run.p2p += edge.handling
-                run.handled.append((end, end + edge.handling))
-                end += edge.handling
-            number += 1
-            heapq.heappush(events, (end + edge.latency, 0, number, target, action))
+            stage.in_flight -= 1
+            target = between = number - 1
+        if 0 <= target < len(self._stages):
+            edge = self._edges[between]
+            end = _handle(run, edge, end)
+            self._number += 1
+            heapq.heappush(self._events, (end + edge.latency, 0, self._number, target, action))
         run.end = end
-        number += 1
-        heapq.heappush(events, (end, 1, number, stage, None))
+        self._decide_at(end, number)
 
-    waiting = [stage for stage, policy in enumerate(policies) if not policy.finished]
-    if waiting:
-        raise RuntimeError(f"a deadlock: stages {waiting} wait for ever")
-    return PipelineRun(max(run.end for run in runs), runs)
+
+def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:
+    """Spend a stage's time on sending or receiving one message; when that is done."""
+    if not edge.handling:
+        return begin
+    end = begin + edge.handling
+    run.p2p += edge.handling
+    run.handled.append((begin, end))
+    return end

@@ -1,4 +1,4 @@
-"""What a stage needs of a device's memory: its state, its activations, and what is there anyway."""
+"""The memory that a stage needs on a device: model state, activations and a constant overhead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from axsparse.models.survey import LayerInfo
 
 SMALL_BLOCKS = 10e6
-"""Bytes that threads, MPI and small tensors take once steps run: seen under an enforced limit.
-Comes on top of an overhead that was measured before the first step."""
+"""Bytes that threads, MPI and small tensors take once steps run, as seen under an enforced limit.
+They come on top of an overhead that was measured before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +26,20 @@ class StageMemory:
     gradient: float
     master: float
     optimizer: float
-    """With what comes to a GPU for its update only, where state is offloaded."""
+    """Optimizer state; if state is offloaded, the part of it that is on the GPU for its update."""
     activations: float
-    """Held for the microbatches in flight."""
+    """Activations of the microbatches in flight."""
     working: float
-    """Of one layer while its backward runs."""
+    """Activations of one layer while its backward runs."""
     logits: float
-    """Of the loss, on the last stage."""
+    """What the loss takes, on the last stage."""
     temporary: float
-    """One layer's dense gradient, and the optimizer's copies; or, where that is more than all that
-    a step needs beside the state, the largest tensor as it is made."""
+    """One layer's dense gradient and the optimizer's copies. Where making the largest tensor takes
+    more than a whole step needs beside the state, it is that tensor instead."""
     checkpoint: float
-    """Copies on their way to the disk while training goes on."""
+    """Copies that wait to be written to disk while training goes on."""
     overhead: float
-    """Of framework and libraries."""
+    """What framework and libraries hold."""
 
     @property
     def total(self) -> float:
@@ -49,7 +49,7 @@ class StageMemory:
 def stage_memory(
     load: StageLoad, *, microbatch_size: int, in_flight: int, overhead: float
 ) -> StageMemory:
-    """What a stage needs with so many microbatches in flight."""
+    """What a stage needs with `in_flight` microbatches in flight."""
     state = load.state
     activations = microbatch_size * in_flight * load.held
     working, logits = microbatch_size * load.working, microbatch_size * load.logits
@@ -70,21 +70,21 @@ def stage_memory(
 
 
 def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int) -> int:
-    """Microbatches whose activations a stage holds at a time, at most."""
+    """The most microbatches whose activations a stage holds at a time under this schedule."""
     if schedule.name == "gpipe":
         return microbatches
     if stage == g_inter - 1:
-        return 1  # it runs each backward directly after its forward
+        return 1  # the last stage runs each backward directly after its forward
     return min(microbatches, g_inter - stage + schedule.slack)
 
 
 def gigabytes(n: float) -> str:
-    """12_340_000_000 is "12.3", and so are small numbers told apart: 1_234_000 is "0.0012"."""
+    """12_340_000_000 is "12.3"; below 0.1 GB two digits are kept: 1_234_000 is "0.0012"."""
     return f"{n / 1e9:.1f}" if n >= 1e8 else f"{n / 1e9:.2g}"
 
 
 def needed(need: float, room: float) -> str:
-    """ "18.2 GB of 16.0", with as many digits as tell the two apart."""
+    """ "18.2 GB of 16.0", with as many digits as the two numbers need to differ."""
     for digits in range(1, 10):
         texts = f"{need / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
         if texts[0] != texts[1]:
@@ -94,20 +94,20 @@ def needed(need: float, room: float) -> str:
 
 @dataclass(frozen=True)
 class HeldActivations:
-    """Bytes of the activations of a stage, of one sample."""
+    """Bytes of the activations that a stage holds for one sample."""
 
     held: int
-    """For each microbatch in flight."""
+    """From its forward to its backward."""
     working: int
-    """For the one whose backward runs."""
+    """While its backward runs, for one layer."""
 
 
 def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
-    """What a stage of these layers holds.
+    """What a stage of these layers holds for one sample.
 
-    A recomputed layer (every `checkpoint_activations`-th; 0: none) keeps its inputs for each
-    microbatch, and needs what its backward needs for one. Layers of a model without example
-    count nothing.
+    Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and what its backward
+    needs is there while that runs. Layers without known costs (of a model without example) count
+    nothing.
     """
     kept = working = 0
     for number, layer in enumerate(layers):
@@ -125,5 +125,8 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:
-    """Whether the backward computes a stage's layer of this number again."""
+    """Whether the backward recomputes the layer of this number within its stage.
+
+    Every `checkpoint_activations`-th layer is recomputed, from the first on; 0: none.
+    """
     return checkpoint_activations > 0 and number % checkpoint_activations == 0

@@ -1,20 +1,20 @@
-"""Seconds of what a step is made of, from sizes and the constants of a cluster.
+"""The seconds of the parts of a step, from a stage's load and the constants of a cluster.
 
-Per microbatch of `mbs` samples and stage, with a load's flops F (again: F', computed again
-in the backward), bytes moved, φ trained weights, b bytes of output:
+For each microbatch of `mbs` samples on a stage with F flops, bytes moved, φ trained weights and
+b bytes of output:
 
     forward     mbs · (F / (e · peak) + moved / memory bandwidth) + φ / ω
-    backward    2 · forward + the same of what is computed again + compression
+    backward    2 · forward + the forward of the recomputed layers without φ / ω + compression
     compression φ / κ, if the model is pruned
-    message     mbs · b / B_p, of the sender's time and of the receiver's
+    message     mbs · b / B_p, for which the sender and the receiver are each busy
 
-and once a step, for D replicas and n bytes of kept gradients:
+Once a step, for D replicas and n bytes of kept gradients:
 
     all-reduce  2 (D − 1) / D · n · rings / (η · bandwidth of a node) + 2 (D − 1) · α
     optimizer   bytes read and written / memory bandwidth
 
-`rings` is how many data-parallel rings share the cards of a node: one for each stage that
-stands on it, min(devices a node, G_inter).
+`rings` is the number of data-parallel rings that share the network cards of a node: one for each
+stage on that node, min(devices of a node, G_inter).
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from axsparse.runtime.grid import Grid
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of one microbatch on one stage."""
+    """Seconds of one microbatch on one stage."""
 
     forward: float
     backward: float
     """Compression included."""
     compress: float
+    """The part of the backward that compresses gradients."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """All that a simulated step needs to know; any of it may be measured instead."""
+    """The costs from which a step is simulated; any of them may be measured instead."""
 
     stages: Sequence[StageSeconds]
     messages: Sequence[float]
-    """Bytes of a microbatch from each stage to the next."""
+    """Bytes of a microbatch's message from each stage to the next."""
     all_reduce: Sequence[float]
-    """Seconds of each stage."""
+    """Seconds of each stage's all-reduce."""
     optimizer: Sequence[float]
+    """Seconds of each stage's optimizer."""
 
 
 def step_costs(
@@ -57,7 +59,7 @@ def step_costs(
     grid: Grid,
     microbatch_size: int,
 ) -> StepCosts:
-    """The costs of a layout by the formulas above."""
+    """The costs of a layout, by the formulas at the head of this file."""
     width = value_bytes(workload.precision)
     return StepCosts(
         stages=[stage_seconds(workload, load, cluster, microbatch_size) for load in loads],
@@ -70,7 +72,7 @@ def step_costs(
 def stage_seconds(
     workload: Workload, load: StageLoad, cluster: Cluster, microbatch_size: int
 ) -> StageSeconds:
-    """A microbatch's forward and backward through one stage."""
+    """The seconds of a microbatch's forward and backward through one stage."""
     rate = cluster.efficiency * cluster.peak(workload.precision)
     forward = load.flops / rate + load.moved / cluster.memory_bandwidth
     again = load.again_flops / rate + load.again_moved / cluster.memory_bandwidth
@@ -84,7 +86,7 @@ def stage_seconds(
 
 
 def edges(costs: StepCosts, cluster: Cluster, grid: Grid, replica: int) -> list[MessageCost]:
-    """What joins the stages of one replica, by the nodes that its ranks stand on."""
+    """What a message costs between each two stages of a replica, within a node or between nodes."""
     return [
         _edge(nbytes, cluster, within=cluster.node_of(first) == cluster.node_of(first + 1))
         for first, nbytes in enumerate(costs.messages, start=grid.rank(0, replica))
@@ -98,7 +100,7 @@ def _edge(nbytes: float, cluster: Cluster, *, within: bool) -> MessageCost:
 
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
-    """Of one stage's column, while the others reduce theirs."""
+    """The seconds in which the replicas of one stage reduce `nbytes`, as all other stages do."""
     if grid.g_data == 1:
         return 0.0
     if grid.size <= cluster.gpus_per_node:
@@ -111,13 +113,16 @@ def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
 
 
 def optimizer_seconds(load: StageLoad, cluster: Cluster, weight_bytes: int) -> float:
-    """One pass: gradients and indices are read, masters and moments read and written, the kept
-    weights written, of `weight_bytes` each. What is offloaded comes and goes meanwhile."""
+    """The seconds of the optimizer on one stage.
+
+    It reads gradients and indices once, reads and writes masters and moments, and writes the kept
+    weights of `weight_bytes` each. Offloaded state moves to the device and back at the same time.
+    """
     state = load.state
     values = state.master + state.optimizer + state.offloaded
     moved = state.gradient + state.index + 2 * values + weight_bytes * load.kept
     seconds = moved / cluster.memory_bandwidth
     if not state.offloaded:
         return seconds
-    assert cluster.host_bandwidth is not None, "offloading was checked"
+    assert cluster.host_bandwidth is not None, "`check_offload` has passed"
     return max(seconds, state.offloaded / cluster.host_bandwidth)

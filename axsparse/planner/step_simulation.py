@@ -1,7 +1,7 @@
-"""A whole simulated step: pipelines, all-reduce, optimizer, and its phases.
+"""Simulates a whole step: the pipelines of all replicas, all-reduce, optimizer, and its phases.
 
-Replicas differ only in which of their messages leave a node, so without jitter one of each
-such kind is played: at most as many as a node has devices. With jitter every one differs.
+Without jitter replicas differ only in which of their messages leave a node, so one replica of
+each kind is played: at most as many as a node has devices. With jitter all replicas differ.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from axsparse.planner.step_cost import StageSeconds, StepCosts, edges
 from axsparse.runtime.grid import Grid
 
 STEP_PHASES = ("compute", "compress", "optimizer", "p2p", "bubble", "collective")
-"""Those of `observe.phases` that a simulated step has; they add up to it."""
+"""The phases of `observe.phases` that a simulated step has; they add up to the step."""
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """One step of all ranks, in seconds."""
+    """A simulated step of all ranks, in seconds."""
 
     seconds: float
     pipelines: dict[int, PipelineRun]
-    """The replicas that were played, by number."""
+    """The replicas that were played, by their number."""
     phases: list[dict[str, float]]
-    """Of each stage, the mean over the replicas that were played."""
+    """The seconds of each phase, for each stage: the mean over the replicas that were played."""
 
     @property
     def mean_phases(self) -> dict[str, float]:
-        """The mean over stages."""
+        """The seconds of each phase: the mean over stages."""
         return {name: fmean(stage[name] for stage in self.phases) for name in STEP_PHASES}
 
 
@@ -45,17 +45,15 @@ def simulate_step(
     schedule: Schedule,
     microbatches: int,
     *,
-    seed: int = 0,
     most_replicas: int | None = None,
 ) -> StepRun:
-    """Play one step.
+    """Play one step of `microbatches` a replica.
 
-    A stage reduces its gradients once all replicas have finished its last backward; the
-    norm of all gradients comes before any update, so that the optimizer begins once all
-    stages have reduced. Jitter depends on seed and replica alone: two schedules with the
-    same microbatches see the same delays. `most_replicas` bounds the replicas that are
-    played with jitter, which then are a sample: the slowest of few is faster than the
-    slowest of all.
+    A stage reduces its gradients once all its replicas have finished their last backward. The
+    norm of all gradients comes before any update, so the optimizer begins once all stages have
+    reduced. Jitter depends on the replica alone: two schedules with the same microbatches see
+    the same delays. `most_replicas` bounds how many replicas are played with jitter; they are a
+    sample then, and the slowest of a sample is faster than the slowest of all.
     """
     pipelines: dict[int, PipelineRun] = {}
     for replica in _played(costs, cluster, grid, most_replicas):
@@ -63,7 +61,7 @@ def simulate_step(
             lambda stage: schedule.policy(
                 stage=stage, g_inter=grid.g_inter, microbatches=microbatches
             ),
-            durations(costs.stages, microbatches, cluster.jitter, f"{seed} {replica}"),
+            durations(costs.stages, microbatches, cluster.jitter, f"0 {replica}"),
             edges(costs, cluster, grid, replica),
         )
     runs = pipelines.values()
@@ -92,7 +90,11 @@ def simulate_step(
 def durations(
     stages: Sequence[StageSeconds], microbatches: int, jitter: float, key: str
 ) -> Durations:
-    """Those of every forward and backward: the costs times exp(σ N − σ² / 2), N normal."""
+    """The seconds of every forward and backward, with jitter.
+
+    Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
+    `jitter`. `key` seeds the generator.
+    """
     if not jitter:
         return Durations(
             [[each.forward] * microbatches for each in stages],
@@ -112,7 +114,7 @@ def durations(
 
 
 def _played(costs: StepCosts, cluster: Cluster, grid: Grid, most_replicas: int | None) -> list[int]:
-    """Replicas that stand for all."""
+    """The numbers of the replicas that are played."""
     if cluster.jitter:
         return list(range(min(grid.g_data, most_replicas or grid.g_data)))
     kinds: dict[tuple[MessageCost, ...], int] = {}

@@ -1,4 +1,4 @@
-"""A model that has been looked at, as a workload: its layers, split as a run would split them."""
+"""A surveyed model as a workload of the planner: its layers, split as a run would split them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind
 
 LOSS_BYTES = 8
-"""Of each number that the last layer gives: the loss works on an fp32 copy of it, or of its
-gradient, beside one more."""
+"""Bytes that the loss takes for each number of the last layer's output: an fp32 copy of it, and one
+more or its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurveyedModel:
-    """Any model whose survey has costs, trained by axsparse itself."""
+    """Any model whose survey has costs, as axsparse trains it. A `Workload`."""
 
     name: str
     survey: Survey
     kept: Mapping[str, int]
-    """Kept entries of the pruned tensors, by the name of a weight's first use; empty is dense."""
+    """How many entries each pruned tensor keeps, by the name of the weight's first use; empty if
+    nothing is pruned."""
     precision: Precision
     gradient: Precision | Literal["auto"]
-    """Of gradient accumulation; `auto` goes by the number of microbatches."""
+    """Precision in which gradients add up; `auto` depends on the number of microbatches."""
     moments: int
-    """Of the optimizer."""
+    """How many moments the optimizer has."""
     index: IndexKind
     split_master: bool = False
     shard_optimizer: bool = False
     offload: bool = False
-    """Masters and moments rest in the memory of the hosts."""
+    """Whether masters and moments are kept in the hosts' memory."""
     checkpoint_activations: int = 0
-    """Every so-manieth layer of a stage is recomputed; 0: none."""
+    """Every k-th layer of a stage is recomputed in the backward; 0: none."""
     checkpoint_buffer: float = 0.0
-    """Bytes for copies on their way to the disk, in the memory that stages are planned for; 0:
-    nothing is saved before the end, or the copies are elsewhere."""
+    """Bytes for checkpoint copies in the memory that is planned; 0 if nothing is saved before
+    training ends, or if the copies are in other memory."""
     split: Sequence[int] | None = None
-    """Layers of each stage; None balances their work."""
+    """Number of layers of each stage; None balances their work."""
     _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -59,7 +60,7 @@ class SurveyedModel:
 
     @property
     def sample_flops(self) -> float:
-        """Three times the forward's, and a fourth where activations are recomputed."""
+        """Three times the forward's flops, four times those of recomputed layers."""
         every = self.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
@@ -77,7 +78,7 @@ class SurveyedModel:
     def ranges(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[range] | None:
-        """The layers of each stage; arguments and None as those of `stages`."""
+        """The layers of each stage; the arguments are those of `stages`, None as well."""
         variant = self._variant(g_data, microbatches)
 
         def held(stage: int, layers: range) -> bool:
@@ -92,8 +93,9 @@ class SurveyedModel:
         return found if fit else None
 
     def _variant(self, g_data: int, microbatches: int) -> tuple[int, int, Precision]:
-        """Among how many the state is sharded, how many share the writing of a checkpoint, and
-        what gradients are accumulated in."""
+        """What a load depends on beside its layers: among how many replicas the state is sharded,
+        how many replicas share the writing of a checkpoint, and in which precision gradients add
+        up."""
         gradient: Precision = "fp32"
         if self.gradient != "auto":
             gradient = self.gradient
@@ -103,7 +105,7 @@ class SurveyedModel:
         return g_data if self.shard_optimizer else 1, writers, gradient
 
     def _load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
-        """Made once: the search for a split asks for the same layers over and over."""
+        """The load of these layers, kept for the search for a split, which asks repeatedly."""
         key = (held, replicas, writers, gradient)
         if key not in self._loads:
             self._loads[key] = self._made(held, replicas, writers, gradient)
@@ -151,11 +153,11 @@ class SurveyedModel:
         )
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
-        """Bytes that a checkpoint has in memory at a time, at most.
+        """The most bytes that a checkpoint holds in memory at a time.
 
-        Masters and moments in fp32, and what is not trained, each tensor once; whole layers go to
-        the writer with least so far, so that none has more than its share and the largest one. A
-        copy that waits for room comes on top of the buffer.
+        Masters and moments are saved in fp32, and what is not trained as it is, each tensor once.
+        Each layer goes to the writer with least so far, so that no writer has more than an equal
+        share and the largest layer. A copy that waits for room comes on top of the buffer.
         """
         if not self.checkpoint_buffer:
             return 0.0
@@ -189,6 +191,6 @@ def _trained(layer: LayerInfo) -> int:
 
 
 def _moved(layers: Sequence[LayerInfo]) -> float:
-    """Bytes that a sample's forward writes, as the survey's `work` counts them."""
+    """Bytes that a sample's forward writes; the survey's `work` counts them in the same way."""
     found = [layer.activations for layer in layers if layer.activations is not None]
     return float(sum(each.saved + each.outputs for each in found))

@@ -1,4 +1,4 @@
-"""A simulated step as the spans of a trace, by the schema of real runs."""
+"""Turns a simulated step into the spans of a trace, as a real run records them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from axsparse.planner.simulator import StageRun
 
 
 def spans(row: Row) -> list[Span]:
-    """Every moment of every stage of the replicas that were played; the bubble fills the rest.
+    """The spans of all stages of the replicas that were simulated.
 
-    A stage compresses at the end of each backward. All stages update after the slowest
-    all-reduce, as in `step.simulate_step`.
+    Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
+    backward. All stages update after the slowest all-reduce, as in `simulate_step`.
     """
     return [
         span
@@ -25,7 +25,7 @@ def spans(row: Row) -> list[Span]:
 
 
 def _whole(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
-    """The busy spans of a stage in order, with bubbles in between."""
+    """The spans of one stage in order of time, with bubbles in between."""
     now = 0.0
     for phase, name, begin, end in sorted(_busy(row, stage, run), key=lambda each: each[2]):
         if begin > now:
@@ -38,6 +38,7 @@ def _whole(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
 
 
 def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
+    """Phase, name, begin and end of all that a stage does, in no order."""
     costs = row.costs.stages[stage]
     share = costs.compress / costs.backward if costs.backward else 0.0
     for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):

@@ -1,7 +1,7 @@
-"""What is trained, as sizes alone: what each stage of a layout computes, holds and sends.
+"""What is trained, described by sizes alone: what each stage computes, holds and sends.
 
-A workload is any model with the method it is trained by; `gpt_formula` has the paper's
-GPTs, `surveyed` every model that has been looked at.
+`Workload` is the protocol by which the planner knows models: `gpt_formula` has the paper's GPTs,
+`surveyed_model` any model whose layers have been surveyed.
 """
 
 from __future__ import annotations
@@ -16,54 +16,68 @@ from axsparse.samo.state_bytes import StateBytes
 
 @dataclass(frozen=True)
 class StageLoad:
-    """One stage of one replica. Everything "a sample" grows with the microbatch."""
+    """What one stage of one replica computes, holds and sends.
+
+    Numbers "for a sample" are multiplied by the microbatch size where they are used.
+    """
 
     layers: str
-    """What stands on it, for people."""
+    """The stage's layers, as text for users."""
     flops: float
-    """Of a sample's forward."""
+    """Flops of the forward, for a sample."""
     moved: float
-    """Bytes that a sample's forward leaves behind, beside what the flops take."""
+    """Bytes that the forward writes to memory, for a sample."""
     again_flops: float
-    """Of `flops`, what the backward computes again."""
+    """The part of `flops` that the backward recomputes."""
     again_moved: float
+    """The part of `moved` that the backward writes again."""
     trained: int
-    """Entries of the dense gradients of a backward."""
+    """Trained parameters: entries of the dense gradients of a backward."""
     kept: int
-    """Entries of those that are accumulated, reduced and updated."""
+    """Trained parameters that are not pruned: gradient entries that are reduced and updated."""
     state: StateBytes
-    """Of one rank, sharded or not."""
+    """Bytes of model state on one rank, sharded or not."""
     temporary: float
     """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
     building: float
-    """Bytes beside the state while it is made: the largest tensor's start values, fp32."""
+    """Bytes beside the state while it is built: the largest tensor's start values in fp32."""
     saved: float
     """Bytes that a rank holds for a checkpoint while training goes on."""
     held: float
-    """Bytes that a sample holds from its forward to its backward."""
+    """Bytes of activations from a forward to its backward, for a sample."""
     working: float
-    """Bytes of a sample while its backward runs, for one layer."""
+    """Bytes of one layer's activations while its backward runs, for a sample."""
     logits: float
-    """Bytes of a sample for the loss; 0 before the last stage."""
+    """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
-    """Bytes of a sample that go to the next stage, and come back as gradients."""
+    """Bytes that go to the next stage and come back as gradients, for a sample."""
 
 
 Fits: TypeAlias = Callable[[int, StageLoad], bool]
-"""`(stage, load)`: whether a rank has room for it."""
+"""`fits(stage, load)` says whether a rank has memory for this load on the stage of this number."""
 
 
 class Workload(Protocol):
-    """A model and how it is trained."""
+    """A model and the method by which it is trained, as the planner knows them.
+
+    For each layout, the layout search asks for the loads of the stages. From these and a cluster's
+    constants follow memory (`stage_memory`) and time (`step_cost`); a workload itself knows no
+    cluster. The answers never change.
+
+    To add a kind of model or a way of training, write a class with these five members; none has to
+    be inherited. `TensorParallel` in `deepspeed_baseline` is an example: it divides the loads of
+    another workload. Tests of a workload compare its loads with numbers that were counted by hand:
+    see tests/planner/test_surveyed_model.py.
+    """
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name that plans and messages show."""
         ...
 
     @property
     def precision(self) -> Precision:
-        """Of weights, activations, messages and the exchange of gradients."""
+        """The precision of weights, activations, messages and the reduction of gradients."""
         ...
 
     @property
@@ -73,24 +87,31 @@ class Workload(Protocol):
 
     @property
     def sample_flops(self) -> float:
-        """Of a sample's forward and backward, recomputation included: what peak is counted by."""
+        """Flops of a sample's forward and backward through the whole model.
+
+        Recomputation is included. The percentage of peak is counted by this number.
+        """
         ...
 
     @property
     def most_stages(self) -> int:
-        """A pipeline cannot have more."""
+        """The most stages that the model can be cut into."""
         ...
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        """The loads of the stages, the dearest as cheap as can be; None if no split fits.
+        """The load of each of `g_inter` stages, first to last.
 
-        `microbatches` of a replica may decide in which precision gradients add up.
+        The model is cut so that the stage with most work has as little as can be, among the cuts
+        whose every stage passes `fits`. None if there is no such cut; without `fits` there always
+        is one. `g_data` is the number of replicas, over which state may be sharded;
+        `microbatches`, those of a replica in a step, may decide in which precision gradients add
+        up. `g_inter` is at most `most_stages`.
         """
         ...
 
 
 def value_bytes(precision: Precision) -> int:
-    """Of one number."""
+    """Bytes of one number."""
     return 4 if precision == "fp32" else 2

@@ -13,9 +13,11 @@ from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.pulse import Pulse
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
+from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
@@ -67,14 +69,11 @@ def assemble(
         offload = Offload(placement.gpu, states, transport.backoff)
     link = transport.link(place)
     engine = Engine(
-        place,
+        Rank(place, transport.backoff, phases, placement.gpu),
         _stage(run, state.layers),
         link,
-        transport.backoff,
-        phases,
         schedule=_schedule(config),
         while_idle=sync.advance,
-        gpu=placement.gpu,
     )
     live = _live_masks(run, state, transport)
     return Parts(
@@ -111,14 +110,22 @@ def assemble(
 def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     place, config, model = run.place, run.config, run.model
+    pipeline = config.pipeline
     return Stage(
-        layers,
+        [
+            LayerRunner(
+                layer.spec.name,
+                layer.module,
+                is_random=layer.spec.random,
+                is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
+                is_compiled=pipeline.compile,
+            )
+            for number, layer in enumerate(layers)
+        ],
         loss=model.loss if place.is_last else None,
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
-        checkpoint_activations=config.pipeline.checkpoint_activations,
-        compiled=config.pipeline.compile,
     )
 
 

@@ -20,6 +20,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
+    Choice,
     balanced,
     check_grid,
     chosen_layout,
@@ -31,7 +32,6 @@ from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     AUTO_INDEX,
-    Choice,
     Prediction,
     has_costs,
     predict,

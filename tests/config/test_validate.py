@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_batch, check_config, check_data, check_gpu_settings
-from axsparse.planner.auto_layout import resolve_grid
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
@@ -18,12 +15,6 @@ from axsparse.runtime.grid import Grid
 def _config_refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(None, overrides))
-    return str(caught.value)
-
-
-def _grid_refusal(ranks: int, num_layers: int, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve_grid(load_config(None, overrides), ranks, num_layers)
     return str(caught.value)
 
 
@@ -265,85 +256,8 @@ def test_state_is_offloaded_from_gpus_only() -> None:
 
 
 def test_a_split_has_one_entry_a_stage() -> None:
-    message = (
+    assert _config_refusal("layout.split=[4, 4]", "layout.g_inter=3") == (
         "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto"
-    )
-
-    assert _config_refusal("layout.split=[4, 4]", "layout.g_inter=3") == message
-    assert _grid_refusal(3, 8, "layout.split=[4, 4]", "layout.g_inter=3") == message
-
-
-# --- resolve_grid ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "num_layers", "overrides", "grid"),
-    [
-        (1, 8, (), Grid(1, 1)),
-        (2, 8, (), Grid(2, 1)),
-        (3, 8, (), Grid(1, 3)),
-        (6, 8, (), Grid(2, 3)),
-        (4, 1, (), Grid(1, 4)),
-        (8, 8, ("layout.g_inter=8",), Grid(8, 1)),
-        (6, 8, ("layout.g_inter=3",), Grid(3, 2)),
-        (6, 8, ("layout.g_data=2",), Grid(3, 2)),
-        (6, 8, ("layout.g_inter=2", "layout.g_data=3"), Grid(2, 3)),
-        (6, 8, ("layout.g_inter=3", "layout.split=[2, 2, 4]"), Grid(3, 2)),
-        (1, 8, ("layout.split=[8]",), Grid(1, 1)),
-    ],
-)
-def test_the_layout_follows_from_ranks_and_settings(
-    ranks: int, num_layers: int, overrides: tuple[str, ...], grid: Grid
-) -> None:
-    assert resolve_grid(load_config(None, overrides), ranks, num_layers) == grid
-
-
-@given(ranks=st.integers(1, 64), num_layers=st.integers(1, 64))
-def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
-    grid = resolve_grid(load_config(None), ranks, num_layers)
-
-    assert grid.size == ranks
-    assert grid.g_inter <= num_layers
-
-
-def test_stages_must_divide_the_ranks() -> None:
-    assert _grid_refusal(3, 8, "layout.g_inter=2") == (
-        "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of 1, 3"
-    )
-    assert _grid_refusal(1, 8, "layout.g_inter=4") == (
-        "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks or choose 1"
-    )
-
-
-def test_replicas_must_divide_the_ranks() -> None:
-    assert _grid_refusal(6, 2, "layout.g_data=4") == (
-        "layout.g_data (--set): 4 does not divide the 6 ranks; start 8 ranks or choose one of 3, 6"
-    )
-
-
-def test_stages_times_replicas_are_the_ranks() -> None:
-    assert _grid_refusal(3, 8, "layout.g_inter=2", "layout.g_data=2") == (
-        "layout: 3 ranks ≠ g_inter 2 × g_data 2; "
-        "start 4 ranks or set layout.g_inter to one of 1, 3 and layout.g_data to auto"
-    )
-
-
-def test_every_stage_has_a_layer() -> None:
-    assert _grid_refusal(9, 8, "layout.g_inter=9") == (
-        "layout.g_inter (--set): 9 stages for 8 layers; choose at most 8"
-    )
-    assert _grid_refusal(16, 8, "layout.g_data=1") == (
-        "layout.g_data (--set): 1 leaves 16 stages for 8 layers; choose one of 2, 4, 8, 16"
-    )
-
-
-@pytest.mark.parametrize("split", ["[4, 3]", "[4, 5]"])
-def test_a_split_places_every_layer_exactly_once(split: str) -> None:
-    placed = sum(map(int, split.strip("[]").split(",")))
-
-    assert _grid_refusal(2, 8, f"layout.split={split}") == (
-        f"layout.split (--set): {split} places {placed} layers of 8, embedding and head "
-        "included; choose entries that add up to 8"
     )
 
 

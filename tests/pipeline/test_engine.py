@@ -10,7 +10,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import MOST_UNSENT, MOST_WAITING, Engine
+from axsparse.pipeline.engine import MOST_UNSENT, MOST_WAITING, Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message
@@ -89,11 +89,9 @@ def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
     """A slow stage's memory would fill with all that there is to evaluate."""
     link = Eager(20)
     engine = Engine(
-        Grid(3, 1).place(1),
-        Stage([], loss=None, metrics={}, input_dtype=None, seed=0, checkpoint_activations=0),
+        Rank(Grid(3, 1).place(1), link, Phases()),
+        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
-        link,
-        Phases(),
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )

@@ -6,15 +6,22 @@ import pytest
 from support.planner_cases import SUMMIT, formula, schedule
 
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.layout_search import needs
+from axsparse.planner.layout import Layout
+from axsparse.planner.stage_memory import StageMemory
+from axsparse.runtime.grid import Grid
 
 MICROBATCHES = 512
 
 
-def fullest(config: str, density: float, g_inter: int, order: Schedule) -> float:
+def memory(config: str, density: float, g_inter: int, order: Schedule) -> list[StageMemory]:
     loads = formula(config, density).stages(g_inter, 1)
     assert loads is not None
-    return max(stage.total for stage in needs(loads, order, SUMMIT, 1, MICROBATCHES))
+    layout = Layout(Grid(g_inter, 1), order, 1, MICROBATCHES)
+    return layout.memory(loads, SUMMIT.overhead_bytes)
+
+
+def fullest(config: str, density: float, g_inter: int, order: Schedule) -> float:
+    return max(stage.total for stage in memory(config, density, g_inter, order))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +71,8 @@ def test_the_papers_totals_for_2_7b_are_near() -> None:
     # "from 80.16 GB to 20.28 GB": of 8 GPUs and of 2, with embeddings pruned, too.
     totals = {}
     for density, g_inter in ((1.0, 8), (0.1, 2)):
-        loads = formula("gpt3_2.7b", density).stages(g_inter, 1)
-        assert loads is not None
-        memory = needs(loads, schedule(), SUMMIT, 1, MICROBATCHES)
-        totals[g_inter] = sum(stage.total for stage in memory) / 1e9
+        stages = memory("gpt3_2.7b", density, g_inter, schedule())
+        totals[g_inter] = sum(stage.total for stage in stages) / 1e9
 
     assert totals[8] == pytest.approx(80.16, rel=0.05)
     assert totals[2] == pytest.approx(20.28, rel=0.25)

@@ -11,14 +11,23 @@ import pytest
 from support.planner_cases import cluster, formula
 
 from axsparse.planner.html_page import MOST_SPANS, page
-from axsparse.planner.layout_search import plan
+from axsparse.planner.layout_search import LayoutQuestion, plan
 from axsparse.planner.plan_report import MethodPlan
 from axsparse.planner.timeline import spans
 
 
 def answer(gpus: int = 16, name: str = "gpt", method: str = "samo") -> MethodPlan:
     model = replace(formula("gpt3_xl.yaml", 0.1), name=name)
-    found = plan(model, cluster(), gpus, global_batch_size=32, g_inter=[4], microbatch_sizes=[1])
+    found = plan(
+        LayoutQuestion(
+            workload=model,
+            cluster=cluster(),
+            gpus=gpus,
+            global_batch_size=32,
+            g_inter=[4],
+            microbatch_sizes=[1],
+        )
+    )
     return MethodPlan(method, found)
 
 
@@ -68,7 +77,16 @@ def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> Non
 
 def test_a_long_timeline_is_cut() -> None:
     model = formula("gpt3_xl.yaml", 0.1)
-    found = plan(model, cluster(), 4, global_batch_size=512, g_inter=[4], microbatch_sizes=[1])
+    found = plan(
+        LayoutQuestion(
+            workload=model,
+            cluster=cluster(),
+            gpus=4,
+            global_batch_size=512,
+            g_inter=[4],
+            microbatch_sizes=[1],
+        )
+    )
     text = page([MethodPlan("samo", found)], [])
 
     assert len(spans(found.recommended)) > MOST_SPANS
@@ -90,7 +108,16 @@ def crowded() -> ElementTree.Element:
     near = [answer(n, method=m) for n in (8, 16, 32) for m in ("dense", "samo")]
     model = replace(formula("gpt3_xl.yaml"), layers=32)
     roomy = cluster(memory_bytes=1e12)
-    deep = plan(model, roomy, 32, global_batch_size=128, g_inter=[32], microbatch_sizes=[1])
+    deep = plan(
+        LayoutQuestion(
+            workload=model,
+            cluster=roomy,
+            gpus=32,
+            global_batch_size=128,
+            g_inter=[32],
+            microbatch_sizes=[1],
+        )
+    )
     assert len(deep.slack_curve) == 33
     return drawn(page([*near, MethodPlan("dense", deep)], []))
 

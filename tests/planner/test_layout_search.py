@@ -11,7 +11,15 @@ import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import PAYS, Plan, Row, SlackPoint, chosen_slack, plan
+from axsparse.planner.layout_search import (
+    PAYS,
+    LayoutQuestion,
+    Plan,
+    Row,
+    SlackPoint,
+    chosen_slack,
+    plan,
+)
 from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
@@ -20,11 +28,13 @@ from axsparse.runtime.grid import Grid
 
 def made(config: str, density: float, gpus: int, machine: Cluster = SUMMIT) -> Plan:
     return plan(
-        formula(config, density),
-        machine,
-        gpus,
-        global_batch_size=512,
-        schedule=schedule(),
+        LayoutQuestion(
+            workload=formula(config, density),
+            cluster=machine,
+            gpus=gpus,
+            global_batch_size=512,
+            schedule=schedule(),
+        )
     )
 
 
@@ -67,22 +77,26 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
 
 def test_what_can_not_run_at_all_says_so() -> None:
     sizes = plan(
-        formula("gpt3_xl", 0.1),
-        SUMMIT,
-        48,
-        global_batch_size=48,
-        schedule=schedule(),
-        g_inter=[5, 48, 1],
-        microbatch_sizes=[1, 2],
+        LayoutQuestion(
+            workload=formula("gpt3_xl", 0.1),
+            cluster=SUMMIT,
+            gpus=48,
+            global_batch_size=48,
+            schedule=schedule(),
+            g_inter=[5, 48, 1],
+            microbatch_sizes=[1, 2],
+        )
     )
     batch = plan(
-        formula("gpt3_xl", 0.1),
-        SUMMIT,
-        48,
-        global_batch_size=12,
-        schedule=schedule(),
-        g_inter=[1, 4],
-        microbatch_sizes=[1],
+        LayoutQuestion(
+            workload=formula("gpt3_xl", 0.1),
+            cluster=SUMMIT,
+            gpus=48,
+            global_batch_size=12,
+            schedule=schedule(),
+            g_inter=[1, 4],
+            microbatch_sizes=[1],
+        )
     )
     deep = made("gpt3_2.7b", 0.1, 128)
 
@@ -108,12 +122,14 @@ def test_every_row_fits_and_counts_its_flops() -> None:
 def test_less_memory_takes_more_stages() -> None:
     roomy = made("gpt3_2.7b", 0.1, 64)
     tight = plan(
-        formula("gpt3_2.7b", 0.1),
-        SUMMIT,
-        64,
-        global_batch_size=512,
-        schedule=schedule(),
-        memory_bytes=8e9,
+        LayoutQuestion(
+            workload=formula("gpt3_2.7b", 0.1),
+            cluster=SUMMIT,
+            gpus=64,
+            global_batch_size=512,
+            schedule=schedule(),
+            memory_bytes=8e9,
+        )
     )
 
     assert tight.recommended.grid.g_inter > roomy.recommended.grid.g_inter
@@ -141,14 +157,16 @@ def test_measured_costs_can_take_the_place_of_formulas() -> None:
         return replace(costs, stages=[StageSeconds(100.0, 200.0, 0.0)] * len(loads))
 
     found = plan(
-        formula("gpt3_xl", 0.1),
-        SUMMIT,
-        4,
-        global_batch_size=8,
-        schedule=schedule(),
-        g_inter=[1],
-        microbatch_sizes=[2],
-        costing=slow,
+        LayoutQuestion(
+            workload=formula("gpt3_xl", 0.1),
+            cluster=SUMMIT,
+            gpus=4,
+            global_batch_size=8,
+            schedule=schedule(),
+            g_inter=[1],
+            microbatch_sizes=[2],
+            costing=slow,
+        )
     )
 
     assert found.recommended.run.mean_phases["compute"] == 300.0
@@ -162,13 +180,15 @@ def test_slack_is_spent_where_it_pays_and_no_further() -> None:
 
 def curve(machine: Cluster, room: float | None = None) -> tuple[Row, list[SlackPoint]]:
     found = plan(
-        formula("gpt3_13b", 0.1),
-        machine,
-        64,
-        global_batch_size=256,
-        g_inter=[8],
-        microbatch_sizes=[1],
-        memory_bytes=room,
+        LayoutQuestion(
+            workload=formula("gpt3_13b", 0.1),
+            cluster=machine,
+            gpus=64,
+            global_batch_size=256,
+            g_inter=[8],
+            microbatch_sizes=[1],
+            memory_bytes=room,
+        )
     )
     return found.recommended, list(found.slack_curve)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.planner_cases import cluster, formula
 
-from axsparse.planner.layout_search import Rejection, plan
+from axsparse.planner.layout_search import LayoutQuestion, Rejection, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,
     MethodPlan,
@@ -26,7 +26,12 @@ def answer(
     gpus: int = 64, density: float = 1.0, method: str = "dense", **constants: float
 ) -> MethodPlan:
     found = plan(
-        formula("gpt3_2.7b.yaml", density), cluster(**constants), gpus, global_batch_size=128
+        LayoutQuestion(
+            workload=formula("gpt3_2.7b.yaml", density),
+            cluster=cluster(**constants),
+            gpus=gpus,
+            global_batch_size=128,
+        )
     )
     return MethodPlan(method, found)
 
@@ -74,7 +79,15 @@ def test_memory_of_stages_is_told_by_category_and_adds_up() -> None:
 
 
 def test_of_many_stages_the_fullest_and_the_last_are_shown() -> None:
-    found = plan(formula("gpt3_13b.yaml"), cluster(), 32, global_batch_size=32, g_inter=[32])
+    found = plan(
+        LayoutQuestion(
+            workload=formula("gpt3_13b.yaml"),
+            cluster=cluster(),
+            gpus=32,
+            global_batch_size=32,
+            g_inter=[32],
+        )
+    )
     text = list(lines([MethodPlan("dense", found)], []))
     begin = text.index("memory of each stage, GB:")
 

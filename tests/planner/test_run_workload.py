@@ -1,4 +1,4 @@
-"""The layout that `auto` takes, and what is predicted of one."""
+"""What the planner is told of a configured run, and what it predicts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import Rejection
 from axsparse.planner.run_workload import (
-    Choice,
-    choose_layout,
     copied_bytes,
     predict,
     schedules,
@@ -30,50 +27,6 @@ MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 def subject(config: Config) -> SurveyedModel:
     return workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
-
-
-def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
-    config = tiny_config(**sections)
-    return choose_layout(subject(config), MACHINE, config, 4, [1, 2, 4], room, has_times=has_times)
-
-
-def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
-    roomy = chosen(1e9)
-    assert isinstance(roomy, Choice)
-    whole = max(stage.total for stage in roomy.row.memory)
-    tight = chosen(0.8 * whole)
-    assert isinstance(tight, Choice)
-
-    assert (roomy.row.grid, tight.row.grid) == (Grid(1, 4), Grid(2, 2))
-    assert roomy.reason == "fits 1.0 GB a rank"
-    assert tight.reason.startswith("the fewest that fit ")
-    assert "(with 1, stage 0 needs " in tight.reason
-
-
-def test_where_nothing_fits_the_last_is_given_back_with_its_reason() -> None:
-    found = chosen(1e3)
-
-    assert isinstance(found, Rejection)
-    assert found.g_inter == 4
-    assert " GB of 0.0000" in found.reason
-
-
-def test_slack_falls_to_nothing_where_memory_asks_for_it() -> None:
-    config = tiny_config(model={"num_layers": 6}, layout={"split": [2, 2, 2, 2]})
-    held = choose_layout(subject(config), MACHINE, config, 4, [4], 1e9, has_times=False)
-    assert isinstance(held, Choice)
-    most = max(stage.total for stage in held.row.memory)
-    less = choose_layout(subject(config), MACHINE, config, 4, [4], most - 1, has_times=False)
-    assert isinstance(less, Choice)
-
-    assert (held.row.schedule.slack, less.row.schedule.slack) == (1, 0)
-
-
-def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
-    assert schedules(tiny_config(), has_times=True) == [None]
-    found = chosen(1e9, has_times=True)
-    assert isinstance(found, Choice)
-    assert found.row.schedule.slack == 0  # one stage waits for nobody
 
 
 @pytest.mark.parametrize(
@@ -127,15 +80,3 @@ def test_what_is_predicted_is_the_peak_before_the_first_checkpoint(machine: Clus
     }
 
     assert len(peaks) == 1
-
-
-def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
-    sections: dict[str, Any] = {"train": {"steps": 20}}
-    at_the_end = chosen(1e12, **sections)
-    assert isinstance(at_the_end, Choice)
-    need = max(stage.total for stage in at_the_end.row.memory)
-
-    enough = chosen(need, **sections)
-    assert isinstance(enough, Choice) and enough.row.grid.g_inter == 1
-    more = chosen(need, **sections, checkpoint={"every": 1})
-    assert isinstance(more, Rejection) or more.row.grid.g_inter > 1

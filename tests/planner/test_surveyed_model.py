@@ -11,7 +11,7 @@ from support.surveys import KEPT, SURVEY, layer
 
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.layout_search import Row, plan
+from axsparse.planner.layout_search import LayoutQuestion, Row, plan
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.samo.stage_bytes import stage_bytes
 
@@ -150,14 +150,16 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
 
     def planned(room: float, split: tuple[int, ...] | None = None) -> Row:
         return plan(
-            replace(MODEL, survey=survey, split=split),
-            machine,
-            2,
-            global_batch_size=4,
-            schedule=Schedule("message-driven", 0, "alternate"),
-            g_inter=[2],
-            microbatch_sizes=[1],
-            memory_bytes=room,
+            LayoutQuestion(
+                workload=replace(MODEL, survey=survey, split=split),
+                cluster=machine,
+                gpus=2,
+                global_batch_size=4,
+                schedule=Schedule("message-driven", 0, "alternate"),
+                g_inter=[2],
+                microbatch_sizes=[1],
+                memory_bytes=room,
+            )
         ).recommended
 
     by_work, by_hand = planned(1e9), planned(1e9, (2, 2))

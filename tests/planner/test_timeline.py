@@ -8,7 +8,7 @@ import pytest
 from support.planner_cases import cluster, formula
 
 from axsparse.observe.trace_file import Span
-from axsparse.planner.layout_search import Row, plan
+from axsparse.planner.layout_search import LayoutQuestion, Row, plan
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
@@ -17,12 +17,14 @@ def row(jitter: float = 0.0) -> Row:
     """Four stages, sixteen replicas, over several nodes; pruned, so that all phases occur."""
     machine = cluster(jitter=jitter)
     found = plan(
-        formula("gpt3_xl.yaml", 0.1),
-        machine,
-        64,
-        global_batch_size=128,
-        g_inter=[4],
-        microbatch_sizes=[1],
+        LayoutQuestion(
+            workload=formula("gpt3_xl.yaml", 0.1),
+            cluster=machine,
+            gpus=64,
+            global_batch_size=128,
+            g_inter=[4],
+            microbatch_sizes=[1],
+        )
     )
     return found.recommended
 

@@ -11,7 +11,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.pulse import Pulse, Task
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.backoff import SleepingBackoff
@@ -102,11 +102,9 @@ class Silence:
 def engine_of(stage: int) -> Engine:
     silence = Silence()
     return Engine(
-        Grid(3, 2).place(3 + stage),
-        Stage([], loss=None, metrics={}, input_dtype=None, seed=0, checkpoint_activations=0),
+        Rank(Grid(3, 2).place(3 + stage), silence, Phases()),
+        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         silence,
-        silence,
-        Phases(),
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )

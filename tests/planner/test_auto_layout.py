@@ -1,0 +1,174 @@
+"""The layout that a run takes: the fewest stages that fit, and the grid of ranks and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.planner_cases import cluster
+from support.runs import tiny_config, tiny_gpt
+
+from axsparse.config.load import load_config
+from axsparse.config.schema import Config
+from axsparse.models.survey import survey
+from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
+from axsparse.planner.layout_search import Rejection
+from axsparse.planner.run_workload import run_question, schedules, workload
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
+from axsparse.samo.optim.adamw import ADAMW
+
+MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
+
+
+def fewest(
+    config: Config, stages: Sequence[int], room: float, *, has_times: bool = False
+) -> Choice | Rejection:
+    subject = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
+    question = run_question(subject, MACHINE, config, 4, stages, room)
+    return fewest_stages(question, schedules(config, has_times=has_times))
+
+
+def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
+    config = tiny_config(**sections)
+    return fewest(config, [1, 2, 4], room, has_times=has_times)
+
+
+def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
+    roomy = chosen(1e9)
+    assert isinstance(roomy, Choice)
+    whole = max(stage.total for stage in roomy.row.memory)
+    tight = chosen(0.8 * whole)
+    assert isinstance(tight, Choice)
+
+    assert (roomy.row.grid, tight.row.grid) == (Grid(1, 4), Grid(2, 2))
+    assert roomy.reason == "fits 1.0 GB a rank"
+    assert tight.reason.startswith("the fewest that fit ")
+    assert "(with 1, stage 0 needs " in tight.reason
+
+
+def test_where_nothing_fits_the_last_is_given_back_with_its_reason() -> None:
+    found = chosen(1e3)
+
+    assert isinstance(found, Rejection)
+    assert found.g_inter == 4
+    assert " GB of 0.0000" in found.reason
+
+
+def test_slack_falls_to_nothing_where_memory_asks_for_it() -> None:
+    config = tiny_config(model={"num_layers": 6}, layout={"split": [2, 2, 2, 2]})
+    held = fewest(config, [4], 1e9)
+    assert isinstance(held, Choice)
+    most = max(stage.total for stage in held.row.memory)
+    less = fewest(config, [4], most - 1)
+    assert isinstance(less, Choice)
+
+    assert (held.row.schedule.slack, less.row.schedule.slack) == (1, 0)
+
+
+def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
+    assert schedules(tiny_config(), has_times=True) == [None]
+    found = chosen(1e9, has_times=True)
+    assert isinstance(found, Choice)
+    assert found.row.schedule.slack == 0  # one stage waits for nobody
+
+
+def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
+    sections: dict[str, Any] = {"train": {"steps": 20}}
+    at_the_end = chosen(1e12, **sections)
+    assert isinstance(at_the_end, Choice)
+    need = max(stage.total for stage in at_the_end.row.memory)
+
+    enough = chosen(need, **sections)
+    assert isinstance(enough, Choice) and enough.row.grid.g_inter == 1
+    more = chosen(need, **sections, checkpoint={"every": 1})
+    assert isinstance(more, Rejection) or more.row.grid.g_inter > 1
+
+
+# -- resolve_grid ---------------------------------------------------------------------------
+
+
+def grid_refusal(ranks: int, num_layers: int, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve_grid(load_config(None, overrides), ranks, num_layers)
+    return str(caught.value)
+
+
+def test_a_split_has_one_entry_a_stage() -> None:
+    assert grid_refusal(3, 8, "layout.split=[4, 4]", "layout.g_inter=3") == (
+        "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_layers", "overrides", "grid"),
+    [
+        (1, 8, (), Grid(1, 1)),
+        (2, 8, (), Grid(2, 1)),
+        (3, 8, (), Grid(1, 3)),
+        (6, 8, (), Grid(2, 3)),
+        (4, 1, (), Grid(1, 4)),
+        (8, 8, ("layout.g_inter=8",), Grid(8, 1)),
+        (6, 8, ("layout.g_inter=3",), Grid(3, 2)),
+        (6, 8, ("layout.g_data=2",), Grid(3, 2)),
+        (6, 8, ("layout.g_inter=2", "layout.g_data=3"), Grid(2, 3)),
+        (6, 8, ("layout.g_inter=3", "layout.split=[2, 2, 4]"), Grid(3, 2)),
+        (1, 8, ("layout.split=[8]",), Grid(1, 1)),
+    ],
+)
+def test_the_layout_follows_from_ranks_and_settings(
+    ranks: int, num_layers: int, overrides: tuple[str, ...], grid: Grid
+) -> None:
+    assert resolve_grid(load_config(None, overrides), ranks, num_layers) == grid
+
+
+@given(ranks=st.integers(1, 64), num_layers=st.integers(1, 64))
+def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
+    grid = resolve_grid(load_config(None), ranks, num_layers)
+
+    assert grid.size == ranks
+    assert grid.g_inter <= num_layers
+
+
+def test_stages_must_divide_the_ranks() -> None:
+    assert grid_refusal(3, 8, "layout.g_inter=2") == (
+        "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of 1, 3"
+    )
+    assert grid_refusal(1, 8, "layout.g_inter=4") == (
+        "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks or choose 1"
+    )
+
+
+def test_replicas_must_divide_the_ranks() -> None:
+    assert grid_refusal(6, 2, "layout.g_data=4") == (
+        "layout.g_data (--set): 4 does not divide the 6 ranks; start 8 ranks or choose one of 3, 6"
+    )
+
+
+def test_stages_times_replicas_are_the_ranks() -> None:
+    assert grid_refusal(3, 8, "layout.g_inter=2", "layout.g_data=2") == (
+        "layout: 3 ranks ≠ g_inter 2 × g_data 2; "
+        "start 4 ranks or set layout.g_inter to one of 1, 3 and layout.g_data to auto"
+    )
+
+
+def test_every_stage_has_a_layer() -> None:
+    assert grid_refusal(9, 8, "layout.g_inter=9") == (
+        "layout.g_inter (--set): 9 stages for 8 layers; choose at most 8"
+    )
+    assert grid_refusal(16, 8, "layout.g_data=1") == (
+        "layout.g_data (--set): 1 leaves 16 stages for 8 layers; choose one of 2, 4, 8, 16"
+    )
+
+
+@pytest.mark.parametrize("split", ["[4, 3]", "[4, 5]"])
+def test_a_split_places_every_layer_exactly_once(split: str) -> None:
+    placed = sum(map(int, split.strip("[]").split(",")))
+
+    assert grid_refusal(2, 8, f"layout.split={split}") == (
+        f"layout.split (--set): {split} places {placed} layers of 8, embedding and head "
+        "included; choose entries that add up to 8"
+    )
