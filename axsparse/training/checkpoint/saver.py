@@ -142,9 +142,10 @@ class Saver:
         self._last = step
         with self._parts.statistics.of_first_replica():
             for tensor, is_own in _to_copy(layers):
-                value = tensor.value()
                 if is_own:
-                    queue.put(value.clone())
+                    queue.put(tensor.value().clone())
+                else:
+                    tensor.value()
         queue.all_put()
 
     def advance(self, *, any_writing: bool) -> None:
