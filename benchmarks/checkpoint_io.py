@@ -157,7 +157,7 @@ class Bench:
             saver.start(self.trainer._progress())
             if method == "axsparse sync":
                 saver.finish()
-            is_there = lambda: saver._under_way is None  # noqa: E731
+            is_there = lambda: saver._pending is None  # noqa: E731
         elif method == "dcp async":
             future: Any = dcp_async_save(self.state(), checkpoint_id=path)
             is_there = future.done

@@ -33,14 +33,13 @@ from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.assembly import StageState, assemble
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 from axsparse.training.checkpoint.compatibility import (
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
 )
 from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.checkpoint.restore import CheckpointMasks, Files, load_layers
+from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.saver import RunFacts, Saver
 from axsparse.training.checkpoint.verification import Checkpoint
 from axsparse.training.open_data import Data, open_data
@@ -222,8 +221,7 @@ def _facts(run: RunSpec, data: Data) -> RunFacts:
             samples=data.training.num_samples,
             position=0,
         ),
-        samples_per_step=run.config.batch.global_batch_size,
-        config=run.config.model_dump(mode="json"),
+        config=run.config,
         versions=versions(),
         git=git_hash() if run.place.rank == 0 else None,
     )
@@ -338,7 +336,9 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
     """Read the state of this rank, and how far its pruning method was."""
     load_layers(checkpoint, parts.layers, parts.survey.ties)
     if parts.masking is not None:
-        parts.masking.restore(checkpoint.manifest.standing, Files(checkpoint).read_masking)
+        parts.masking.restore(
+            checkpoint.manifest.standing, CheckpointFiles(checkpoint).read_masking
+        )
 
 
 # -- the trainer --------------------------------------------------------------------------
@@ -355,21 +355,6 @@ def _make_trainer(
     """The trainer, with what saves and what watches it where there is a run directory."""
     if directory is None:
         return Trainer(run.config, parts)
-    progress = point.progress
-    saver = Saver(
-        directory.path / CHECKPOINTS,
-        run.config.checkpoint,
-        facts,
-        transport=parts.transport,
-        place=run.place,
-        survey=run.survey,
-        layers=parts.layers,
-        buffers=parts.statistics,
-        masking=parts.masking,
-        lock=directory.lock,
-        written=parts.pulse.beat,
-        resumed_at=None if progress is None else progress.step,
-    )
     watchdog = open_watchdog(
         run.config.watchdog,
         directory.path,
@@ -378,5 +363,10 @@ def _make_trainer(
         transport=parts.transport,
     )
     return Trainer(
-        run.config, parts, saver=saver, stop=job.stop, watchdog=watchdog, progress=progress
+        run.config,
+        parts,
+        saver=Saver(directory, facts, parts),
+        stop=job.stop,
+        watchdog=watchdog,
+        progress=point.progress,
     )

@@ -1,4 +1,4 @@
-"""Loss and metrics of validation batches: forward only, exact, and the same in every layout."""
+"""Evaluates a model on validation batches; the results are the same in every layout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from axsparse.samo.backend import to_host
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found; known to all ranks."""
+    """The results of an evaluation, the same on all ranks."""
 
     loss: float
-    """Mean over the targets."""
+    """Mean loss of a target."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The fraction of the targets that each of the model's metrics counted."""
+    """By name, the fraction of the targets that each of the model's metrics counted."""
 
 
 def evaluate(
@@ -34,10 +34,11 @@ def evaluate(
     transport: Transport,
     place: Place,
 ) -> Evaluation:
-    """The first `number` validation batches, or all there are; all ranks call this together.
+    """Evaluate the first `number` validation batches, or all if there are fewer.
 
-    Sums are of whole microbatches, which no layout divides, and do not depend on their
-    order: losses are added exactly and rounded once.
+    All ranks call this together. Only forward passes are run. Losses of whole microbatches,
+    which no layout divides, are added exactly and rounded once, so that their order does not
+    matter. `metrics` names the model's metrics.
     """
     number = min(number, batches.num_evaluation_batches)
     losses: list[float] = []
@@ -62,10 +63,10 @@ def evaluate(
 
 
 def exact_sum(values: Sequence[float]) -> tuple[float, float]:
-    """The rounded sum of fp64 numbers and what the rounding left; without order.
+    """The rounded sum of fp64 numbers and the remainder; the order of the numbers is no matter.
 
-    The two together are exact for sums of fp32 numbers whose bits span at most 106
-    places. What is not finite stays so, with a remainder of 0.
+    Rounded sum plus remainder are exact for fp32 numbers whose bits span at most 106 binary
+    places. A sum that is not finite stays so, with a remainder of 0.
     """
     if not all(map(math.isfinite, values)):
         return sum(values), 0.0

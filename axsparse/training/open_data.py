@@ -1,4 +1,4 @@
-"""Opens the data on the ranks that read it, and tells its size to all ranks."""
+"""Opens the data on the ranks that read it, and tells all ranks its size."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from axsparse.training.resolution import RunSpec
 
 @dataclass(frozen=True)
 class Data:
-    """One rank's batches, training and validation; without samples on stages in between."""
+    """One rank's training and validation batches.
+
+    Stages in between the first and the last know only how many samples there are.
+    """
 
     name: str
     training: Batches
     validation: Batches | None
     unit: Unit
-    """What a target is."""
+    """What is counted as a target: a token, or a sample."""
     fingerprint: str
-    """Of the training samples."""
+    """The fingerprint of the training samples."""
 
 
 def open_data(
@@ -40,15 +43,17 @@ def open_data(
     *,
     pinned: bool = False,
 ) -> Data:
-    """Open the data on both ends of the pipeline and tell its size to all ranks.
+    """Open the data on the first and last stage, and tell all ranks its size.
 
-    `pinned` batches stand where a GPU can copy them from without waiting. Raises on all ranks what
-    opening raised on any, DataError if two ranks read different data, and what `check_data` raises.
+    With `pinned`, batches are put into pinned memory, from which a GPU copies without waiting.
+
+    Raises on all ranks what opening raised on any, DataError if two ranks read different
+    data, and what `check_data` raises.
     """
     reads = run.place.is_first or run.place.is_last
-    datasets = together(transport, lambda: _opened(open_datasets) if reads else None)
-    said = "" if datasets is None else json.dumps(_describe(datasets))
-    facts = together(transport, lambda: _common_facts(transport, said))
+    datasets = together(transport, lambda: _open(open_datasets) if reads else None)
+    own = "" if datasets is None else json.dumps(_facts_of(datasets))
+    facts = together(transport, lambda: _common_facts(transport, own))
     together(
         transport,
         lambda: check_data(
@@ -84,11 +89,11 @@ def open_data(
 
 
 MEMBERS = ("name", "fingerprint", "vocab_size", "targets_per_sample", "__len__", "count_targets")
-"""Of a `Dataset`, beside what reads."""
+"""The members of a `Dataset` that every kind has; each kind also has a method that reads."""
 
 
-def _opened(open_datasets: Callable[[], object]) -> Datasets:
-    """What the function opens; DataError if that is no `Datasets`."""
+def _open(open_datasets: Callable[[], object]) -> Datasets:
+    """Open the datasets; DataError if the function returns something else."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
         raise DataError(
@@ -107,7 +112,8 @@ def _opened(open_datasets: Callable[[], object]) -> Datasets:
     return opened
 
 
-def _describe(datasets: Datasets) -> dict[str, Any]:
+def _facts_of(datasets: Datasets) -> dict[str, Any]:
+    """What the other ranks need to know of the data, and what reading ranks compare."""
     training, validation = datasets.training, datasets.validation
     return {
         "host": socket.gethostname(),
@@ -121,7 +127,7 @@ def _describe(datasets: Datasets) -> dict[str, Any]:
 
 
 def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
-    """What the reading ranks say of their data; DataError if two of them differ."""
+    """The facts of the ranks that read data; DataError if two of them differ."""
     texts = gather_texts(transport.world, transport.backoff, own)
     said = [(rank, json.loads(text)) for rank, text in enumerate(texts) if text]
     first: dict[str, Any] = said[0][1]

@@ -1,11 +1,11 @@
-"""The directory of a run: a new one, or that of a run that is gone on with."""
+"""The directory of a run: a new one, or that of a run that is resumed."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,34 +14,40 @@ from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_lock import InUseError, RunLock
 from axsparse.runtime.provenance import git_hash, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, remove, step_of
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.newest import newest_whole, remains, steps_in, verify_together
 from axsparse.training.checkpoint.verification import Checkpoint
 from axsparse.training.resume_point import ResumePoint
+from axsparse.training.run_names import automatic_run_dirs
 from axsparse.training.spikes import RewindOrder
 
 AUTO = "auto"
 """As `resume`: the newest whole checkpoint of the run, if there is one."""
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where a run writes, and where it goes on from."""
+    """The directory that a run writes to, and the checkpoint that it resumes from."""
 
     path: Path
     checkpoint: Checkpoint | None
-    """None: from the start."""
+    """None if training begins at its start; may be in another run's directory."""
     notes: tuple[str, ...]
-    """What the user should know of the choice."""
+    """Lines that tell the user what was found and chosen."""
     lock: RunLock | None
-    """On rank 0."""
+    """Keeps other jobs out of `path`; None on ranks other than 0."""
 
     def begin(self, config: Config, progress: Progress | None, *, is_back: bool) -> None:
-        """On rank 0: write the configuration, and take back what was recorded after the run stood
-        there, and what it saved, if it goes back. OutputError if that cannot be."""
+        """Write the configuration, and remove the records that are later than `progress`.
+
+        If a spike of the loss sends the run back (`is_back`), later checkpoints are removed too.
+        Only rank 0 calls this. OutputError if the directory cannot be written.
+        """
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         try:
@@ -51,9 +57,7 @@ class RunDir:
                     remove(path_of(checkpoints, step))
             rewind_metrics(metrics, progress)
         except OSError as reason:
-            raise OutputError(
-                f"{metrics}: cannot be written ({reason.strerror}); choose another --run-dir"
-            ) from reason
+            raise _unwritable(f"{metrics}:", reason) from reason
 
 
 def find_run(
@@ -62,12 +66,12 @@ def find_run(
     resume: str | None,
     order: RewindOrder | None = None,
 ) -> ResumePoint:
-    """The run's directory if there is one, held by rank 0, and its checkpoint, which all ranks
-    have verified.
+    """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
-    `resume` is None (a new run), `AUTO`, or the path of a checkpoint or of a run. After a spike
-    of the loss, `order` says which checkpoint is the last that counts. All ranks call this
-    together; raises on all alike.
+    `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
+    newest whole checkpoint is chosen; after a spike of the loss, none later than `order` says.
+    All ranks call this together and verify the checkpoint together; an error is raised on all of
+    them.
     """
     upto = None if order is None else order.base
     held: list[RunLock] = []
@@ -119,30 +123,122 @@ def find_run(
 
 
 def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint) -> RunDir:
-    """The run's directory, held by rank 0, made if it is new; nothing in one that exists changes.
+    """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
-    All ranks call this together; OutputError on all alike.
+    Nothing in a directory that exists is changed. All ranks call this together; OutputError is
+    raised on all of them.
     """
-
-    def make() -> tuple[Path, RunLock]:
-        path = make_run_dir(loaded)
-        return path, RunLock(path)
-
     path, lock = found.path, found.lock
     if path is None:
-        made = together(transport, lambda: make() if transport.rank == 0 else None)
+        made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
         text = "" if made is None else str(made[0])
         path = Path(gather_texts(transport.world, transport.backoff, text)[0])
         lock = None if made is None else made[1]
     return RunDir(path, found.checkpoint, found.notes, lock)
 
 
+# -- a new directory ------------------------------------------------------------------------
+
+
+def make_run_dir(loaded: LoadedConfig) -> tuple[Path, RunLock]:
+    """Make the directory of a new run, and lock it.
+
+    A directory whose metrics.jsonl is empty is free: the run that made it ended before its first
+    step. Under `run_dir: auto` that holds for the last directory of the name only, since a later
+    `--resume auto` means the last one.
+
+    OutputError if the directory holds or is used by another run, or cannot be written.
+    """
+    wanted, where = loaded.config.run_dir, loaded.where("run_dir")
+    if wanted != "auto":
+        return Path(wanted), _claim(Path(wanted), where)
+    for path, following in itertools.pairwise(automatic_run_dirs(loaded.name)):
+        if not (following / METRICS_FILE).exists():
+            with contextlib.suppress(_TakenError, InUseError):
+                return path, _claim(path, where)
+    raise AssertionError("the names of run directories do not end")
+
+
+class _TakenError(OutputError):
+    """The directory holds another run."""
+
+
+def _claim(path: Path, where: str) -> RunLock:
+    """Make a directory and its metrics.jsonl, and lock it; one job only can have it.
+
+    Of two jobs that find a directory free at the same time, only one gets its lock. If the other
+    gets it later, once the first has ended, it looks again at what the first has recorded.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _holds_run(path):  # otherwise not even a lock file is left there
+            lock = RunLock(path)
+            if _take(path, lock):
+                return lock
+            lock.release()
+    except FileExistsError as reason:
+        raise OutputError(
+            f"{where}: {path} is not a directory; choose another --run-dir"
+        ) from reason
+    except OSError as reason:
+        raise _unwritable(f"{where}: {path}", reason) from reason
+    raise _TakenError(
+        f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; choose "
+        "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
+        '(in Python resume="auto")'
+    )
+
+
+def _take(path: Path, lock: RunLock) -> bool:
+    """Make metrics.jsonl in a locked directory; False if the directory is another run's."""
+    try:
+        (path / METRICS_FILE).open("x").close()
+    except FileExistsError:
+        # Without a real lock, the run of an empty file may be about to record its first step.
+        return lock.is_exclusive and not _holds_run(path)
+    return True
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether a directory has records of a run, or an empty metrics.jsonl beside checkpoints."""
+    try:
+        return bool((path / METRICS_FILE).stat().st_size or steps_in(path))
+    except FileNotFoundError:
+        return False
+
+
+def save_config(config: Config, run_dir: Path) -> None:
+    """Write the resolved configuration, headed by the versions and the git hash.
+
+    OutputError if it cannot be written.
+    """
+    head = [f"{name} {version}" for name, version in versions().items()]
+    head.append(f"git {git_hash() or 'unknown'}")
+    text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
+    path = run_dir / CONFIG_FILE
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as reason:
+        raise _unwritable(f"{path}:", reason) from reason
+
+
+def _unwritable(what: str, reason: OSError) -> OutputError:
+    return OutputError(f"{what} cannot be written ({reason.strerror}); choose another --run-dir")
+
+
+# -- a directory that exists ----------------------------------------------------------------
+
+
 def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path | None]:
-    """The run directory, None for a new one, and the checkpoint that is named, if one is."""
+    """The run directory, None if a new one is wanted, and the checkpoint that `resume` names.
+
+    The checkpoint is None if `resume` names a run, or none at all. A checkpoint that is not in
+    the directory of the configuration begins a run of its own.
+    """
     if resume is None:
         return None, None
     if resume == AUTO:
-        return _run_of(loaded), None
+        return _last_run(loaded), None
     named = Path(resume)
     if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
         if not steps_in(named):
@@ -161,23 +257,25 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
     return None, named
 
 
-def _run_of(loaded: LoadedConfig) -> Path | None:
-    """The directory of the run that `auto` means: the one of the configuration, or else the last
-    of its name; None if there is none yet."""
+def _last_run(loaded: LoadedConfig) -> Path | None:
+    """The directory of the configuration, or under `auto` the last of its name; None if there is
+    no run there."""
     wanted = loaded.config.run_dir
     if wanted != "auto":
         return Path(wanted) if (Path(wanted) / METRICS_FILE).is_file() else None
     last = None
-    for number in itertools.count(1):
-        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
+    for path in automatic_run_dirs(loaded.name):
         if not (path / METRICS_FILE).is_file():
-            return last
+            break
         last = path
-    raise AssertionError("numbers do not end")
+    return last
 
 
 def _refuse_older(run_dir: Path, named: Path) -> None:
-    """A run that went on from the middle would have two pasts."""
+    """ConfigError if the run has checkpoints after the one that is named.
+
+    They belong to steps that the resumed run would do again.
+    """
     step = step_of(named)
     if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:
         return
@@ -190,104 +288,36 @@ def _refuse_older(run_dir: Path, named: Path) -> None:
 
 
 def rewind_metrics(path: Path, progress: Progress | None) -> None:
-    """Keep the records of what a checkpoint knows of; none without one, nor a torn last line.
+    """Remove the records that are later than a checkpoint's progress, all of them without one.
 
-    OSError if that cannot be.
+    Lines that are damaged or cut short go too. OSError if the file cannot be written.
     """
     if not path.exists():
         return
-    keeps = _nothing if progress is None else _known_to(progress)
     partial = path.with_name(path.name + ".tmp")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w") as new:
         for line in old:
-            if keeps(line):
+            if progress is not None and _is_known(line, progress):
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
     partial.replace(path)
 
 
-def _nothing(line: str) -> bool:
-    del line
-    return False
-
-
-def _known_to(progress: Progress) -> Callable[[str], bool]:
-    def keeps(line: str) -> bool:
-        try:
-            record = json.loads(line)
-            step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
-            return False
-        if not line.endswith("\n"):
-            return False
-        is_past = step < progress.step
-        if "eval_loss" in record:
-            return is_past or (step == progress.step and progress.evaluated)
-        if "spike_loss" in record:  # those to come have jumped over more than the run has by now
-            return step <= progress.step and int(record["jumped"]) <= progress.jumped
-        if "masks" in record:
-            return is_past or (step == progress.step and progress.masked)
-        return step <= progress.step
-
-    return keeps
-
-
-METRICS_FILE = "metrics.jsonl"
-
-
-CONFIG_FILE = "config.yaml"
-
-
-def make_run_dir(loaded: LoadedConfig) -> Path:
-    """Create the run directory; OutputError if it cannot be written or holds another run."""
-    wanted = loaded.config.run_dir
-    where = loaded.where("run_dir")
-    if wanted != "auto":
-        return _claim(Path(wanted), where)
-    for number in itertools.count(1):
-        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
-        try:
-            return _claim(path, where)
-        except _TakenError:
-            continue
-    raise AssertionError("numbers do not end")
-
-
-class _TakenError(OutputError):
-    """Another run has this directory."""
-
-
-def _claim(path: Path, where: str) -> Path:
-    """Make the directory and, in one indivisible step, the file that says whose it is."""
+def _is_known(line: str, progress: Progress) -> bool:
+    """Whether a line of metrics.jsonl records something that had happened at that progress."""
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (path / METRICS_FILE).open("x").close()
-    except FileExistsError as reason:
-        if not path.is_dir():
-            raise OutputError(
-                f"{where}: {path} is not a directory; choose another --run-dir"
-            ) from reason
-        raise _TakenError(
-            f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; "
-            "choose another --run-dir, or go on with that run by --resume auto"
-        ) from reason
-    except OSError as reason:
-        raise OutputError(
-            f"{where}: {path} cannot be written ({reason.strerror}); choose another --run-dir"
-        ) from reason
-    return path
-
-
-def save_config(config: Config, run_dir: Path) -> None:
-    """Write the resolved configuration, headed by versions and git hash."""
-    head = [f"{name} {version}" for name, version in versions().items()]
-    head.append(f"git {git_hash() or 'unknown'}")
-    text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
-    try:
-        (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
-    except OSError as reason:
-        raise OutputError(
-            f"{run_dir / CONFIG_FILE}: cannot be written ({reason.strerror}); "
-            "choose another --run-dir"
-        ) from reason
+        record = json.loads(line)
+        step = int(record["step"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    if not line.endswith("\n"):
+        return False
+    is_past = step < progress.step
+    if "eval_loss" in record:
+        return is_past or (step == progress.step and progress.evaluated)
+    if "spike_loss" in record:  # a later one has jumped over more batches
+        return step <= progress.step and int(record["jumped"]) <= progress.jumped
+    if "masks" in record:
+        return is_past or (step == progress.step and progress.masked)
+    return step <= progress.step

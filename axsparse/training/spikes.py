@@ -1,13 +1,14 @@
-"""When the loss jumps though it is a number, and where the run goes on from then.
+"""Detects spikes of the loss, and decides how a run goes on after one.
 
-A step spikes if its mean loss L is above the median M of the last `window` good steps by more
-than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a loss
-of 10 and of 0.1, where a ratio of losses would sleep at first and cry wolf at the end; the median
-is not moved by the odd bad step. All ranks have the same losses, so that all judge alike.
+A step spikes if its mean loss L exceeds the median M of the last `window` good steps by more
+than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a
+loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and see too many at
+the end. The median is hardly moved by a single bad step. All ranks have the same losses, so
+that all judge alike.
 
-Rule `back` does what PaLM's authors did by hand (Chowdhery et al. 2022, section 5.1): they went
-back some 100 steps and left out 200 to 500 batches, those of the spike and before it. Here the
-way back is the one to the last checkpoint, and what is left out are the batches since.
+The rule `back` does what the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1):
+they restarted some 100 steps before the spike and left out 200 to 500 batches. Here the run
+goes back to its last checkpoint, and leaves out the batches since then.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Spike:
     """A step whose loss is too large."""
 
     step: int
-    """Its number, from 1."""
+    """The number of the step, from 1."""
     loss: float
     usual: float
-    """Median of the good steps before."""
+    """The median loss of the good steps before it."""
 
     def __str__(self) -> str:
         return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
@@ -38,47 +39,51 @@ class Spike:
 
 @dataclass(frozen=True)
 class RewindOrder:
-    """How a run goes on after a spike that sends it back."""
+    """Where a run resumes that a spike sends back to a checkpoint."""
 
     spike: Spike
     base: int
-    """Step of the checkpoint that it goes back to."""
+    """The step of the checkpoint that the run goes back to."""
     first_batch: int
-    """Number, from 0, of the batch that it reads first there."""
+    """The number, from 0, of the batch that it trains on first after that."""
     times: int
-    """How often it has gone back to there, this time included."""
+    """How often it has gone back to that checkpoint, this time included."""
 
     def applied(self, progress: Progress) -> Progress:
-        """What the checkpoint says of where the run stands, with the data jumped over."""
+        """The progress in the checkpoint, changed so that the batches until `first_batch` are left
+        out."""
         spikes = progress.spikes.model_copy(update={"base": progress.step, "backs": self.times})
         jumped = self.first_batch - progress.step
         return progress.model_copy(update={"jumped": jumped, "spikes": spikes})
 
     def record(self, progress: Progress) -> BackRecord:
-        """What metrics.jsonl keeps of it; `progress` as applied."""
+        """The record for metrics.jsonl; `progress` is what `applied` has returned."""
         spike = self.spike
         return BackRecord(progress.step, spike.step, spike.loss, spike.usual, progress.jumped)
 
 
 def without_base(progress: Progress) -> Progress:
-    """The same in another run directory, which has no checkpoint to go back to yet."""
+    """The progress of a run that resumes in another run directory.
+
+    That directory has no checkpoint yet that a spike could send the run back to.
+    """
     spikes = progress.spikes.model_copy(update={"base": 0, "backs": 0})
     return progress.model_copy(update={"spikes": spikes})
 
 
 class SpikeRule:
-    """Judges losses by those before them; the same on every rank."""
+    """Judges each loss by the losses before it, alike on every rank."""
 
     def __init__(self, settings: SpikesConfig) -> None:
         self.in_a_row = 0
-        """Spikes since the last good step."""
+        """Number of spikes since the last good step."""
         self._settings = settings
         self._losses: deque[float] = deque(maxlen=settings.window)
         self._base = 0
         self._backs = 0
 
     def judge(self, step: int, loss: float) -> Spike | None:
-        """Take in a finite loss; a spike is not remembered among the good ones."""
+        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
         if self._settings.rule == "none":
             return None
         if len(self._losses) == self._settings.window:
@@ -91,13 +96,13 @@ class SpikeRule:
         return None
 
     def back(self, spike: Spike, batch: int) -> RewindOrder | None:
-        """Where a spike at this batch sends the run; None where it is only skipped."""
+        """The order to go back after a spike at this batch; None if its step is only skipped."""
         if self._settings.rule != "back" or self._base == 0:
             return None
         return RewindOrder(spike, self._base, batch + 1, self._backs + 1)
 
     def given_up(self, back: RewindOrder | None) -> str | None:
-        """Why a spike ends the run, for the user; None if it goes on."""
+        """Why the run ends after a spike, for the user; None if it goes on."""
         patience = self._settings.patience
         if back is not None and back.times > patience:
             return (
@@ -109,15 +114,15 @@ class SpikeRule:
         return None
 
     def forget(self) -> None:
-        """Masks have changed: what was usual before does not count."""
+        """Forget the losses so far, since they say nothing about a network with other masks."""
         self._losses.clear()
 
     def saved(self, step: int) -> None:
-        """From now on a spike goes back to this step."""
+        """Note that a spike sends the run back to the checkpoint of this step from now on."""
         self._base, self._backs = step, 0
 
     def history(self) -> SpikeHistory:
-        """For `restore`."""
+        """The state of the rule, which `restore` reads."""
         return SpikeHistory(
             losses=tuple(self._losses),
             in_a_row=self.in_a_row,
@@ -126,7 +131,7 @@ class SpikeRule:
         )
 
     def restore(self, progress: Progress) -> None:
-        """Go on where another run stood."""
+        """Continue with the history in the progress of a checkpoint."""
         history = progress.spikes
         self._losses.extend(history.losses)
         self.in_a_row = history.in_a_row

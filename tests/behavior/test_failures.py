@@ -212,7 +212,8 @@ def test_a_run_directory_of_another_run_is_refused(tiny: Path) -> None:
         train(2, tiny, "--run-dir", str(path)),
         74,
         f"run_dir (--set): {path} holds another run's metrics.jsonl, which would be mixed up; "
-        "choose another --run-dir, or go on with that run by --resume auto",
+        "choose another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
+        '(in Python resume="auto")',
     )
     assert (path / "metrics.jsonl").read_text() == "{}\n"
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from support.resuming import ran, settings
 from support.runs import tiny_config
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.load import LoadedConfig, load_config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -32,6 +37,7 @@ from axsparse.training.run_directory import (
     make_run_dir,
     open_run_dir,
     rewind_metrics,
+    save_config,
 )
 
 T = TypeVar("T")
@@ -85,7 +91,7 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     monkeypatch.chdir(tmp_path)
     makers = []
 
-    def make(wanted: LoadedConfig) -> Path:
+    def make(wanted: LoadedConfig) -> tuple[Path, RunLock]:
         makers.append(wanted.name)
         return make_run_dir(wanted)
 
@@ -129,6 +135,191 @@ def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> Non
 
     with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
         found.begin(tiny_config(), None, is_back=False)
+
+
+def test_runs_are_named_after_their_configuration_and_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    # Nobody has written a metric yet: what keeps others out is the lock.
+    made = [make_run_dir(loaded()) for _ in range(3)]
+
+    paths = [path for path, _ in made]
+    assert paths == [Path("runs/quick"), Path("runs/quick-2"), Path("runs/quick-3")]
+    assert all(path.is_dir() for path in paths)
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OutputError, match=r"file is not a directory; choose another --run-dir$"):
+        make_run_dir(loaded(tmp_path / "file"))
+
+
+def test_an_existing_empty_directory_is_used(tmp_path: Path) -> None:
+    assert make_run_dir(loaded(tmp_path))[0] == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.lock"]
+
+
+def test_a_named_directory_is_made_with_its_parents_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+
+    assert make_run_dir(loaded(path))[0] == path
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    with pytest.raises(
+        OutputError,
+        match=rf"^run_dir \(--run-dir\): {tmp_path} holds another run's metrics.jsonl, which would "
+        r"be mixed up; choose another --run-dir \(in Python run_dir=\), or go on with that run by "
+        r"--resume auto \(in Python resume=\"auto\"\)$",
+    ):
+        make_run_dir(loaded(tmp_path))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(
+        OutputError,
+        match=rf"^run_dir \(--run-dir\): {tmp_path}/file/x cannot be written \(Not a directory\); "
+        r"choose another --run-dir$",
+    ):
+        make_run_dir(loaded(tmp_path / "file" / "x"))
+
+
+def test_the_saved_configuration_loads_back_as_it_ran(tmp_path: Path) -> None:
+    config = tiny_config(run_dir=str(tmp_path), optimizer={"betas": [0.8, 0.9]})
+
+    save_config(config, tmp_path)
+
+    text = (tmp_path / "config.yaml").read_text()
+    assert load_config(str(tmp_path / "config.yaml")).config == config
+    assert f"# torch {torch.__version__}\n" in text
+    assert "# git " in text
+
+
+def test_a_configuration_that_cannot_be_saved_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        OutputError,
+        match=r"gone/config.yaml: cannot be written \(No such file or directory\); choose another "
+        r"--run-dir$",
+    ):
+        save_config(tiny_config(), tmp_path / "gone")
+
+
+# -- a directory whose run recorded nothing -------------------------------------------------
+
+
+def test_the_directory_of_a_run_that_ended_before_its_first_step_is_free(tmp_path: Path) -> None:
+    _, lock = make_run_dir(loaded(tmp_path))
+    lock.release()
+
+    path, lock = make_run_dir(loaded(tmp_path))
+
+    assert (path, lock.is_exclusive) == (tmp_path, True)
+    assert (path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_directory_is_not_free_while_its_run_has_not_recorded_anything_yet(
+    tmp_path: Path,
+) -> None:
+    _, lock = make_run_dir(loaded(tmp_path))
+
+    with pytest.raises(OutputError, match=rf"^{tmp_path}: is in use by process {os.getpid()} on"):
+        make_run_dir(loaded(tmp_path))
+
+    lock.release()
+
+
+def test_a_run_without_a_directory_of_its_own_gets_the_last_one_if_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one before it: `--resume auto` means the last one."""
+    monkeypatch.chdir(tmp_path)
+    made = [make_run_dir(loaded()) for _ in range(2)]
+    for _, lock in made:
+        lock.release()
+
+    first, _ = make_run_dir(loaded())
+    second, _ = make_run_dir(loaded())
+
+    assert (first, second) == (Path("runs/quick-2"), Path("runs/quick-3"))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
+    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_new:
+        (tmp_path / "metrics.jsonl").touch()
+    both_have_looked = threading.Barrier(2)
+
+    def lock(path: Path) -> RunLock:
+        both_have_looked.wait(60)
+        return RunLock(path)
+
+    monkeypatch.setattr("axsparse.training.run_directory.RunLock", lock)
+
+    def claim(_: int) -> RunLock | str:
+        try:
+            return make_run_dir(loaded(tmp_path))[1]
+        except OutputError as refused:
+            return str(refused)
+
+    with ThreadPoolExecutor(2) as jobs:
+        ends = list(jobs.map(claim, range(2)))
+
+    [message] = [end for end in ends if isinstance(end, str)]
+    assert "is in use by" in message
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_job_that_comes_and_ends_between_look_and_lock_keeps_its_directory(
+    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_new:
+        (tmp_path / "metrics.jsonl").touch()
+
+    def lock(path: Path) -> RunLock:
+        other = RunLock(path)
+        (path / "metrics.jsonl").write_text("{}")
+        other.release()
+        return RunLock(path)
+
+    monkeypatch.setattr("axsparse.training.run_directory.RunLock", lock)
+
+    with pytest.raises(OutputError, match="holds another run's"):
+        make_run_dir(loaded(tmp_path))
+
+    RunLock(tmp_path).release()
+
+
+def test_without_locks_an_empty_record_may_be_that_of_a_run_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    make_run_dir(loaded(tmp_path))
+
+    with pytest.raises(OutputError, match="holds another run's"):
+        make_run_dir(loaded(tmp_path))
+
+
+def test_checkpoints_are_not_mixed_up_either(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+
+    with pytest.raises(OutputError, match="holds another run's"):
+        make_run_dir(loaded(tmp_path))
 
 
 # -- which one is gone on with --------------------------------------------------------------

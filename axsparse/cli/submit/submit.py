@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import re
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from axsparse.planner.auto_layout import resolve_grid
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import speaks
+from axsparse.training.run_names import automatic_run_dirs
 
 SCRIPT = "job.sh"
 """In the run directory, beside the logs."""
@@ -266,11 +266,7 @@ def _run_dir(loaded: LoadedConfig, folder: Path) -> Path:
     """The configuration's, or the first of runs/<name>, runs/<name>-2, … that is not there."""
     if loaded.config.run_dir != "auto":
         return Path(loaded.config.run_dir)
-    for number in itertools.count(1):
-        path = Path("runs") / (loaded.name if number == 1 else f"{loaded.name}-{number}")
-        if not (folder / path).exists():
-            return path
-    raise AssertionError("numbers do not end")
+    return next(path for path in automatic_run_dirs(loaded.name) if not (folder / path).exists())
 
 
 def _make(run_dir: Path, *, must_be_new: bool) -> bool:

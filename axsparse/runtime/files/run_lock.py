@@ -19,14 +19,20 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""
 
 
+class InUseError(OutputError):
+    """Another process holds the run directory."""
+
+
 class RunLock:
     """Holds a run directory for this process; however that ends, the system releases the lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        """OutputError if another process holds the directory, or it cannot be written.
+        """InUseError if another process holds the directory, OutputError if it cannot be written.
 
         If its file system has no locks, a warning is printed, and the directory is used without.
         """
+        self.is_exclusive = True
+        """Whether other processes are kept out; False on a file system without locks."""
         path = run_dir / LOCK_FILE
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -41,10 +47,11 @@ class RunLock:
             if reason.errno in _HELD:
                 holder = _holder(os.pread(number, 4096, 0))
                 self.release()
-                raise OutputError(
+                raise InUseError(
                     f"{run_dir}: is in use by {holder}; wait for its end, or choose another "
                     "--run-dir"
                 ) from reason
+            self.is_exclusive = False
             print(
                 f"axsparse: warning: {path}: cannot be locked ({reason.strerror}); see that no "
                 "other job has this --run-dir",

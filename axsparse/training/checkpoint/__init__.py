@@ -1,1 +1,1 @@
-"""What a run saves of itself, and how it goes on from that."""
+"""Checkpoints: how a run saves its state, and how it resumes."""

@@ -1,4 +1,4 @@
-"""One piece of work at a time in a thread of its own."""
+"""Work that runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
-    """Work that has been started; its result or its failure is for whoever asks for it."""
+class BackgroundWork(Generic[T]):
+    """Work in a thread that starts at once; its result, or the error it raised, is kept."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
         self._results: list[T] = []
         self._failure: BaseException | None = None
         self._done = threading.Event()
-        # A daemon: a rank that fails elsewhere must not wait for the disk.
+        # As a daemon it does not keep a rank that failed elsewhere waiting for the disk.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is still at it."""
+        """Whether the work is not over yet."""
         return not self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until it is over, however it ended."""
+        """Wait until the work is over, whether it succeeded or failed."""
         self._thread.join()
 
     def result(self) -> T:
-        """Wait until it is over; raises what the work raised."""
+        """Wait for the result; raises what the work raised."""
         self.wait()
         if self._failure is not None:
             raise self._failure
@@ -41,7 +41,7 @@ class Background(Generic[T]):
         try:
             self._results.append(self._work())
         except BaseException as failure:
-            # Of any class: the thread of training has to hear of it.
+            # Errors of every class are raised again in the thread that asks for the result.
             self._failure = failure
         finally:
             self._done.set()

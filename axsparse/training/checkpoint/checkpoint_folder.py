@@ -1,11 +1,11 @@
-"""The folder of a run's checkpoints: how one appears, whole or not at all, and how one goes.
+"""The folder of a run's checkpoints, in which each appears whole or not at all.
 
     step-40/        a checkpoint
     step-60.tmp/    one that is being written, or was when the run was killed
     step-20.old/    one that is being removed, or was
 
-A name changes in one indivisible step, once what it stands for is on the disk. Checkpoints
-are ordered by step, never by time.
+Renaming is one indivisible step, and is done once the files are on the disk. Checkpoints are
+ordered by step, never by time.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ from axsparse.runtime.files.durable import sync_folder, write_new
 from axsparse.training.checkpoint.manifest import MANIFEST_FILE
 
 CHECKPOINTS = "checkpoints"
-"""In a run directory."""
+"""The name of this folder in a run directory."""
 UNFINISHED, REMOVED = ".tmp", ".old"
+"""What is appended to the name of a checkpoint that is being written, or being removed."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)})")
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """The path of the checkpoint of a step."""
     return folder / f"step-{step}"
 
 
+def unfinished_path_of(folder: Path, step: int) -> Path:
+    """The path at which the checkpoint of a step is written."""
+    return folder / f"step-{step}{UNFINISHED}"
+
+
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None for other names."""
+    """The step in a checkpoint's name; None for other names."""
     found = _STEP.fullmatch(path.name)
     return None if found is None else int(found[1])
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps with a checkpoint, whole or damaged, newest first."""
+    """The steps that have a checkpoint, whole or damaged, newest first."""
     steps = (step_of(path) for path in _folders(folder))
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What killed runs left behind half written or half removed."""
+    """The checkpoints that killed runs left half written or half removed."""
     return sorted(path for path in _folders(folder) if _REMAINS.fullmatch(path.name))
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Folders in a folder, links left out; none of one that is not there."""
+    """The folders in a folder, without links; none if it does not exist."""
     try:
         return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
@@ -56,17 +62,23 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of a step in; what killed runs left goes."""
+    """Make an empty folder to write the checkpoint of a step in, and return it.
+
+    What killed runs left unfinished is removed.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in unfinished(folder):
         shutil.rmtree(path)
-    partial = folder / f"step-{step}{UNFINISHED}"
+    partial = unfinished_path_of(folder, step)
     partial.mkdir(mode=0o700)
     return partial
 
 
 def commit(partial: Path, manifest: bytes) -> Path:
-    """Let a checkpoint whose files are on the disk appear; one of its step that is there goes."""
+    """Give a checkpoint whose files are on the disk its manifest and its name.
+
+    It replaces a checkpoint of the same step.
+    """
     write_new(partial / MANIFEST_FILE, manifest)
     sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(UNFINISHED))
@@ -78,7 +90,7 @@ def commit(partial: Path, manifest: bytes) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at no moment is a part of it under its name."""
+    """Remove a checkpoint; its name disappears first, so that no part of it is ever found."""
     gone = path.with_name(path.name + REMOVED)
     path.rename(gone)
     sync_folder(path.parent)
@@ -88,10 +100,10 @@ def remove(path: Path) -> None:
 def outdated(
     folder: Path, keep_last: int, keep_every: int, is_whole: Callable[[int], bool]
 ) -> list[int]:
-    """The steps whose checkpoints may go: all before the `keep_last` newest whole ones but
-    multiples of `keep_every`.
+    """The steps whose checkpoints are to be removed.
 
-    A damaged one counts for nothing, so that no whole one goes for its sake.
+    Kept are the `keep_last` newest whole ones, everything newer than those, and the multiples
+    of `keep_every`. A damaged checkpoint does not count as one of the newest.
     """
     whole = 0
     gone = []

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: the same model, data and settings that matter."""
+"""Whether a run may resume from a checkpoint: it needs the same model, data and settings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FREE = (
     *("train.trace", "train.nvtx", "train.memory_history", "watchdog."),
     *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
 )
-"""Keys, or their beginnings, that change no number of a run but the order of sums over replicas."""
+"""Keys, or beginnings of keys, whose values may change: at most they change the order of sums."""
 TOLD = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),
     *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
 )
-"""Keys that may change and are named when they do: the steps from here on are others."""
+"""Keys that may change and are printed if they do, since later steps then compute other values."""
 
 
 def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
-    """DataError for the first parameter that the model and the checkpoint have otherwise."""
+    """DataError if the parameters or layers of the model differ from those of the checkpoint."""
     there = {
         name: entry.shape
         for layer in checkpoint.manifest.layers.values()
@@ -57,7 +57,7 @@ def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
 
 
 def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
-    """DataError for other training data, wherever it lies."""
+    """DataError if the training data differ from those of the checkpoint; their path may differ."""
     there = checkpoint.manifest.data
     for what in ("samples", "fingerprint"):
         if getattr(there, what) != getattr(data, what):
@@ -71,8 +71,10 @@ def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
 def refuse_other_settings(
     checkpoint: Checkpoint, config: Config, loaded: LoadedConfig
 ) -> list[str]:
-    """ConfigError for the first setting that may not change; what may change and is worth a
-    word, as lines."""
+    """A line for each setting that has changed and that the user should know of.
+
+    ConfigError for the first changed setting that must not change.
+    """
     there, here = flat(checkpoint.manifest.config), flat(config.model_dump(mode="json"))
     free: tuple[str, ...] = FREE
     if config.pruning.method in ONCE:
@@ -95,7 +97,7 @@ def refuse_other_settings(
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by dotted key."""
+    """The settings of all sections by dotted key, such as `train.steps`."""
     return {
         f"{section}.{key}" if isinstance(values, Mapping) else section: value
         for section, values in settings.items()

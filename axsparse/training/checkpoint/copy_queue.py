@@ -1,4 +1,4 @@
-"""Copies of tensors on their way from training to the disk, in bounded memory."""
+"""Hands copies of tensors from training to the thread that writes them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import deque
 from torch import Tensor
 
 
-class Stream:
-    """A queue of tensors from one thread to another; who puts waits while it is full.
+class CopyQueue:
+    """A queue of tensors between two threads; `put` waits while the queue is full.
 
-    Nothing is taken before it is full or all has been put: training waits for what puts, and a
-    writer beside it would only slow it down.
+    The reader gets nothing before the queue is full or everything has been put: training waits
+    while its state is copied, and a thread that writes meanwhile would only slow that down.
     """
 
     def __init__(self, limit_bytes: float) -> None:
-        """One tensor is let in however large it is, so `limit_bytes` is never in the way of all."""
+        """An empty queue takes a tensor of any size, so that no `limit_bytes` is too small."""
         self._limit = limit_bytes
         self._tensors: deque[Tensor] = deque()
         self._held = 0
@@ -26,7 +26,7 @@ class Stream:
         self._is_open = False
 
     def put(self, tensor: Tensor) -> None:
-        """Hand over a tensor that nobody writes to any more; dropped once nobody takes it."""
+        """Add a tensor that nobody will change any more; after `close` it is dropped."""
         with self._changed:
             while self._held and self._held + tensor.nbytes > self._limit and not self._is_closed:
                 self._open()
@@ -37,7 +37,7 @@ class Stream:
                 self._changed.notify_all()
 
     def all_put(self) -> None:
-        """Nothing more will be handed over."""
+        """Say that there will be no more tensors."""
         with self._changed:
             self._open()
 
@@ -45,12 +45,14 @@ class Stream:
         self._is_open = True
         self._changed.notify_all()
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> CopyQueue:
         return self
 
     def __next__(self) -> Tensor:
-        """The next tensor, once it is there; it counts as held until the one after it is asked
-        for. ConnectionAbortedError if there will be none."""
+        """The next tensor, once there is one; ConnectionAbortedError if there will be none.
+
+        It counts towards the limit until the next one is asked for.
+        """
         with self._changed:
             self._held -= self._taken
             self._taken = 0
@@ -64,7 +66,7 @@ class Stream:
             return tensor
 
     def close(self) -> None:
-        """Nobody puts or takes any more."""
+        """Drop the tensors in the queue; neither thread waits any more."""
         with self._changed:
             self._is_closed = True
             self._tensors.clear()

@@ -1,16 +1,16 @@
-"""What a layer's files contain, and who writes them.
+"""What the files of a layer contain, and which replica writes them.
 
-    mask/NAME      uint8, a bit an entry as in tickets; of pruned tensors only
-    master/NAME    fp32, kept entries in ascending position
-    MOMENT/NAME    the same, of each state of the optimizer
-    value/NAME     untrained parameters, in the training precision
-    buffer/NAME    buffers that are part of the model's state, the first replica's
+    mask/NAME      uint8, one bit an entry as in tickets; of pruned tensors only
+    master/NAME    fp32 weights of the kept entries, in ascending position
+    MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
+    value/NAME     a parameter that is not trained, in the training precision
+    buffer/NAME    a buffer that is part of the model's state, of the first replica
 
-NAME is the global parameter name; a tied weight is saved under that of its first use. There
-are no half-precision weights: they are their masters, rounded (`samo/precision.py`). A second
-file has what the pruning method needs, by kind and name.
+NAME is the global name of the parameter; a tied weight is saved under the name of its first
+use. Half-precision weights are not saved: they are the rounded masters (`samo/precision.py`).
+What the pruning method needs is in a second file, as KIND/NAME.
 
-Nothing here depends on the layout, nor on how indices, masters and shards are stored.
+The contents do not depend on the layout, nor on how indices, masters and shards are stored.
 """
 
 from __future__ import annotations
@@ -33,43 +33,41 @@ from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 
 MASK, MASTER, VALUE, BUFFER = "mask", "master", "value", "buffer"
-"""Kinds of tensors, beside the names of moments."""
+"""The kinds of tensors; the names of the optimizer's moments are kinds too."""
 
 
 @dataclass(frozen=True)
 class TensorCopy:
     """A tensor that is to be written."""
 
-    described: TensorHeader
+    header: TensorHeader
     value: Callable[[], Tensor]
-    """Its contents of now; may be a view of what training changes."""
+    """Returns the present contents; they may be a view of memory that training changes."""
     is_gathered: bool = False
-    """Whether all replicas of the stage ask for the value together."""
+    """Whether all replicas of the stage must ask for the value together."""
     is_fixed: bool = False
-    """Whether training replaces and never changes it, so that it can be asked for later."""
+    """Whether the value can be asked for while training goes on, which never changes it."""
 
 
 @dataclass(frozen=True)
 class LayerContents:
-    """The files of one layer."""
+    """What the files of one layer contain."""
 
     name: str
     files: Mapping[str, Mapping[str, TensorCopy]]
-    """By file name and name in the file; a layer's own file comes first."""
+    """By file name and by name in the file; the file of the pruning method comes second."""
     entry: LayerEntry
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(
-            saved.described.nbytes for file in self.files.values() for saved in file.values()
-        )
+        """Bytes of all tensors."""
+        return sum(tensor.header.nbytes for file in self.files.values() for tensor in file.values())
 
 
 def contents_of(
     number: int, layer: BuiltLayer, ties: Mapping[str, str], masking: MaskingState | None
 ) -> LayerContents:
-    """What is saved of a layer, which has this number in the model."""
+    """What is saved of the layer that has this number in the model, counted from 0."""
     state = layer.state
     own: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
@@ -81,19 +79,19 @@ def contents_of(
         kept = parameter.numel()
         if name in trained:
             kept = trained[name].kept
-            own.update(_tensor(state, trained[name]))
+            own.update(_trained_tensor(state, trained[name]))
         else:
-            own[f"{VALUE}/{name}"] = _saved(parameter.detach())
+            own[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
         parameters[name] = ParameterEntry(shape=tuple(parameter.shape), kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
-            described = TensorHeader(slot.tensor.dtype, tuple(slot.tensor.shape))
-            # Asked for later: the first replica's are put there before.
+            header = TensorHeader(slot.tensor.dtype, tuple(slot.tensor.shape))
+            # The slot is read when the value is asked for: it has the first replica's tensor then.
             own[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
-                described, partial(_now, slot)
+                header, partial(_buffer_value, slot)
             )
     of_method = {
-        f"{kind}/{name}": replace(_saved(tensor), is_fixed=True)
+        f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
         for kind, tensors in (masking.tensors if masking is not None else {}).items()
         for name, tensor in tensors.items()
         if name in trained and name not in ties
@@ -113,23 +111,23 @@ def contents_of(
     )
 
 
-def _tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
-    """Mask, master and moments of a trained tensor."""
+def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
+    """The mask, master and moments of a trained tensor, each by its name in the file."""
     name, numel, kept = tensor.name, tensor.parameter.numel(), tensor.kept
     index = tensor.index
     if kept < numel:
 
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
-            # Asked for by the thread that writes, while the device computes.
+            # The thread that writes asks for the mask while the device computes.
             if isinstance(index, DeviceIndex):
                 mask_D[index.positions_by_host()] = True
             else:
                 mask_D[index.positions()] = True
             return pack(mask_D)
 
-        described = TensorHeader(torch.uint8, (-(-numel // 8),))
-        yield f"{MASK}/{name}", TensorCopy(described, packed, is_fixed=True)
+        header = TensorHeader(torch.uint8, (-(-numel // 8),))
+        yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
     values = TensorHeader(torch.float32, (kept,))
     yield f"{MASTER}/{name}", TensorCopy(values, lambda: state.master(name), state.is_sharded)
 
@@ -140,16 +138,16 @@ def _tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, Tenso
         yield f"{kind}/{name}", TensorCopy(values, moment(kind), state.is_sharded)
 
 
-def _saved(tensor: Tensor) -> TensorCopy:
+def _plain_tensor(tensor: Tensor) -> TensorCopy:
     return TensorCopy(TensorHeader(tensor.dtype, tuple(tensor.shape)), lambda: tensor.cpu())
 
 
-def _now(slot: BufferSlot) -> Tensor:
+def _buffer_value(slot: BufferSlot) -> Tensor:
     return slot.tensor.cpu()
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:
-    """Which of the writers takes each file, such that they have about as many bytes each."""
+    """The number of the writer of each file, such that all write about as many bytes."""
     loads = [0] * writers
     dealt = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

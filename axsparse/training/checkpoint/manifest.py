@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: where training stood, and which file holds what.
+"""The manifest of a checkpoint: where training stood, and which file holds which layer.
 
-`manifest.json` is one JSON object that ends in `,"sha256":"…"}`, the hash of all bytes
-before that. It is written last, so that a folder without one is no checkpoint.
+`manifest.json` is one JSON object that ends in `,"sha256":"…"}`, the hash of all bytes before
+that. It is written last, so that a folder without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from axsparse.runtime.errors import DataError, MissingInputError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal[1] = 1
-"""Of checkpoints; another number is refused."""
+"""The version of the format of checkpoints; any other is refused."""
 MAX_BYTES = 256_000_000
-"""Of a manifest; some 150 bytes a parameter tensor are usual."""
+"""The largest manifest that is read; usual are some 150 bytes a parameter tensor."""
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 FileName = Annotated[
     str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors\z", max_length=200)
 ]
-"""Of a file beside the manifest; nothing else is ever opened."""
+"""The name of a file beside the manifest; files of other names are never opened."""
 
 
 class _Strict(BaseModel):
@@ -37,98 +37,98 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """One file."""
+    """The size and hash of one file."""
 
     bytes: Count
     xxh3: Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
-    """XXH3, 128 bits (`xxhsum -H2`)."""
+    """The XXH3 hash of 128 bits, as `xxhsum -H2` prints it."""
 
 
 class ParameterEntry(_Strict):
-    """One parameter of the model."""
+    """The shape of one parameter of the model, and how much of it is kept."""
 
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]
     kept: Count
-    """Entries that are in the file; all of them in a tensor that is not pruned."""
+    """Number of entries in the file; all entries if the parameter is not pruned."""
 
 
 class LayerEntry(_Strict):
-    """One layer, in a file of its own."""
+    """The files and parameters of one layer."""
 
     file: FileName
     masking: FileName | None
-    """What the pruning method needs of this layer."""
+    """The file of what the pruning method needs of this layer; None if it needs nothing."""
     parameters: dict[str, ParameterEntry]
-    """By global name; the second use of a tied weight is in the layer of the first."""
+    """By global name; a tied weight is in the layer of its first use only."""
 
 
 class SpikeHistory(_Strict):
-    """What the rule for spikes of the loss knows (`axsparse.training.spikes`)."""
+    """The state of the rule for spikes of the loss (`axsparse.training.spikes`)."""
 
     losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
-    """Of the last good steps, oldest first."""
+    """The losses of the last good steps, oldest first."""
     in_a_row: Count = 0
-    """Steps skipped since the last good one."""
+    """Number of steps skipped since the last good one."""
     base: Count | None = None
     """Step of the checkpoint that a spike goes back to; 0: there is none yet, None: this one."""
     backs: Count = 0
-    """How often the run has gone back to there."""
+    """How often the run has gone back to that checkpoint."""
 
 
 class FirstBad(_Strict):
-    """The first of a row of steps that were skipped since their numbers were not finite."""
+    """The first of a row of steps that were skipped because loss or gradient was not finite."""
 
     step: Count
-    """Its number, from 1."""
+    """The number of the step, from 1."""
     what: Annotated[str, Field(pattern=r"\A[^\p{C}]*\z", max_length=1000)]
-    """Where what was not finite."""
+    """The rank and the tensor whose value was first not finite, and its value."""
 
 
 class Progress(_Strict):
     """Where training stands, between two steps."""
 
     step: Count
-    """Steps done."""
+    """Number of steps done."""
     updates: Count
-    """Those of them that updated the weights, since the last rewinding."""
+    """Number of updates of the weights, counted anew when they are rewound to earlier ones."""
     schedule_start: Count
-    """Steps done at the last rewinding, where the learning rate began anew."""
+    """Steps done when the weights were last rewound and the learning rate began anew."""
     masks_changed: Count | None
-    """Steps done at the last change of masks."""
+    """Steps done when the masks last changed; None if they never have."""
     evaluated: bool
-    """Whether the evaluation after these steps is over, if there is one."""
+    """Whether the evaluation that is due after these steps has been done."""
     masked: bool
-    """Whether masks have changed for the coming step, if they do."""
+    """Whether the change of masks that is due before the next step has been done."""
     loss_scale: Annotated[float, Field(gt=0.0)]
     good_steps: Count
     skipped_at_floor: Count
     jumped: Count = 0
-    """Batches that were jumped over; step + jumped have been left behind."""
+    """Number of batches that were left out; the next batch is number step + jumped, from 0."""
     not_finite: Count = 0
-    """Steps skipped since loss or gradient were not finite."""
+    """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0
-    """Steps skipped for a spike of the loss."""
+    """Number of steps skipped for a spike of the loss."""
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
 
 
 class DataEntry(_Strict):
-    """The training data, and how far they are used."""
+    """The training data, and the position in them."""
 
     name: str
     fingerprint: str
     samples: Count
     position: Count
-    """Samples seen or jumped over; follows from steps, jumps and batch size."""
+    """Number of samples used or left out: (step + jumped) · global batch size."""
 
 
 class CheckpointManifest(_Strict):
-    """All that a checkpoint is beside its tensors."""
+    """Everything that a checkpoint holds beside its tensors."""
 
     format: Literal[1]
     progress: Progress
     standing: MethodState
-    """Of the pruning method."""
+    """The state of the pruning method."""
     data: DataEntry
     config: dict[str, Any]
     """The resolved configuration."""
@@ -140,7 +140,7 @@ class CheckpointManifest(_Strict):
 
     @property
     def pruned(self) -> dict[str, int]:
-        """Kept entries of the tensors that were compressed, by global name."""
+        """Number of kept entries of each pruned parameter, by global name."""
         return {
             name: entry.kept
             for layer in self.layers.values()
@@ -150,12 +150,12 @@ class CheckpointManifest(_Strict):
 
     @property
     def nbytes(self) -> int:
-        """Of all files but the manifest."""
+        """Bytes of all files but the manifest."""
         return sum(entry.bytes for entry in self.files.values())
 
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
-    """What `parse_manifest` reads."""
+    """The contents of manifest.json, which `parse_manifest` reads."""
     text = manifest.model_dump_json().encode()
     assert text.endswith(b"}")
     head = text[:-1]
@@ -163,7 +163,7 @@ def manifest_bytes(manifest: CheckpointManifest) -> bytes:
 
 
 def parse_manifest(data: bytes) -> CheckpointManifest:
-    """ValueError, of one line, for what is no manifest or has changed since it was written."""
+    """Read the contents of manifest.json; ValueError of one line if they are damaged."""
     tail = _TAIL.search(data)
     if tail is None:
         raise ValueError("is cut short, or no manifest")
@@ -189,8 +189,7 @@ def parse_manifest(data: bytes) -> CheckpointManifest:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint; MissingInputError if there is none, DataError if it is
-    damaged."""
+    """The manifest of a checkpoint; MissingInputError without one, DataError if it is damaged."""
     path = folder / MANIFEST_FILE
     try:
         with open_plain(path) as file:
@@ -211,8 +210,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A file for reading; OSError for a link, which could lead out of the folder."""
-    # Not to wait where somebody put a named pipe.
+    """Open a file for reading; OSError for a link, which could lead out of the folder."""
+    # O_NONBLOCK: opening a named pipe would wait for a writer.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, or the one that is named."""
+"""Finds and verifies the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from axsparse.training.checkpoint.verification import Checkpoint, open_checkpoin
 
 
 def verify_together(transport: Transport, path: Path) -> Checkpoint:
-    """Open a checkpoint on every rank and verify it, a part of the files on each.
+    """Open a checkpoint on every rank and verify it, a part of its files on each.
 
     Raises what `verify` raises, on all ranks alike.
     """
@@ -32,9 +32,10 @@ def verify_together(transport: Transport, path: Path) -> Checkpoint:
 def newest_whole(
     transport: Transport, run_dir: Path, steps: Sequence[int]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of these steps, newest first, and why others were passed over.
+    """The newest whole checkpoint, and a line for each damaged one that is newer.
 
-    None if there are none; DataError on all ranks if there are, and none is whole.
+    `steps` are those of the run's checkpoints, newest first. The checkpoint is None if there are
+    no steps; DataError on all ranks if none of the checkpoints is whole.
     """
     skipped: list[str] = []
     for step in steps:
@@ -53,7 +54,7 @@ def newest_whole(
 
 
 def _tried(transport: Transport, path: Path) -> Checkpoint | str:
-    """A whole checkpoint, or what is wrong with it."""
+    """The checkpoint if it is whole, otherwise what is wrong with it."""
     try:
         return verify_together(transport, path)
     except (DataError, MissingInputError) as reason:
@@ -61,7 +62,7 @@ def _tried(transport: Transport, path: Path) -> Checkpoint | str:
 
 
 def remains(run_dir: Path) -> list[str]:
-    """A line for each checkpoint that was not finished."""
+    """A line for the user for each checkpoint that a killed run did not finish."""
     return [
         f"passed over: checkpoint {path}: was not finished when the run was killed"
         for path in unfinished(run_dir / CHECKPOINTS)

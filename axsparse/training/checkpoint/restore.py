@@ -1,7 +1,7 @@
-"""From the files of a checkpoint into the state of one rank, whatever its layout.
+"""Reads the files of a checkpoint into the state of one rank, whatever the layout.
 
-A rank opens the files of its own layers only, reads the masters of all their kept entries,
-since its dense weights follow from those, and of the moments what it holds.
+A rank opens only the files of its own layers. It reads the masters of all their kept entries,
+since its dense weights follow from those, but only the moments that it holds itself.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from axsparse.training.checkpoint.layer_files import BUFFER, MASK, MASTER, VALUE
 from axsparse.training.checkpoint.verification import Checkpoint
 
 PIECE = 1 << 20
-"""Kept entries that are read at a time."""
+"""Number of kept entries that are read at a time."""
 
 
 class CheckpointMasks:
-    """The masks of a checkpoint, for building state that is pruned as it was; `Masks`."""
+    """The masks of a checkpoint, with which its state is built again; implements `Masks`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files = Files(checkpoint)
+        self._files = CheckpointFiles(checkpoint)
         self.kept: Mapping[str, int] = checkpoint.manifest.pruned
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        """The flat mask of a pruned tensor; `weight` is never called."""
+        """The flat mask of a pruned tensor; `weight` is not needed for it."""
         del weight
         assert within is None, "state is built with these masks"
         numel = torch.Size(shape).numel()
@@ -44,7 +44,7 @@ class CheckpointMasks:
         packed = self._files.of(name).read(f"{MASK}/{name}", wanted)
         bits = np.unpackbits(packed.numpy(), count=numel)
         mask_D = torch.from_numpy(bits.view(np.bool_))
-        kept = int(mask_D.count_nonzero())  # sum() would make 8 bytes of each bit
+        kept = int(mask_D.count_nonzero())  # sum() would first make an int64 of each entry
         if kept != self.kept[name]:
             raise DataError(
                 f"checkpoint {self._files.checkpoint.path}: the mask of {name} keeps {kept} "
@@ -56,8 +56,11 @@ class CheckpointMasks:
 def load_layers(
     checkpoint: Checkpoint, layers: Iterable[BuiltLayer], ties: Mapping[str, str]
 ) -> None:
-    """Fill state that was built with the masks of the checkpoint, for a model of its shapes."""
-    files = Files(checkpoint)
+    """Fill layers that were built with the masks of the checkpoint with its values.
+
+    The model must have the checkpoint's shapes.
+    """
+    files = CheckpointFiles(checkpoint)
     for layer in layers:
         trained = {tensor.name: tensor for tensor in layer.state.tensors}
         for local, parameter in layer.module.named_parameters():
@@ -77,7 +80,7 @@ def load_layers(
 
 
 def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:
-    """Masters, and with them the dense weight; moments of what is held here."""
+    """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
     wanted = TensorHeader(torch.float32, (tensor.kept,))
     master = file.entries(f"{MASTER}/{saved}", wanted)
     for start in range(0, tensor.kept, PIECE):
@@ -90,7 +93,7 @@ def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorS
 
 
 class LayerFile:
-    """One file, whose tensors are read as they are expected or not at all."""
+    """One file, whose tensors are read only if they are as expected."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """MissingInputError if it cannot be opened, DataError if it is no safetensors file."""
@@ -103,17 +106,17 @@ class LayerFile:
             ) from reason
 
     @property
-    def described(self) -> Mapping[str, TensorHeader]:
-        """All tensors of the file."""
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """The headers of all tensors of the file."""
         return {key: self._file.described(key) for key in self._file.shapes}
 
     def read(self, key: str, wanted: TensorHeader | None = None) -> Tensor:
-        """A whole tensor; DataError if it is not there, or not as wanted."""
+        """A whole tensor; DataError if it is missing, or its header is not the wanted one."""
         self._check(key, wanted)
         return self._file.read(key)
 
     def entries(self, key: str, wanted: TensorHeader) -> Callable[[int, int], Tensor]:
-        """What reads the entries [start, stop) of a flat tensor."""
+        """A function that reads the entries [start, stop) of a flat tensor; DataError as `read`."""
         self._check(key, wanted)
         return partial(self._file.read_part, key)
 
@@ -123,13 +126,13 @@ class LayerFile:
         found = self._file.described(key)
         if wanted is not None and found != wanted:
             raise DataError(
-                f"{self._where}: {key!r} is {_told(found)}, this run has {_told(wanted)}; resume "
+                f"{self._where}: {key!r} is {_shown(found)}, this run has {_shown(wanted)}; resume "
                 "from another one"
             )
 
 
-class Files:
-    """The files of a checkpoint, the last one of which stays open."""
+class CheckpointFiles:
+    """The files of layers of a checkpoint; the one that was read last stays open."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -141,7 +144,7 @@ class Files:
         self._open: tuple[str, LayerFile] | None = None
 
     def of(self, name: str) -> LayerFile:
-        """The file of a parameter's layer."""
+        """The file of the layer that has this parameter."""
         return self.of_layer(self._layer_of[name])
 
     def of_layer(self, layer: str) -> LayerFile:
@@ -149,7 +152,7 @@ class Files:
         return self._named(self.checkpoint.manifest.layers[layer].file)
 
     def read_masking(self, kind: str, name: str) -> Tensor:
-        """What the pruning method saved of a parameter; DataError if it did not."""
+        """A tensor that the pruning method saved of a parameter; DataError if there is none."""
         masking = self.checkpoint.manifest.layers[self._layer_of[name]].masking
         if masking is None:
             raise DataError(
@@ -164,5 +167,5 @@ class Files:
         return self._open[1]
 
 
-def _told(described: TensorHeader) -> str:
-    return f"{str(described.dtype).removeprefix('torch.')} {described.shape}"
+def _shown(header: TensorHeader) -> str:
+    return f"{str(header.dtype).removeprefix('torch.')} {header.shape}"

@@ -1,14 +1,14 @@
-"""Saves training between two steps: all ranks copy, threads write, rank 0 lets it appear.
+"""Saves training between two steps: all ranks copy, their threads write, rank 0 commits.
 
-Each replica of a stage writes some of its layers. A rank's thread writes and reads back
-what the rank gives it, while training goes on. Once every rank's next agreement says that
-all are through, rank 0 hears what was written and commits, in a thread as well. So there is
-never more than one checkpoint under way, and no step has a collective more for it.
+Each replica of a stage writes some of its layers: training copies them and goes on, while a
+thread writes the copies and reads the files back. Once the agreement of a step says that every
+rank's thread has ended, rank 0 gathers what was written and lets the checkpoint appear, in a
+thread too. So no more than one checkpoint is under way, and it costs no step a collective of
+its own.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,21 +18,15 @@ from typing import Any
 
 import xxhash
 
-from axsparse.config.schema import CheckpointConfig
-from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.models.survey import Survey
-from axsparse.pruning.methods.masking import Masking, MaskingState, MethodState
-from axsparse.runtime.communication import Transport
+from axsparse.config.schema import Config
+from axsparse.pruning.methods.masking import MaskingState, MethodState
 from axsparse.runtime.errors import MissingInputError, OutputError
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.durable import sync_folder
-from axsparse.runtime.files.run_lock import RunLock
 from axsparse.runtime.files.safetensors import write_safetensors
-from axsparse.runtime.grid import Place
-from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.checkpoint import checkpoint_folder as folders
-from axsparse.training.checkpoint.background_work import Background
-from axsparse.training.checkpoint.copy_queue import Stream
+from axsparse.training.checkpoint.background_work import BackgroundWork
+from axsparse.training.checkpoint.copy_queue import CopyQueue
 from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.manifest import (
     FORMAT,
@@ -44,182 +38,171 @@ from axsparse.training.checkpoint.manifest import (
     manifest_bytes,
 )
 from axsparse.training.checkpoint.verification import is_whole, read_entry
+from axsparse.training.parts import Parts
+from axsparse.training.run_directory import RunDir
 
-Written = Mapping[str, FileEntry]
+THREAD = "axsparse checkpoint"
+"""The name of the threads that write and commit."""
+FileEntries = Mapping[str, FileEntry]
+"""Files by name."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What does not change while a run lasts; equal on all ranks."""
+    """What checkpoints say of the run; the same on all ranks and at every step."""
 
     data: DataEntry
-    """At position 0."""
-    samples_per_step: int
-    config: Mapping[str, Any]
+    """The training data; the position in it is filled in by each checkpoint."""
+    config: Config
+    """The resolved configuration."""
     versions: Mapping[str, str]
     git: str | None
+    """The git hash, on rank 0."""
 
 
 @dataclass
-class _Save:
-    """A checkpoint that is not there yet."""
+class _PendingCheckpoint:
+    """A checkpoint that is being written or committed."""
 
     progress: Progress
     standing: MethodState
-    partial: Path
+    folder: Path
+    """The unfinished folder, which gets the checkpoint's name in the end."""
     layers: dict[str, LayerEntry]
-    """Those that this rank writes."""
-    stream: Stream
-    writing: Background[Written]
-    committing: Background[None] | None = None
+    """The layers that this rank writes."""
+    queue: CopyQueue
+    """The copies that are on their way to the thread that writes."""
+    writing: BackgroundWork[FileEntries]
+    committing: BackgroundWork[None] | None = None
     """On rank 0, once all ranks have written."""
     is_written: bool = False
+    """Whether all ranks have written."""
+
+    @property
+    def threads(self) -> list[BackgroundWork[Any]]:
+        """The work that this rank has begun."""
+        return [self.writing] if self.committing is None else [self.writing, self.committing]
 
 
 class Saver:
-    """Saves one rank's part; all ranks call the same methods at the same steps."""
+    """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: CheckpointConfig,
-        facts: RunFacts,
-        *,
-        transport: Transport,
-        place: Place,
-        survey: Survey,
-        layers: Sequence[BuiltLayer],
-        buffers: RunningStatistics,
-        masking: Masking | None,
-        lock: RunLock | None = None,
-        written: Callable[[], object] = lambda: None,
-        resumed_at: int | None = None,
-    ) -> None:
-        """`lock`: what keeps other jobs out, until this closes. `written` is called, in a thread,
-        with every piece that is on its way to the disk or read back. `resumed_at`: the step of
-        the checkpoint that the run goes on from."""
-        self.folder = folder
-        self._settings = settings
+    def __init__(self, run_dir: RunDir, facts: RunFacts, parts: Parts) -> None:
+        """Saves to a run directory, whose lock is released when this closes.
+
+        The pulse of `parts` is told of every piece that a thread writes or reads back.
+        """
+        self.folder = run_dir.path / folders.CHECKPOINTS
+        resumed_at = None if run_dir.checkpoint is None else run_dir.checkpoint.step
         self._facts = facts
-        self._transport = transport
-        self._place = place
-        self._survey = survey
-        self._layers = layers
-        self._buffers = buffers
-        self._masking = masking
-        self._lock = lock
-        self._wrote = written
+        self._settings = facts.config.checkpoint
+        self._parts = parts
+        self._transport = parts.transport
+        self._lock = run_dir.lock
         self._last = resumed_at
         self._whole = set() if resumed_at is None else {resumed_at}
-        self._under_way: _Save | None = None
+        self._pending: _PendingCheckpoint | None = None
 
     def due(self, step: int, *, is_last: bool) -> bool:
-        """Whether a checkpoint belongs after this step."""
+        """Whether the settings ask for a checkpoint after this step."""
         every = self._settings.every
         return bool(every) and step != self._last and step > 0 and (is_last or step % every == 0)
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still works on its part."""
-        now = self._under_way
-        if now is None:
-            return False
-        return now.writing.is_busy or (now.committing is not None and now.committing.is_busy)
+        """Whether a thread of this rank is still writing or committing."""
+        pending = self._pending
+        return pending is not None and any(work.is_busy for work in pending.threads)
 
     def start(self, progress: Progress) -> None:
-        """Copy this rank's part of the state and begin to write it; waits for the checkpoint
-        before, if that is still under way. OutputError on all ranks if one cannot be written."""
+        """Copy this rank's part of the state, and begin to write it in a thread.
+
+        Waits for the checkpoint before, if that is still under way. OutputError on all ranks if
+        either of them cannot be written.
+        """
         self.finish()
-        masking = MaskingState(MethodState()) if self._masking is None else self._masking.state()
-        own, others = self._dealt(masking)
+        method = self._parts.masking
+        masking = MaskingState(MethodState()) if method is None else method.state()
+        layers = self._dealt_layers(masking)
+        own = [layer for layer, is_own in layers if is_own]
         step = progress.step
-        partial = folders.path_of(self.folder, step)
-        partial = partial.with_name(partial.name + folders.UNFINISHED)
-        together(self._transport, lambda: self._begin(step))
+        together(self._transport, lambda: self._make_folder(step))
+        folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in own for name, file in layer.files.items()}
-        stream = Stream(self._settings.buffer * 1e9)
-        self._under_way = _Save(
+        queue = CopyQueue(self._settings.buffer * 1e9)
+        beat = self._parts.pulse.beat
+        self._pending = _PendingCheckpoint(
             progress,
             masking.standing,
-            partial,
+            folder,
             {layer.name: layer.entry for layer in own},
-            stream,
-            Background(lambda: _write(partial, files, stream, self._wrote), "axsparse checkpoint"),
+            queue,
+            BackgroundWork(lambda: _write(folder, files, queue, beat), THREAD),
         )
         self._last = step
-        with self._buffers.of_first_replica():
-            for saved, is_own in self._in_order(own, others):
+        with self._parts.statistics.of_first_replica():
+            for tensor, is_own in _to_copy(layers):
                 if is_own:
-                    stream.put(saved.value().clone())
+                    queue.put(tensor.value().clone())
                 else:
-                    saved.value()
-        stream.all_put()
+                    tensor.value()
+        queue.all_put()
 
     def advance(self, *, any_writing: bool) -> None:
-        """Take the next step to a checkpoint that is under way, with what the last agreement
-        said: whether any rank was writing then. OutputError on all ranks if it failed."""
-        now = self._under_way
-        if now is None or any_writing:
+        """Take the next step of a checkpoint that is under way, if no rank is at work on it.
+
+        `any_writing` is what the last agreement said of that. OutputError on all ranks if the
+        checkpoint failed.
+        """
+        pending = self._pending
+        if pending is None or any_writing:
             return
-        if not now.is_written:
-            self._collect(now)
+        if not pending.is_written:
+            self._collect(pending)
             return
         try:
-            together(self._transport, lambda: self._committed(now))
+            together(self._transport, lambda: self._refuse_failed_commit(pending))
         finally:
-            self._under_way = None
+            self._pending = None
 
     def finish(self) -> None:
-        """Wait until nothing is under way; errors as `advance`."""
-        while (now := self._under_way) is not None:
-            for work in (now.writing, now.committing):
-                if work is not None:
-                    work.wait()
+        """Wait until no checkpoint is under way; raises what `advance` raises."""
+        while (pending := self._pending) is not None:
+            for work in pending.threads:
+                work.wait()
             self.advance(any_writing=False)
 
     def close(self) -> None:
-        """Give up what is under way, once no thread is at it: what has begun to appear appears,
-        what is left of it goes with the next checkpoint."""
-        now, self._under_way = self._under_way, None
-        if now is not None:
-            now.stream.close()
-            for work in (now.writing, now.committing):
-                if work is not None:
-                    work.wait()
+        """Give up the checkpoint that is under way, and release the lock of the run directory.
+
+        A commit that has begun is completed; files of an unfinished checkpoint stay until the
+        next one is begun.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.queue.close()
+            for work in pending.threads:
+                work.wait()
         if self._lock is not None:
             self._lock.release()
 
-    # -- who writes what ----------------------------------------------------------------
-
-    def _dealt(self, masking: MaskingState) -> tuple[list[LayerContents], list[LayerContents]]:
-        """The layers of this stage that this replica writes, and those that others do."""
-        numbers = {layer.name: number for number, layer in enumerate(self._survey.layers)}
+    def _dealt_layers(self, masking: MaskingState) -> list[tuple[LayerContents, bool]]:
+        """The layers of this stage in order, and whether this replica is the one to write each."""
+        survey, place = self._parts.survey, self._parts.place
+        numbers = {layer.name: number for number, layer in enumerate(survey.layers)}
         contents = [
-            contents_of(numbers[layer.spec.name], layer, self._survey.ties, masking)
-            for layer in self._layers
+            contents_of(numbers[layer.spec.name], layer, survey.ties, masking)
+            for layer in self._parts.layers
         ]
-        dealt = deal([layer.nbytes for layer in contents], self._place.grid.g_data)
-        parts: tuple[list[LayerContents], list[LayerContents]] = ([], [])
-        for layer, writer in zip(contents, dealt, strict=True):
-            parts[writer != self._place.replica].append(layer)
-        return parts
+        writers = deal([layer.nbytes for layer in contents], place.grid.g_data)
+        return [
+            (layer, writer == place.replica)
+            for layer, writer in zip(contents, writers, strict=True)
+        ]
 
-    def _in_order(
-        self, own: Sequence[LayerContents], others: Sequence[LayerContents]
-    ) -> Iterator[tuple[TensorCopy, bool]]:
-        """What this rank asks for, in an order that all replicas share: what is its own to write,
-        and what it has a share of that others write."""
-        mine = {layer.name for layer in own}
-        by_name = {layer.name: layer for layer in (*own, *others)}
-        for layer in self._layers:
-            for file in by_name[layer.spec.name].files.values():
-                for saved in file.values():
-                    if saved.is_gathered or (layer.spec.name in mine and not saved.is_fixed):
-                        yield saved, layer.spec.name in mine
+    # -- what all ranks do together -----------------------------------------------------
 
-    # -- from all ranks -----------------------------------------------------------------
-
-    def _begin(self, step: int) -> None:
+    def _make_folder(self, step: int) -> None:
         if self._transport.rank != 0:
             return
         try:
@@ -227,127 +210,147 @@ class Saver:
         except OSError as reason:
             raise self._unwritable(self.folder, reason) from reason
 
-    def _collect(self, now: _Save) -> None:
-        """Hear from all ranks what they wrote, and let rank 0 commit; every rank has written."""
+    def _collect(self, pending: _PendingCheckpoint) -> None:
+        """Gather what all ranks have written, and let rank 0 begin to commit it."""
         try:
-            together(self._transport, lambda: self._written(now))
+            together(self._transport, lambda: self._refuse_failed_write(pending))
         except OutputError:
-            self._under_way = None
+            self._pending = None
             if self._transport.rank == 0:
-                shutil.rmtree(now.partial, ignore_errors=True)
+                shutil.rmtree(pending.folder, ignore_errors=True)
             raise
+        files = pending.writing.result()
         own = {
-            "layers": {name: entry.model_dump() for name, entry in now.layers.items()},
-            "files": {name: entry.model_dump() for name, entry in now.writing.result().items()},
+            "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},
+            "files": {name: entry.model_dump() for name, entry in files.items()},
         }
         world, backoff = self._transport.world, self._transport.backoff
-        said = gather_texts(world, backoff, json.dumps(own))
-        now.is_written = True
+        texts = gather_texts(world, backoff, json.dumps(own))
+        pending.is_written = True
         if self._transport.rank == 0:
-            manifest = self._manifest(now, [json.loads(text) for text in said])
-            now.committing = Background(
-                lambda: self._commit(now.partial, manifest), "axsparse checkpoint"
+            manifest = self._manifest(pending, [json.loads(text) for text in texts])
+            pending.committing = BackgroundWork(
+                lambda: self._commit(pending.folder, manifest), THREAD
             )
 
-    def _written(self, now: _Save) -> None:
+    def _refuse_failed_write(self, pending: _PendingCheckpoint) -> None:
         try:
-            now.writing.result()
+            pending.writing.result()
         except OSError as reason:
-            raise self._unwritable(now.partial, reason) from reason
+            raise self._unwritable(pending.folder, reason) from reason
         except MissingInputError as reason:
             raise OutputError(f"{reason}; it was written a moment ago") from reason
 
-    def _manifest(self, now: _Save, said: Sequence[Mapping[str, Any]]) -> CheckpointManifest:
-        layers = {name: entry for part in said for name, entry in part["layers"].items()}
-        files = {name: entry for part in said for name, entry in part["files"].items()}
-        data, batches = self._facts.data, now.progress.step + now.progress.jumped
-        return CheckpointManifest(
-            format=FORMAT,
-            progress=now.progress,
-            standing=now.standing,
-            data=data.model_copy(update={"position": batches * self._facts.samples_per_step}),
-            config=dict(self._facts.config),
-            versions=dict(self._facts.versions),
-            git=self._facts.git,
-            layers={
-                layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
-                for layer in self._survey.layers
-            },
-            files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
-        )
-
-    def _commit(self, partial: Path, manifest: CheckpointManifest) -> None:
-        """On rank 0, while training goes on."""
-        for name, entry in manifest.files.items():
-            path = partial / name
-            if not path.is_file() or path.stat().st_size != entry.bytes:
-                raise OutputError(
-                    f"checkpoint {partial}: rank 0 does not see {name} as it was written; choose a "
-                    "--run-dir that all hosts share"
-                )
-        folders.commit(partial, manifest_bytes(manifest))
-        self._whole.add(manifest.progress.step)
-        settings = self._settings
-        for step in folders.outdated(
-            self.folder, settings.keep_last, settings.keep_every, self._is_whole
-        ):
-            if step == manifest.progress.spikes.base:
-                continue
-            folders.remove(folders.path_of(self.folder, step))
-            self._wrote()
-
-    def _is_whole(self, step: int) -> bool:
-        """Checkpoints of this run were read back; those of runs before are read once."""
-        if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
-            self._whole.add(step)
-        self._wrote()
-        return step in self._whole
-
-    def _committed(self, now: _Save) -> None:
-        if now.committing is None:
+    def _refuse_failed_commit(self, pending: _PendingCheckpoint) -> None:
+        if pending.committing is None:
             return
         try:
-            now.committing.result()
+            pending.committing.result()
         except OSError as reason:
             raise self._unwritable(self.folder, reason) from reason
 
     def _unwritable(self, path: Path, reason: OSError) -> OutputError:
         return OutputError(
-            f"{self._place}: checkpoint {path}: cannot be written ({reason.strerror}); free space "
-            "there, or choose another --run-dir; checkpoints before it are still there"
+            f"{self._parts.place}: checkpoint {path}: cannot be written ({reason.strerror}); free "
+            "space there, or choose another --run-dir; checkpoints before it are still there"
         )
+
+    # -- what rank 0 commits ------------------------------------------------------------
+
+    def _manifest(
+        self, pending: _PendingCheckpoint, ranks: Sequence[Mapping[str, Any]]
+    ) -> CheckpointManifest:
+        """The manifest of a checkpoint, of which every rank has named its layers and files."""
+        layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
+        files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
+        facts = self._facts
+        batches = pending.progress.step + pending.progress.jumped
+        position = batches * facts.config.batch.global_batch_size
+        return CheckpointManifest(
+            format=FORMAT,
+            progress=pending.progress,
+            standing=pending.standing,
+            data=facts.data.model_copy(update={"position": position}),
+            config=facts.config.model_dump(mode="json"),
+            versions=dict(facts.versions),
+            git=facts.git,
+            layers={
+                layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
+                for layer in self._parts.survey.layers
+            },
+            files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
+        )
+
+    def _commit(self, folder: Path, manifest: CheckpointManifest) -> None:
+        """Let the checkpoint appear, and remove those that are outdated; runs in a thread."""
+        for name, entry in manifest.files.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != entry.bytes:
+                raise OutputError(
+                    f"checkpoint {folder}: rank 0 does not see {name} as it was written; choose a "
+                    "--run-dir that all hosts share"
+                )
+        folders.commit(folder, manifest_bytes(manifest))
+        self._whole.add(manifest.progress.step)
+        settings = self._settings
+        for step in folders.outdated(
+            self.folder, settings.keep_last, settings.keep_every, self._is_whole
+        ):
+            if step != manifest.progress.spikes.base:  # a spike of the loss would go back there
+                folders.remove(folders.path_of(self.folder, step))
+                self._parts.pulse.beat()
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether a checkpoint is whole; those of earlier processes are read to find out."""
+        if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
+            self._whole.add(step)
+        self._parts.pulse.beat()
+        return step in self._whole
+
+
+def _to_copy(layers: Sequence[tuple[LayerContents, bool]]) -> Iterator[tuple[TensorCopy, bool]]:
+    """The tensors that this rank asks for, and whether it writes them.
+
+    It asks for those that it writes, and for those of other replicas that all of them gather
+    together; the order is the same on all replicas.
+    """
+    for layer, is_own in layers:
+        for file in layer.files.values():
+            for tensor in file.values():
+                if tensor.is_gathered or (is_own and not tensor.is_fixed):
+                    yield tensor, is_own
 
 
 def _write(
-    partial: Path,
+    folder: Path,
     files: Mapping[str, Mapping[str, TensorCopy]],
-    stream: Stream,
-    wrote: Callable[[], object],
-) -> Written:
-    """Write files, from a stream of those of their tensors that training changes, and read each
-    back."""
-    written = {}
+    queue: CopyQueue,
+    beat: Callable[[], object],
+) -> FileEntries:
+    """Write files, and read each of them back.
+
+    Tensors that training changes come from the queue in order, the others are asked for here.
+    `beat` is called after every piece.
+    """
+    entries = {}
     try:
-        for name, saved in files.items():
+        for name, tensors in files.items():
             digest = xxhash.xxh3_128()
-            described = {key: value.described for key, value in saved.items()}
-            tensors = (v.value() if v.is_fixed else next(stream) for v in saved.values())
-            counted = functools.partial(_count, digest.update, wrote)
-            write_safetensors(partial / name, described, tensors, written=counted)
-            written[name] = read_entry(partial, name)
-            wrote()
-            if written[name].xxh3 != digest.hexdigest():
+
+            def count(piece: bytes | memoryview, digest: xxhash.xxh3_128 = digest) -> None:
+                digest.update(piece)
+                beat()
+
+            headers = {key: tensor.header for key, tensor in tensors.items()}
+            values = (
+                tensor.value() if tensor.is_fixed else next(queue) for tensor in tensors.values()
+            )
+            write_safetensors(folder / name, headers, values, written=count)
+            entries[name] = read_entry(folder, name)
+            beat()
+            if entries[name].xxh3 != digest.hexdigest():
                 raise OSError(None, f"{name} reads otherwise than it was written")
-        sync_folder(partial)
+        sync_folder(folder)
     finally:
-        stream.close()
-    return written
-
-
-def _count(
-    update: Callable[[bytes | memoryview], object],
-    wrote: Callable[[], object],
-    piece: bytes | memoryview,
-) -> None:
-    update(piece)
-    wrote()
+        queue.close()
+    return entries

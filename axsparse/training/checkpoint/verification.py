@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: every file, by size and hash."""
+"""Checks that the files of a checkpoint are as they were written, by size and hash."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from axsparse.training.checkpoint.manifest import (
 )
 
 PIECE = 1 << 22
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest has been read; its files have not."""
+    """A checkpoint whose manifest has been read, but not its files."""
 
     path: Path
     manifest: CheckpointManifest
 
     @property
     def step(self) -> int:
-        """Steps done when it was saved."""
+        """Number of steps done when it was saved."""
         return self.manifest.progress.step
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest; MissingInputError without one, DataError if it is damaged."""
+    """Open a checkpoint; MissingInputError without a manifest, DataError if that is damaged."""
     manifest = read_manifest(path)
     named = step_of(path)
     if named is not None and named != manifest.progress.step:
@@ -48,8 +48,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Read these files, or all; MissingInputError for one that is not there, DataError for one
-    that is not as it was written."""
+    """Read the named files, or all, and compare them with the manifest.
+
+    MissingInputError for one that cannot be read, DataError for one that has changed.
+    """
     entries = checkpoint.manifest.files
     for name in entries if names is None else names:
         found = read_entry(checkpoint.path, name, entries[name].bytes)
@@ -66,8 +68,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 
 def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntry:
-    """Size and hash of a file as it is on the disk; of one of another size than expected, no
-    hash. MissingInputError if it cannot be read."""
+    """The size and hash of a file on the disk; MissingInputError if it cannot be read.
+
+    A file of another size than `expected` is not read: its hash is that of no bytes.
+    """
     digest = xxhash.xxh3_128()
     try:
         with open_plain(folder / name) as file:
@@ -85,7 +89,7 @@ def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntr
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all of a checkpoint is as it was written."""
+    """Whether all files of a checkpoint are as they were written."""
     try:
         verify(open_checkpoint(path))
     except AxsparseError:

@@ -1,1 +1,1 @@
-"""Trained weights in the formats of other libraries."""
+"""Exports trained weights in the formats of other libraries."""

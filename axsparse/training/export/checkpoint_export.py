@@ -1,21 +1,20 @@
-"""Turns a checkpoint into weights that other libraries read, one tensor at a time.
+"""Exports the weights of a checkpoint, one tensor at a time, in forms that other libraries read.
 
-    hf      a folder: model.safetensors by transformers' names of GPT-2, and config.json
-    torch   a safetensors file by global names, dense
-    sparse  the same, with a pruned NAME of shape (R, …) and C = entries / R in CSR:
-                NAME.indptr   R + 1    where in the next two each row begins
-                NAME.indices  kept     column of each kept entry, ascending in a row
-                NAME.values   kept     zeros that training made included
+    hf      a folder of model.safetensors, with transformers' names of GPT-2, and config.json
+    torch   a safetensors file of dense tensors by global name
+    sparse  the same, but a pruned NAME of shape (R, …) is in CSR, as R rows of C columns:
+                NAME.indptr   R + 1    the position in the next two at which each row begins
+                NAME.indices  kept     the column of each kept entry, ascending in a row
+                NAME.values   kept     its value, which training may have made zero
                 NAME.shape    int64    (R, …)
 
-Pruned entries are zero in dense tensors. A tied weight is there once, under its first use;
-buffers stand beside the parameters of their layer.
+Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
+first use. Buffers are written after the parameters of their layer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import secrets
 import shutil
@@ -32,26 +31,25 @@ from torch import Tensor
 from axsparse.config.schema import Config
 from axsparse.data.prepare.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.hf_gpt2 import CONFIG_FILE, gpt2_name, gpt2_settings, turned
+from axsparse.models.zoo.hf_gpt2 import CONFIG_FILE
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
-from axsparse.runtime.files.durable import sync_folder, write_new
+from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, write_safetensors
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.samo.state_bytes import INT32_LIMIT
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE
 from axsparse.training.checkpoint.manifest import ParameterEntry
-from axsparse.training.checkpoint.restore import CheckpointMasks, Files
+from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks
 from axsparse.training.checkpoint.verification import Checkpoint, verify
+from axsparse.training.export.gpt2_folder import Gpt2Folder, gpt_survey
 
 Form = Literal["hf", "torch", "sparse"]
-_OF_FOLDERS = {WHOLE_FILE, CONFIG_FILE}
+_FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written."""
+    """How much was written."""
 
     tensors: int
     nbytes: int
@@ -60,15 +58,14 @@ class ExportSummary:
 def export(
     checkpoint: Checkpoint, form: Form, path: Path, *, trained: bool = False, force: bool = False
 ) -> ExportSummary:
-    """Write the weights of a checkpoint, whose files are verified first, to a file or folder
-    that appears whole or not at all.
+    """Verify a checkpoint and write its weights to `path`, which appears whole or not at all.
 
-    Values are the fp32 masters, or, if `trained`, the weights in the training precision.
-    `force` replaces what an export has written there before.
+    The values are the fp32 masters, or with `trained` the weights in the training precision.
+    `force` replaces what an earlier export has written there.
 
-    Raises ConfigError for a form that the model or the path has not, OutputError for a path
-    that is taken or cannot be written, DataError or MissingInputError for a checkpoint that
-    is damaged or goes away.
+    Raises ConfigError if the form does not suit the model or the path, OutputError if the path
+    is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
+    or is removed meanwhile.
     """
     is_folder = form == "hf"
     if not is_folder and path.suffix != SUFFIX:
@@ -77,42 +74,40 @@ def export(
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     groups = _as_gpt2(weights) if is_folder else _by_global_name(weights, is_csr=form == "sparse")
-    described = {key: one for group in groups for key, one in group.described.items()}
+    headers = {key: header for group in groups for key, header in group.headers.items()}
     metadata = {"step": str(checkpoint.step)}
     with _new(path) as unfinished:
-        file = unfinished
         if is_folder:
             unfinished.mkdir()
-            file = unfinished / WHOLE_FILE
-            settings = gpt2_settings(weights.config().model, weights.dtype)
-            text = json.dumps(settings, indent=2)
-            write_new(unfinished / CONFIG_FILE, f"{text}\n".encode())
-        write_safetensors(file, described, weights.values(groups), metadata)
-        if is_folder:
-            sync_folder(unfinished)
+            folder = Gpt2Folder(unfinished, weights.config().model, weights.dtype, headers)
+            folder.write_weights(WHOLE_FILE, list(headers), weights.values(groups), metadata)
+            folder.write_description(dict.fromkeys(headers, WHOLE_FILE))
+        else:
+            write_safetensors(unfinished, headers, weights.values(groups), metadata)
         _refuse_taken(path, is_folder=is_folder, force=force)
         _put(unfinished, path, is_folder=is_folder)
-    return ExportSummary(len(described), sum(one.nbytes for one in described.values()))
+    return ExportSummary(len(headers), sum(header.nbytes for header in headers.values()))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of the output that come from one of the checkpoint."""
+    """The output tensors that one parameter or buffer of the checkpoint becomes."""
 
-    described: Mapping[str, TensorHeader]
+    headers: Mapping[str, TensorHeader]
+    """By output name."""
     values: Callable[[], Iterator[Tensor]]
-    """In the order of `described`."""
+    """Reads the tensors, in the order of `headers`."""
 
 
 class Weights:
-    """Parameters and buffers of a whole checkpoint, read when they are asked for."""
+    """The parameters and buffers of a checkpoint, each read when it is asked for."""
 
     def __init__(self, checkpoint: Checkpoint, *, trained: bool) -> None:
-        """Reads all files of layers; raises what `verify` raises."""
+        """Verifies the files of all layers first; raises what `verify` raises."""
         self.checkpoint = checkpoint
         layers = checkpoint.manifest.layers
         verify(checkpoint, [layer.file for layer in layers.values()])
-        self._files = Files(checkpoint)
+        self._files = CheckpointFiles(checkpoint)
         self._masks = CheckpointMasks(checkpoint)
         self.dtype = DTYPES[self.config().precision] if trained else torch.float32
         self._trained = trained
@@ -123,15 +118,15 @@ class Weights:
         for name, layer in layers.items():
             self.parameters.update(layer.parameters)
             self.buffers[name] = {}
-            for key, described in self._files.of_layer(name).described.items():
+            for key, header in self._files.of_layer(name).headers.items():
                 kind, _, tensor = key.partition("/")
                 if kind == VALUE:
-                    self._untrained[tensor] = described
+                    self._untrained[tensor] = header
                 elif kind == BUFFER:
-                    self.buffers[name][tensor] = described
+                    self.buffers[name][tensor] = header
 
     def config(self) -> Config:
-        """That of the run; DataError if this version does not know such."""
+        """The run's configuration; DataError if this version does not understand it."""
         try:
             return Config.model_validate(self.checkpoint.manifest.config)
         except ValidationError as error:
@@ -142,18 +137,21 @@ class Weights:
             ) from error
 
     def is_pruned(self, name: str) -> bool:
-        """Whether only a part of a parameter's entries is kept."""
+        """Whether some entries of a parameter are pruned."""
         return name in self._masks.kept
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a parameter's values; untrained ones were rounded when the run began."""
+        """The type in which a parameter is written.
+
+        Parameters that are not trained have no masters: they were rounded when the run began.
+        """
         there = self._untrained.get(name)
         if there is not None and (self._trained or not there.dtype.is_floating_point):
             return there.dtype
         return self.dtype
 
     def dense(self, name: str) -> Tensor:
-        """A parameter in its shape."""
+        """A parameter in its shape, with zeros at pruned positions."""
         shape = self.parameters[name].shape
         kept_K = self.kept(name)
         if not self.is_pruned(name):
@@ -177,12 +175,12 @@ class Weights:
         return self._masks.mask(name, self.parameters[name].shape, partial(self.dense, name))
 
     def buffer(self, layer: str, name: str) -> Tensor:
-        """A buffer as it is."""
+        """A buffer in the type in which it was saved."""
         file = self._files.of_layer(layer)
         return file.read(f"{BUFFER}/{name}", self.buffers[layer][name])
 
     def values(self, groups: Sequence[Group]) -> Iterator[Tensor]:
-        """All tensors of some groups; MissingInputError if the checkpoint is removed meanwhile."""
+        """The tensors of all groups in turn; MissingInputError if the checkpoint is removed."""
         for group in groups:
             tensors = group.values()
             while True:
@@ -202,7 +200,7 @@ class Weights:
 
 
 def _as_gpt2(weights: Weights) -> list[Group]:
-    """A GPT as transformers has it; ConfigError for any other model."""
+    """The parameters of a GPT, in the shapes of the model; ConfigError for any other model."""
     path, config = weights.checkpoint.path, weights.config().model
     if config.name != "gpt":
         raise ConfigError(
@@ -210,21 +208,13 @@ def _as_gpt2(weights: Weights) -> list[Group]:
             "Hugging Face's GPT-2; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    if shapes != survey(gpt(config, config.sequence_length)).shapes:
+    if shapes != gpt_survey(config).shapes:
         raise ConfigError(
             f"--to hf: {path} is of a model of your own, not of the GPT of its configuration; "
             "choose --to torch"
         )
 
-    def turned_dense(name: str) -> Tensor:
-        return turned(name, weights.dense(name))
-
-    def of(name: str) -> Group:
-        shape = turned(name, torch.empty(shapes[name], device="meta")).shape
-        described = TensorHeader(weights.dtype_of(name), tuple(shape))
-        return Group({gpt2_name(name): described}, _one(turned_dense, name))
-
-    return [of(name) for name in shapes]
+    return [_dense(weights, name) for name in shapes]
 
 
 def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
@@ -234,19 +224,21 @@ def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
         for parameter in layer.parameters:
             is_sparse = is_csr and weights.is_pruned(parameter)
             groups.append((_csr if is_sparse else _dense)(weights, parameter))
-        for buffer, described in weights.buffers[name].items():
-            groups.append(Group({buffer: described}, _one(weights.buffer, name, buffer)))
+        for buffer, header in weights.buffers[name].items():
+            groups.append(Group({buffer: header}, _one(weights.buffer, name, buffer)))
     return groups
 
 
 def _dense(weights: Weights, name: str) -> Group:
-    described = TensorHeader(weights.dtype_of(name), weights.parameters[name].shape)
-    return Group({name: described}, _one(weights.dense, name))
+    header = TensorHeader(weights.dtype_of(name), weights.parameters[name].shape)
+    return Group({name: header}, _one(weights.dense, name))
 
 
 def _csr(weights: Weights, name: str) -> Group:
-    """A pruned parameter, all dimensions but the first as one; torch and scipy want the same
-    integers for both indices."""
+    """A pruned parameter in CSR; its columns are all dimensions but the first, flattened.
+
+    Both index tensors have the same integer type, since torch and scipy want that.
+    """
     shape, kept = weights.parameters[name].shape, weights.parameters[name].kept
     rows, columns = shape[0], math.prod(shape[1:])
     integer = torch.int32 if max(kept, columns) <= INT32_LIMIT else torch.int64
@@ -260,16 +252,17 @@ def _csr(weights: Weights, name: str) -> Group:
         yield weights.kept(name)
         yield torch.tensor(shape)
 
-    described = {
+    headers = {
         f"{name}.indptr": TensorHeader(integer, (rows + 1,)),
         f"{name}.indices": TensorHeader(integer, (kept,)),
         f"{name}.values": TensorHeader(weights.dtype_of(name), (kept,)),
         f"{name}.shape": TensorHeader(torch.int64, (len(shape),)),
     }
-    return Group(described, values)
+    return Group(headers, values)
 
 
 def _one(read: Callable[..., Tensor], *names: str) -> Callable[[], Iterator[Tensor]]:
+    """The `values` of a group of one tensor, which `read` reads when it is asked for."""
     return lambda: (read(*names) for _ in (None,))
 
 
@@ -277,14 +270,16 @@ def _one(read: Callable[..., Tensor], *names: str) -> Callable[[], Iterator[Tens
 
 
 def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
-    """OutputError for what is there already, but for an empty folder and, by `force`, what an
-    export left there."""
+    """OutputError if something is there already.
+
+    Allowed are an empty folder and, with `force`, what an earlier export left there.
+    """
     with writes(path):
         if not path.is_symlink() and not path.exists():
             return
         inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
         is_empty = is_folder and inside == []
-        is_ours = path.is_file() if not is_folder else set(inside or ["?"]) <= _OF_FOLDERS
+        is_ours = path.is_file() if not is_folder else set(inside or ["?"]) <= _FOLDER_FILES
     if path.is_symlink() or not (is_empty or is_ours):
         raise OutputError(
             f"--out: {path} is not what an export leaves, and stays; choose another place"
@@ -297,7 +292,7 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
 @contextlib.contextmanager
 def _new(path: Path) -> Iterator[Path]:
-    """Where to write what is to be at `path`; what is left there in the end goes."""
+    """A path beside `path` to write to; what is still there in the end is removed."""
     unfinished = path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
     try:
         with writes(path):
@@ -308,7 +303,7 @@ def _new(path: Path) -> Iterator[Path]:
 
 
 def _put(unfinished: Path, path: Path, *, is_folder: bool) -> None:
-    """Give what is on the disk its name; a folder that is replaced is aside for that moment."""
+    """Give what is on the disk its name; a folder that it replaces is moved aside first."""
     if is_folder and path.exists():
         before = unfinished.with_name(f"{unfinished.name}.before")
         path.rename(before)

@@ -1,8 +1,7 @@
-"""Saves what was trained as dense weights that other libraries read."""
+"""Writes the GPT of a trainer, on all ranks together, for transformers."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 from collections import deque
@@ -12,15 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
-from axsparse.models.survey import Survey, survey
-from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.hf_gpt2 import CONFIG_FILE, gpt2_name, gpt2_settings, turned
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.durable import sync_folder, write_new
-from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, index_text, write_safetensors
+from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.safetensors import TensorHeader
+from axsparse.training.export.gpt2_folder import Gpt2Folder, gpt_survey, weights_file
 from axsparse.training.trainer import Trainer
 
 
@@ -30,19 +26,18 @@ def save_hf_gpt2(trainer: Trainer, path: str | Path, *, masters: bool = True) ->
     All ranks call this together, before, between or after steps. Every stage of replica 0
     writes its own layers, one tensor at a time, dense with zeros at pruned positions: the
     fp32 master weights, or without `masters` the weights in the training precision. The
-    folder appears whole or not at all, and is one that all hosts share.
+    folder appears whole or not at all, and must be one that all hosts share.
 
-    Raises, on all ranks alike, ConfigError for a model that is no GPT of the configuration,
+    Raises, on all ranks alike, ConfigError for a model that is not the GPT of the configuration,
     OutputError for a folder that holds something already or cannot be written.
     """
-    transport, place = trainer.parts.transport, trainer.parts.place
+    transport = trainer.parts.transport
     together(transport, lambda: _refuse_other_models(trainer))
     partial = Path(_on_first_rank(transport, lambda: _make_partial(Path(path))))
+    folder = _folder(trainer, partial, masters)
     try:
-        together(
-            transport, lambda: _write_stage(trainer, partial / _file(trainer, place.stage), masters)
-        )
-        _on_first_rank(transport, lambda: _complete(trainer, partial, Path(path), masters))
+        together(transport, lambda: _write_stage(trainer, folder, masters))
+        _on_first_rank(transport, lambda: _complete(trainer, folder, Path(path)))
     except BaseException:
         if transport.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -50,74 +45,22 @@ def save_hf_gpt2(trainer: Trainer, path: str | Path, *, masters: bool = True) ->
 
 
 def _on_first_rank(transport: Transport, work: Callable[[], str]) -> str:
-    """What rank 0 finds, on all ranks; and what it raises."""
-    found = together(transport, lambda: work() if transport.rank == 0 else "")
-    return gather_texts(transport.world, transport.backoff, found)[0]
+    """Do some work on rank 0; its result, or the error it raises, is that of all ranks."""
+    result = together(transport, lambda: work() if transport.rank == 0 else "")
+    return gather_texts(transport.world, transport.backoff, result)[0]
 
 
 def _refuse_other_models(trainer: Trainer) -> None:
-    config = trainer.config.model
-
-    def contents(surveyed: Survey) -> object:
-        shapes = {p.name: p.shape for layer in surveyed.layers for p in layer.parameters}
-        return shapes, surveyed.ties
-
-    if contents(trainer.parts.survey) != contents(survey(gpt(config, config.sequence_length))):
+    own, wanted = trainer.parts.survey, gpt_survey(trainer.config.model)
+    if (own.shapes, own.ties) != (wanted.shapes, wanted.ties):
         raise ConfigError(
             "save_hf_gpt2: the model is not the GPT that the configuration describes; save what "
             "was trained as model.name gpt"
         )
 
 
-# -- what is written ------------------------------------------------------------------------
-
-
-def _file(trainer: Trainer, stage: int) -> str:
-    """The file of a stage, as transformers numbers them."""
-    stages = trainer.parts.place.grid.g_inter
-    return WHOLE_FILE if stages == 1 else f"model-{stage + 1:05}-of-{stages:05}{SUFFIX}"
-
-
-def _described(trainer: Trainer, masters: bool) -> dict[str, TensorHeader]:
-    """All tensors by global name, as they are saved; a tied weight once."""
-    surveyed = trainer.parts.survey
-    dtype = _dtype(trainer, masters)
-    return {
-        p.name: TensorHeader(
-            dtype, tuple(turned(p.name, torch.empty(p.shape, device="meta")).shape)
-        )
-        for layer in surveyed.layers
-        for p in layer.parameters
-        if p.name not in surveyed.ties
-    }
-
-
-def _dtype(trainer: Trainer, masters: bool) -> torch.dtype:
-    parameter = next(trainer.parts.layers[0].module.parameters())
-    return torch.float32 if masters else parameter.dtype
-
-
-def _values(trainer: Trainer, masters: bool) -> Iterator[Tensor]:
-    """The tensors of this stage, as they are described; none outlives its turn."""
-    for layer in trainer.parts.layers:
-        trained = {tensor.name for tensor in layer.state.owned}
-        for local, parameter in layer.module.named_parameters():
-            name = f"{layer.spec.name}.{local}"
-            if name in trainer.parts.survey.ties:
-                continue
-            if not masters:
-                yield turned(name, parameter.detach().cpu())
-            elif name in trained:
-                yield turned(name, layer.state.dense_master(name))
-            else:  # frozen
-                yield turned(name, parameter.detach().float().cpu())
-
-
-# -- how ------------------------------------------------------------------------------------
-
-
 def _make_partial(path: Path) -> str:
-    """An empty folder that nobody else writes to, beside where it is to appear."""
+    """Make an empty folder beside `path`, of a name that nobody else uses."""
     path = path.absolute()
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -133,46 +76,63 @@ def _make_partial(path: Path) -> str:
     return str(partial)
 
 
-def _write_stage(trainer: Trainer, path: Path, masters: bool) -> None:
-    """Write this stage's file, in replica 0; the others add their shares of the masters."""
+def _folder(trainer: Trainer, path: Path, masters: bool) -> Gpt2Folder:
     parts = trainer.parts
-    described = {
-        gpt2_name(name): tensor
-        for name, tensor in _described(trainer, masters).items()
-        if parts.stage_of(name) == parts.place.stage
-    }
+    dtype = next(parts.layers[0].module.parameters()).dtype
+    if masters:
+        dtype = torch.float32
+    headers = {name: TensorHeader(dtype, shape) for name, shape in parts.survey.shapes.items()}
+    return Gpt2Folder(path, trainer.config.model, dtype, headers)
+
+
+def _write_stage(trainer: Trainer, folder: Gpt2Folder, masters: bool) -> None:
+    """Write this stage's file on replica 0; other replicas give their shares of the masters."""
+    parts, stage = trainer.parts, trainer.parts.place.stage
+    names = [name for name in folder.headers if parts.stage_of(name) == stage]
     values = _values(trainer, masters)
+    file = weights_file(stage, parts.place.grid.g_inter)
     try:
         if parts.place.replica == 0:
-            write_safetensors(path, described, values)
+            folder.write_weights(file, names, values)
     except OSError as reason:
-        raise _unwritable(path, reason) from reason
+        raise _unwritable(folder.path / file, reason) from reason
     finally:
         if masters and trainer.config.samo.shard_optimizer:
-            deque(values, maxlen=0)  # whoever fails still has shares that the others wait for
+            # The replicas wait for each other's shares, also for those of one that failed.
+            deque(values, maxlen=0)
 
 
-def _complete(trainer: Trainer, partial: Path, path: Path, masters: bool) -> str:
-    """See that all is there, say what it is, and let the folder appear."""
-    parts = trainer.parts
-    stages = range(parts.place.grid.g_inter)
-    for stage in stages:
-        if not (partial / _file(trainer, stage)).exists():
+def _values(trainer: Trainer, masters: bool) -> Iterator[Tensor]:
+    """The parameters of this stage, one after the other, each made when it is asked for."""
+    for layer in trainer.parts.layers:
+        trained = {tensor.name for tensor in layer.state.owned}
+        for local, parameter in layer.module.named_parameters():
+            name = f"{layer.spec.name}.{local}"
+            if name in trainer.parts.survey.ties:
+                continue
+            if not masters:
+                yield parameter.detach().cpu()
+            elif name in trained:
+                yield layer.state.dense_master(name)
+            else:  # a frozen parameter has no master
+                yield parameter.detach().float().cpu()
+
+
+def _complete(trainer: Trainer, folder: Gpt2Folder, path: Path) -> str:
+    """Check that all stages have written, describe the files, and rename the folder to `path`."""
+    stages = trainer.parts.place.grid.g_inter
+    files = [weights_file(stage, stages) for stage in range(stages)]
+    for stage, file in enumerate(files):
+        if not (folder.path / file).exists():
             raise OutputError(
                 f"save_hf_gpt2: {path}: rank 0 does not see what stage {stage} wrote; choose a "
                 "folder that all hosts share"
             )
-    described = _described(trainer, masters)
-    settings = gpt2_settings(trainer.config.model, _dtype(trainer, masters))
-    texts = {CONFIG_FILE: json.dumps(settings, indent=2)}
-    if len(stages) > 1:
-        files = {gpt2_name(name): _file(trainer, parts.stage_of(name)) for name in described}
-        texts[INDEX_FILE] = index_text(files, sum(t.nbytes for t in described.values()))
     try:
-        for name, text in texts.items():
-            write_new(partial / name, f"{text}\n".encode())
-        sync_folder(partial)
-        partial.rename(path.absolute())
+        folder.write_description(
+            {name: files[trainer.parts.stage_of(name)] for name in folder.headers}
+        )
+        folder.path.rename(path.absolute())
         sync_folder(path.absolute().parent)
     except OSError as reason:
         raise _unwritable(path, reason) from reason

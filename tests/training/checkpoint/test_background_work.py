@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from axsparse.training.checkpoint.background_work import Background
+from axsparse.training.checkpoint.background_work import BackgroundWork
 
 
 def test_it_is_busy_until_the_work_is_done() -> None:
     may_end = threading.Event()
-    work = Background(lambda: may_end.wait(60), "test")
+    work = BackgroundWork(lambda: may_end.wait(60), "test")
 
     assert work.is_busy
     may_end.set()
@@ -25,7 +25,7 @@ def test_whoever_asks_for_the_result_hears_of_the_failure(failure: BaseException
     def fail() -> None:
         raise failure
 
-    work = Background(fail, "test")
+    work = BackgroundWork(fail, "test")
     work.wait()
 
     with pytest.raises(type(failure)):

@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from axsparse.training.checkpoint.copy_queue import Stream
+from axsparse.training.checkpoint.copy_queue import CopyQueue
 
 
 def test_tensors_come_out_in_the_order_they_went_in() -> None:
-    stream = Stream(1e9)
+    stream = CopyQueue(1e9)
     for number in range(3):
         stream.put(torch.tensor([number]))
     stream.all_put()
@@ -21,7 +21,7 @@ def test_tensors_come_out_in_the_order_they_went_in() -> None:
 
 def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
     """Of five tensors of 8 bytes, no more than two are ever between the threads."""
-    stream = Stream(16)
+    stream = CopyQueue(16)
     alive: list[int] = []
     most = 0
 
@@ -47,7 +47,7 @@ def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
 
 
 def test_nothing_is_taken_before_all_has_been_put() -> None:
-    stream = Stream(1e9)
+    stream = CopyQueue(1e9)
     taken = threading.Event()
 
     def take() -> None:
@@ -67,7 +67,7 @@ def test_nothing_is_taken_before_all_has_been_put() -> None:
 
 
 def test_a_tensor_larger_than_the_limit_passes_alone() -> None:
-    stream = Stream(1)
+    stream = CopyQueue(1)
     taken: list[int] = []
     thread = threading.Thread(target=lambda: taken.extend(next(stream).numel() for _ in range(2)))
     thread.start()
@@ -81,7 +81,7 @@ def test_a_tensor_larger_than_the_limit_passes_alone() -> None:
 
 
 def test_a_closed_stream_takes_nothing_and_lets_nobody_wait() -> None:
-    stream = Stream(1)
+    stream = CopyQueue(1)
     stream.put(torch.zeros(10))
 
     stream.close()

@@ -22,7 +22,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
-from axsparse.training.checkpoint.restore import Files, load_layers
+from axsparse.training.checkpoint.restore import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
 
 
@@ -123,14 +123,14 @@ def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
     with pytest.raises(
         MissingInputError, match=r"0001-block0.safetensors cannot be opened \(No such file"
     ):
-        Files(checkpoint).of(NAME)
+        CheckpointFiles(checkpoint).of(NAME)
 
 
 def test_what_a_pruning_method_did_not_save_is_missed(run: Path) -> None:
     checkpoint = open_checkpoint(run / "checkpoints" / "step-3")
 
     with pytest.raises(DataError, match=f"has nothing for the pruning of {NAME}; resume from anot"):
-        Files(checkpoint).read_masking("search", NAME)
+        CheckpointFiles(checkpoint).read_masking("search", NAME)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_forged_state_of_a_pruning_method_is_refused(
 ) -> None:
     config = tiny_config(train={"steps": 10}, pruning=pruning)
     ran((1, 1), config, tmp_path / "run", stop_after=3)
-    read = Files.read_masking
+    read = CheckpointFiles.read_masking
 
-    def forged(self: Files, asked: str, name: str) -> torch.Tensor:
+    def forged(self: CheckpointFiles, asked: str, name: str) -> torch.Tensor:
         assert asked == kind
         return read(self, asked, name)[:1]
 
-    monkeypatch.setattr(Files, "read_masking", forged)
+    monkeypatch.setattr(CheckpointFiles, "read_masking", forged)
 
     with pytest.raises(DataError, match=rf"^checkpoint: {words}"):
         ran((1, 1), config, tmp_path / "run", resume="auto")

@@ -23,7 +23,7 @@ from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save
 from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
-from axsparse.training.checkpoint.copy_queue import Stream
+from axsparse.training.checkpoint.copy_queue import CopyQueue
 from axsparse.training.checkpoint.layer_files import deal
 from axsparse.training.checkpoint.manifest import FileEntry, Progress
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
@@ -202,7 +202,7 @@ def test_replicas_write_a_part_each(
 
         def counting(progress: Progress) -> None:
             start(progress)
-            under_way = trainer._saver._under_way  # type: ignore[union-attr]  # just begun
+            under_way = trainer._saver._pending  # type: ignore[union-attr]  # just begun
             assert under_way is not None
             parts.append(len(under_way.layers))
 
@@ -227,7 +227,7 @@ def test_memory_for_what_is_on_its_way_is_bounded(
     limits: list[float] = []
     most = 0
 
-    class Watched(Stream):
+    class Watched(CopyQueue):
         def __init__(self, limit_bytes: float) -> None:
             super().__init__(limit_bytes)
             limits.append(limit_bytes)
@@ -237,7 +237,7 @@ def test_memory_for_what_is_on_its_way_is_bounded(
             super().put(tensor)
             most = max(most, self._held)
 
-    monkeypatch.setattr(save, "Stream", Watched)
+    monkeypatch.setattr(save, "CopyQueue", Watched)
 
     ran((1, 1), config_of(every=6, buffer=2e-5), tmp_path)
 

@@ -37,6 +37,7 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensor
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
 from axsparse.training.export import checkpoint_export as exporting
+from axsparse.training.export import gpt2_folder
 from axsparse.training.export.checkpoint_export import Form, export
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -354,7 +355,7 @@ def test_a_checkpoint_that_goes_away_leaves_nothing(
         (checkpoint.path / "0003-head.safetensors").unlink()
         write_safetensors(*arguments)
 
-    monkeypatch.setattr(exporting, "write_safetensors", write)
+    monkeypatch.setattr(exporting if form == "torch" else gpt2_folder, "write_safetensors", write)
     (tmp_path / "new").mkdir()
 
     with pytest.raises(MissingInputError) as caught:

@@ -19,7 +19,7 @@ from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_gpt2 import gpt2_name, start_from_gpt2
 from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
-from axsparse.training.export import live_gpt2 as saving
+from axsparse.training.export import gpt2_folder
 from axsparse.training.export.live_gpt2 import save_hf_gpt2
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (4, 1, False), (2, 2, True)]
@@ -184,10 +184,10 @@ def test_nothing_is_left_of_what_could_not_be_written(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fills_up(
-        path: Path, described: Mapping[str, TensorHeader], tensors: Iterator[Tensor]
+        path: Path, described: Mapping[str, TensorHeader], tensors: Iterator[Tensor], *rest: Any
     ) -> None:
         if path.name.startswith("model-00001"):
-            write_safetensors(path, described, tensors)
+            write_safetensors(path, described, tensors, *rest)
         else:
             next(tensors)
             no_space()
@@ -196,9 +196,9 @@ def test_nothing_is_left_of_what_could_not_be_written(
         raise OSError(28, "No space left on device")
 
     if place == "stage":
-        monkeypatch.setattr(saving, "write_safetensors", fills_up)
+        monkeypatch.setattr(gpt2_folder, "write_safetensors", fills_up)
     else:
-        monkeypatch.setattr(saving, "write_new", no_space)
+        monkeypatch.setattr(gpt2_folder, "write_new", no_space)
     settings = config(shard=True)
 
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
@@ -214,7 +214,7 @@ def test_hosts_that_do_not_share_the_folder_are_told(
         if not path.name.startswith("model-00002"):
             write_safetensors(path, *rest)
 
-    monkeypatch.setattr(saving, "write_safetensors", elsewhere)
+    monkeypatch.setattr(gpt2_folder, "write_safetensors", elsewhere)
 
     with pytest.raises(
         OutputError,
