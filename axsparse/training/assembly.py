@@ -26,10 +26,10 @@ from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.offload import Offload
 from axsparse.samo.ties import StageTie, Use
-from axsparse.training.open_data import Data
 from axsparse.training.parts import Parts
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
+from axsparse.training.run_data import Data
 
 
 @dataclass(frozen=True)

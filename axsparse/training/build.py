@@ -42,12 +42,12 @@ from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.saver import RunFacts, Saver
 from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.open_data import Data, open_data
 from axsparse.training.parts import Parts
 from axsparse.training.placement import Placement, found_memory, place
 from axsparse.training.rank_facts import facts_of, refuse_odd_rank
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.resume_point import ResumePoint
+from axsparse.training.run_data import Data, open_data
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.run_recorder import make_recorder
 from axsparse.training.spikes import RewindOrder

@@ -22,9 +22,9 @@ from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.process_memory import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
-from axsparse.training.open_data import Data
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec
+from axsparse.training.run_data import Data
 from axsparse.training.run_directory import METRICS_FILE
 
 

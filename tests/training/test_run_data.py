@@ -20,8 +20,8 @@ from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, Missi
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.open_data import Data, open_data
 from axsparse.training.resolution import RunInputs, resolve
+from axsparse.training.run_data import Data, open_data
 
 T = TypeVar("T")
 
