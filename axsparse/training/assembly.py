@@ -24,6 +24,7 @@ from axsparse.pruning.methods.method_registry import choose_masking
 from axsparse.runtime.communication import Collective, Transport
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.offload import Offload
 from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parts import Parts
@@ -48,7 +49,7 @@ def assemble(
     recorder: Recorder,
     run_dir: Path | None,
 ) -> Parts:
-    """What this rank trains with. All ranks call this together: they open their links."""
+    """The parts of this rank. All ranks call this together, since they open their links."""
     place, config, transport = run.place, run.config, placement.transport
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
@@ -64,9 +65,6 @@ def assemble(
         phases=phases,
     )
     collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
-    offload = None
-    if config.samo.offload and placement.gpu is not None:
-        offload = Offload(placement.gpu, states, transport.backoff)
     link = transport.link(place)
     engine = Engine(
         Rank(place, transport.backoff, phases, placement.gpu),
@@ -92,7 +90,7 @@ def assemble(
             [layer.module for layer in state.layers], state.options.replicas
         ),
         optimizer=run.optimizer,
-        offload=offload,
+        offload=_offload(config, placement, states),
         loss_scale=loss_scale(config),
         live=live,
         masking=None if live is None else _masking(run, live, collector, ties),
@@ -105,6 +103,13 @@ def assemble(
         peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,
     )
+
+
+def _offload(config: Config, placement: Placement, states: Sequence[LayerState]) -> Offload | None:
+    """What brings masters and moments to the GPU for their update; None where they stay there."""
+    if not config.samo.offload or placement.gpu is None:
+        return None
+    return Offload(placement.gpu, states, placement.transport.backoff)
 
 
 def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:

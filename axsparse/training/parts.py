@@ -1,4 +1,4 @@
-"""What one rank trains with."""
+"""The parts that one rank trains with."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from axsparse.samo.state_bytes import StateBytes
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trainer works with; `build` puts it together."""
+    """All that a trainer works with on one rank; `assembly.py` puts it together."""
 
     transport: Transport
     place: Place
     survey: Survey
     stage_of: Callable[[str], int]
-    """The stage that holds a parameter."""
+    """Gives the stage that holds a parameter, by the parameter's global name."""
     layers: Sequence[BuiltLayer]
     engine: Engine
     link: Link
@@ -45,7 +45,7 @@ class Parts:
     weights: WeightGather
     statistics: RunningStatistics
     replicas: Replicas
-    """This rank among the replicas of its stage, for agreements and the exchange of state."""
+    """The replicas of this stage, by which they agree and exchange state."""
     optimizer: Optimizer
     offload: Offload | None
     """Brings masters and moments from the host for their update; None if they stay here."""
@@ -53,19 +53,19 @@ class Parts:
     live: LiveMasks | None
     """What is pruned of this rank's layers; None where nothing ever is."""
     masking: Masking | None
-    """Draws and changes masks between steps; None leaves them."""
+    """Draws and changes masks between steps; None leaves them as they are."""
     training: Batches
     validation: Batches | None
     metrics: Sequence[str]
     """Names of the model's metrics, which the last stage counts."""
     phases: Phases
     pulse: Pulse
-    """Where this rank stands, for its watchdog."""
+    """Tells the watchdog what this rank is doing."""
     recorder: Recorder
     peak_memory_bytes: Callable[[], int]
-    """The most that this rank has held where it computes."""
+    """Gives the most memory, in bytes, that this rank has held where it computes."""
     run_dir: Path | None
-    """Where the run writes; None if it does not."""
+    """The directory that the run writes to; None if it writes nothing."""
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""

@@ -1,4 +1,4 @@
-"""From the ranks of a job to ranks with GPUs: who sits where, and the transport between them."""
+"""Where each rank computes, on which GPU if it has one, and how it reaches the others."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Placement:
 
     transport: Transport
     backend: Backend
-    """Of its training state."""
+    """Says where the training state of this rank lives."""
     gpu: Device | None = None
-    """Its streams and memory; None on a CPU."""
+    """The streams and the memory of this rank's GPU; None on a CPU."""
     table: Sequence[str] = ()
-    """Lines for the screen: which rank has which GPU; none without GPUs."""
+    """Lines for the screen that say which rank has which GPU; empty without GPUs."""
     room: MemoryRoom | None = None
-    """What its GPU has left."""
+    """The memory that this rank's GPU has left; None on a CPU."""
 
     @property
     def pins(self) -> bool:
@@ -69,11 +69,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """Memory that ranks share."""
+    """Memory that some ranks share."""
 
     nbytes: int
     where: str
-    """The same for the ranks that share it."""
+    """Names the host or GPU, the same for all ranks that share it."""
 
 
 def place(transport: Transport, loaded: LoadedConfig) -> Placement:
@@ -128,7 +128,7 @@ def place(transport: Transport, loaded: LoadedConfig) -> Placement:
 
 
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
-    """Take a GPU: its kernels, its streams, and the memory that is left there.
+    """Take a GPU for this process, and return its kernels, its streams and its free memory.
 
     Raises ConfigError where it cannot be used, or its kernels cannot be compiled.
     """
@@ -142,8 +142,8 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
             f"({str(reason).partition(chr(10))[0]}); see nvidia-smi there, or leave it out by "
             "CUDA_VISIBLE_DEVICES"
         ) from reason
-    # By itself torch has convolutions of fp32 round what they multiply to 10 bits, and all products
-    # by a variable of NVIDIA's containers.
+    # Without this, torch rounds the factors of fp32 convolutions to 10 bits, and those of all
+    # matrix products where a variable of NVIDIA's containers says so.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     backend = Backend(device, CupyLauncher(number))
@@ -167,8 +167,11 @@ def _refuse_blind_mpi(where: str) -> None:
 def found_memory(
     config: Config, transport: Transport, room: MemoryRoom | None = None
 ) -> float | None:
-    """Bytes that every host, or every GPU, leaves to each of its ranks, the least of all; None if
-    it decides nothing. `room` is that of this rank's GPU."""
+    """The fewest bytes that any host, or any GPU, leaves to each of its ranks.
+
+    None if the layout does not depend on it. `room` is that of this rank's GPU. All ranks call
+    this together.
+    """
     layout = config.layout
     if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
         return None

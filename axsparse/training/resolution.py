@@ -57,9 +57,9 @@ from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind
 
 HOLES = 0.3
-"""Of a process's memory, what glibc may keep of freed blocks."""
+"""The part of a process's memory that glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
-"""Part of the steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
+"""The part of all steps after which `pruning.until_step: auto` ends; it is 0.5 for other methods."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,20 @@ class RunSpec:
     """The layers of each stage."""
     place: Place
     targets: Targets | None
-    """What is pruned; None trains dense."""
+    """The pruned tensors; None trains dense."""
     criterion: Criterion
-    """By which score."""
+    """The score by which entries are kept."""
     ticket: Ticket | None
-    """Whose masks are used from the start."""
+    """The ticket whose masks are used from the start; None without one."""
     optimizer: Optimizer
     kept_at_start: Mapping[str, int]
-    """Entries of the pruned tensors that state is built with; of a threshold for all the even
-    spread, and of a run that goes on those that were saved."""
+    """The number of entries of each pruned tensor that state is built with.
+
+    Under one threshold for all tensors this is an even spread, since the true one takes weights.
+    A run that goes on has the numbers that were saved.
+    """
     prediction: Prediction | None = None
-    """Of memory and time; None for a model without example."""
+    """The planner's memory and time; None for a model without an example."""
     on_host: bool = True
     """Whether ranks compute on CPUs."""
 

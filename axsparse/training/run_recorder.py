@@ -1,4 +1,4 @@
-"""The recorder of a run: what was planned, what it takes, and who shows and writes it."""
+"""Makes the recorder of a run: what was planned, what it takes, who shows it and who writes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_recorder(
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
     own = [live, matrix_peak(run.dtype, placement.backend.device) if peak == "auto" else peak]
-    # What a process holds of its host is no matter where state and activations are on a GPU.
+    # Memory of the host does not count where state and activations are on a GPU.
     beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
@@ -79,7 +79,7 @@ def make_recorder(
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
-    """What compares the ranks' speed; None if that is not wanted."""
+    """Compares the ranks' speed; None if `watchdog.slow_ratio` is not set."""
     settings = run.config.watchdog
     if settings.slow_ratio is None:
         return None
@@ -93,7 +93,11 @@ def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
 
 
 def _predicted(prediction: Prediction | None, overhead: float) -> StepForecast | None:
-    """`overhead`: what the fullest process holds beside its model state, libraries above all."""
+    """The planner's prediction with what the process holds beside it.
+
+    `overhead` is in bytes: what the fullest process holds beside its model state, most of it
+    libraries.
+    """
     if prediction is None:
         return None
     memory = prediction.memory_bytes + overhead
@@ -103,7 +107,7 @@ def _predicted(prediction: Prediction | None, overhead: float) -> StepForecast |
 def _planned(
     prediction: Prediction | None, predicted: StepForecast | None, *, is_tight: bool
 ) -> str:
-    """What the banner says of it."""
+    """What the banner says of the prediction."""
     if prediction is None or predicted is None:
         return ""
     text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"

@@ -1,5 +1,8 @@
-"""A run from its first step to its last: under one layout or, once it is pruned, another, and
-back to a checkpoint where its loss spikes."""
+"""A run from its first step to its last.
+
+On the way it may change to another layout once it is pruned, and go back to a checkpoint where its
+loss spikes.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from axsparse.training.build import build
 from axsparse.training.spikes import RewindOrder
 
 
+# Reason: these are the arguments of the Python API, all but the first four optional.
 def run_training(
     job: Job,
     model: Model,

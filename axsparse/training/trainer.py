@@ -1,4 +1,4 @@
-"""The loop: steps, and what stands between them: evaluations, masks, checkpoints, records."""
+"""The training loop: steps, and between them evaluations, masks, checkpoints and records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
 
 TICKET_FILE = "ticket.safetensors"
-"""In the run directory: the masks that the run's method has found."""
+"""The file in the run directory with the masks that the run's method has found."""
 
 
 class Trainer:
@@ -49,10 +49,10 @@ class Trainer:
         watchdog: Watchdog | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`config` with every `auto` resolved.
+        """`config` has every `auto` resolved.
 
-        Without `saver` nothing is saved; without `stop` no signal ends training; without
-        `watchdog` it may hang for ever. `progress`: where the run stood whose state the parts
+        Without `saver` nothing is saved, without `stop` no signal ends training, and without
+        `watchdog` a hang lasts for ever. `progress` says where the run stood whose state the parts
         have.
         """
         self.config = config
@@ -103,8 +103,10 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------
 
     def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
-        """All steps that are left, or those until it `hands_over` or goes `back`, with
-        evaluations, checkpoints and records; closes the trainer.
+        """Run all steps that are left, with evaluations, checkpoints and records, and close.
+
+        It ends early where another layout takes over (`hands_over`) and where a spike of the
+        loss sends the run back (`rewind_order`).
 
         `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
         all ranks once a signal ends it before the last step and all is saved.
@@ -140,12 +142,12 @@ class Trainer:
             self.close()
 
     def _is_next(self) -> bool:
-        """All that stands between two steps; whether a step follows."""
+        """Do all that stands between two steps; True if another step follows."""
         if self.rewind_order is not None:
             return False
         is_over = self.steps_done >= self.config.train.steps
         stops = self._is_stopped and not is_over
-        # Though a signal waits: what is saved may have other masks already.
+        # Even if a signal waits, since what is saved may already have other masks.
         if self._evaluation_is_due() and (not stops or self.parts.masking is not None):
             self._recorded_evaluation()
         if not is_over and self._masked_at != self.steps_done:
@@ -154,7 +156,7 @@ class Trainer:
         is_due = saver is not None and (
             self.hands_over or saver.due(self.steps_done, is_last=is_over)
         )
-        if is_due:  # unlike what a signal saves, which would not be there without it
+        if is_due:  # what a signal saves is not a place to go back to
             self._step.skips.spikes.saved(self.steps_done)
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
@@ -174,8 +176,11 @@ class Trainer:
         return step >= settings.steps or (every > 0 and step % every == 0)
 
     def evaluate(self) -> Evaluation | None:
-        """Loss and metrics over `eval_steps` global batches of validation data, on all ranks;
-        before, between and after steps. Training state stays as it is. None without such data."""
+        """Loss and metrics over `train.eval_steps` global batches of validation data.
+
+        All ranks call this together, before, between or after steps. The training state stays as
+        it is. None if there is no validation data.
+        """
         parts = self.parts
         if parts.validation is None or self.config.train.eval_steps == 0:
             return None
@@ -191,8 +196,10 @@ class Trainer:
         return self.last_evaluation
 
     def save_ticket(self, path: str | Path) -> None:
-        """Write which entries are kept now as a ticket file (`pruning.ticket`, `axsparse ticket
-        show`), the same file in every layout. All ranks call this together, between steps.
+        """Write which entries are kept now as a ticket, the same file in every layout.
+
+        `pruning.ticket` and `axsparse ticket show` read it. All ranks call this together, between
+        steps.
 
         Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
         """
@@ -207,8 +214,10 @@ class Trainer:
         return self.parts.state_bytes()
 
     def close(self) -> None:
-        """End what reads ahead, take the hooks off the weights, which would keep a model alive,
-        and close the record; safe to call twice."""
+        """End all threads, remove the hooks from the weights and close the record.
+
+        Hooks would keep the model alive. It is safe to call this twice.
+        """
         self._closed = True
         if self._saver is not None:
             self._saver.close()
@@ -268,7 +277,7 @@ class Trainer:
             self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics)
 
     def _change_masks(self) -> None:
-        """Let the masks change, and everything that depends on them follow."""
+        """Let the pruning method change the masks, and adapt all that depends on them."""
         self._masked_at = self.steps_done
         masking = self.parts.masking
         if masking is None:
@@ -296,12 +305,12 @@ class Trainer:
         )
 
     def _bytes_sent(self) -> tuple[int, int]:
-        """Bytes handed over so far: to other replicas, and to other stages."""
+        """Bytes that were sent so far to other replicas, and to other stages."""
         sync = self.parts.sync
         return sync.gradient_bytes_sent, self.parts.link.bytes_sent + sync.tie_bytes_sent
 
     def _make_tracing(self) -> TraceRecorder | None:
-        """The steps after this run's first one, which allocates and compiles."""
+        """Traces some steps, but not this run's first, which allocates and compiles."""
         wanted, folder = self.config.train.trace, self.parts.run_dir
         if wanted == 0 or folder is None:
             return None
@@ -318,7 +327,7 @@ class Trainer:
         )
 
     def _leave(self) -> None:
-        """StoppedError on all ranks, once what was saved is there."""
+        """Wait for the checkpoint under way, then raise StoppedError on all ranks."""
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
@@ -335,7 +344,7 @@ class Trainer:
             self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
 
     def _refuse_bad_end(self) -> None:
-        """TrainingError on all ranks if what was trained is good for nothing."""
+        """TrainingError on all ranks if the result of the training cannot be used."""
         last = self.last_evaluation
         if last is not None and not math.isfinite(last.loss):
             raise everywhere(
