@@ -59,7 +59,7 @@ from axsparse.samo.state_bytes import IndexKind
 HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
-"""The part of all steps after which `pruning.until_step: auto` ends; it is 0.5 for other methods."""
+"""The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
 
 @dataclass(frozen=True)
