@@ -184,8 +184,8 @@ class Bench:
             for tensor in (one for one in layer.state.tensors if one.alias_of is None):
                 for start in range(0, tensor.kept, PIECE):
                     stop = min(start + PIECE, tensor.kept)
-                    values = layer.state.read_master(tensor, start, stop)
-                    layer.state.write_master(tensor, start, values)
+                    values = layer.state.optimizer_state.read_master(tensor, start, stop)
+                    layer.state.optimizer_state.write_master(tensor, start, values)
 
     def load(self, method: str, path: Path, row: Row) -> None:
         """Load what was saved into live state, which is then as it was when it was saved."""

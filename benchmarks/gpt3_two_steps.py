@@ -37,6 +37,7 @@ from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 
 CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2
@@ -84,11 +85,13 @@ def state(run: RunSpec, stage: int) -> dict[str, int]:
             run.layers_of(stage),
             run.survey.ties,
             run.kept_at_start,
-            dtype=run.dtype,
-            gradient_dtype=run.gradient_dtype,
-            moments=len(run.optimizer.moments),
-            index=run.index,
-            split_master=samo.split_master,
+            StateFormat(
+                half=run.config.precision != "fp32",
+                gradient_bytes=run.gradient_dtype.itemsize,
+                moments=len(run.optimizer.moments),
+                index=run.index,
+                split_master=samo.split_master,
+            ),
         )
     )
 

@@ -46,6 +46,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
@@ -114,11 +115,13 @@ def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
         found.layers,
         found.ties,
         find_targets(found, config.pruning).kept() if config.samo.enabled else {},
-        dtype=torch.bfloat16,
-        gradient_dtype=gradient_dtype,
-        moments=2,
-        index="uint16" if config.samo.index == "auto" else config.samo.index,
-        split_master=config.samo.split_master,
+        StateFormat(
+            half=True,
+            gradient_bytes=gradient_dtype.itemsize,
+            moments=2,
+            index="uint16" if config.samo.index == "auto" else config.samo.index,
+            split_master=config.samo.split_master,
+        ),
     ).total
 
 

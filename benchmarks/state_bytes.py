@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state_bytes import IndexKind, TensorSize, layer_bytes, master_kind
+from axsparse.samo.state_bytes import IndexKind, StateFormat, TensorSize, layer_bytes, master_kind
 from axsparse.samo.tensor_state import TensorState
 
 SIDE = 4096
@@ -68,10 +68,12 @@ class Storage:
         state = LayerState(
             "layer",
             [tensor],
-            moments=ADAMW.moments,
-            gradient_dtype=DTYPES[self.gradient],
-            master=master_kind(half=True, split=self.split_master),
-            index_kind=self.index,
+            StateTypes(
+                DTYPES[self.gradient],
+                master_kind(half=True, split=self.split_master),
+                ADAMW.moments,
+                index=self.index,
+            ),
             replicas=replicas,
         )
         return state.live_bytes().total
@@ -80,13 +82,15 @@ class Storage:
         """Bytes of one rank by samo/state_bytes.py."""
         return layer_bytes(
             [TensorSize(NUMEL, kept)],
-            half=True,
-            gradient_bytes=DTYPES[self.gradient].itemsize,
-            moments=len(ADAMW.moments),
-            index=self.index,
-            split_master=self.split_master,
-            replicas=self.replicas,
-            replica=replica,
+            StateFormat(
+                half=True,
+                gradient_bytes=DTYPES[self.gradient].itemsize,
+                moments=len(ADAMW.moments),
+                index=self.index,
+                split_master=self.split_master,
+                replicas=self.replicas,
+            ),
+            replica,
         ).total
 
     def largest(self, kept: int) -> int:

@@ -125,11 +125,13 @@ class GradientSync:
             assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
                 first, second = tie.uses
-                first.summed().copy_(sum_in_rank_order([first.gradient, second.gradient]))
+                first.gradient_to_change().copy_(
+                    sum_in_rank_order([first.gradient, second.gradient])
+                )
                 self._tie_works.append(None)
             else:
                 (use,) = tie.uses
-                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.summed()))
+                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.gradient_to_change()))
 
     def _poll_ties(self) -> None:
         for number, work in enumerate(self._tie_works):
@@ -161,8 +163,10 @@ class GradientSync:
             gradient = bucket.wire = gradient.to(self._wire_dtype)
         # One pass that only reads, at a few per cent of the cost of a norm.
         self._extremes += gradient.aminmax()
-        if bucket.layer.is_sharded:
-            bucket.work = self._replicas.start(Op.REDUCE_SCATTER, gradient, bucket.layer.bounds)
+        if bucket.layer.shares.is_sharded:
+            bucket.work = self._replicas.start(
+                Op.REDUCE_SCATTER, gradient, bucket.layer.shares.bounds
+            )
         else:
             bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)
 
@@ -171,7 +175,7 @@ class GradientSync:
         for bucket in self._buckets[: self._started]:
             if bucket.work is not None and bucket.work.poll():
                 if bucket.wire is not None:
-                    own = bucket.layer.held
+                    own = bucket.layer.shares.held
                     gradient = bucket.layer.reduced_gradient
                     gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
                 bucket.work = bucket.wire = None

@@ -23,11 +23,11 @@ class WeightGather:
 
     def updated(self, layer: LayerState) -> None:
         """Send this replica's share of a layer, which is updated, and push what is under way."""
-        if not layer.is_sharded or not layer.owned:
+        if not layer.shares.is_sharded or not layer.owned:
             return
         layer.collect_weights()
         with self._phases("collective"):
-            work = self._replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.bounds)
+            work = self._replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
             self._under_way.append((layer, work))
             self._advance()
 

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 
 from axsparse.planner.cluster import Precision
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
-from axsparse.samo.state_bytes import StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4
 """Bytes of a gradient entry: ∇θ16 and ∇θ32 (section III-D)."""
@@ -122,13 +122,8 @@ class GptFormula:
             TensorSize(self.embedding_params, self.embedding_params),
             TensorSize(words, words, is_alias=g_inter == 1),
         ]
-        whole = StateBytes.sum(
-            tensor_bytes(
-                size,
-                half=self.precision != "fp32",
-                gradient_bytes=GRADIENT_BYTES,
-                moments=MOMENTS,
-            )
-            for size in sizes
+        stored = StateFormat(
+            half=self.precision != "fp32", gradient_bytes=GRADIENT_BYTES, moments=MOMENTS
         )
+        whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
         return StateBytes(*(-(-part // g_inter) for part in astuple(whole)))

@@ -11,9 +11,9 @@ from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
-from axsparse.samo.precision import DTYPES, accumulates_in_half
+from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import IndexKind
+from axsparse.samo.state_bytes import IndexKind, StateFormat
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output: an fp32 copy of it, and one
@@ -135,13 +135,15 @@ class SurveyedModel:
                 layers,
                 self.survey.ties,
                 self.kept,
-                dtype=DTYPES[self.precision],
-                gradient_dtype=DTYPES[gradient],
-                moments=self.moments,
-                index=self.index,
-                split_master=self.split_master,
-                replicas=replicas,
-                offload=self.offload,
+                StateFormat(
+                    half=self.precision != "fp32",
+                    gradient_bytes=value_bytes(gradient),
+                    moments=self.moments,
+                    index=self.index,
+                    split_master=self.split_master,
+                    replicas=replicas,
+                    offload=self.offload,
+                ),
             ),
             temporary=width * max(map(_trained, layers)),
             building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),

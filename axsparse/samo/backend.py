@@ -1,7 +1,7 @@
 """Where training state lives, and what computes on it there: torch on a CPU, kernels on a GPU.
 
-State stays on its device. What is drawn, saved and looked at stays on the host: start values
-and masks come from there, and what pruning scores and checkpoints hold goes back to it.
+Start values and masks are made on the host and moved to the device; what pruning scores and
+checkpoints hold is moved back to the host. Everything else stays on the device.
 """
 
 from __future__ import annotations
@@ -12,32 +12,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
 from axsparse.samo.cuda.launch import Launcher
 from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The device of a rank's state."""
+    """The device of a rank's state, and the operations that differ between devices.
+
+    `Backend(device, None)` computes with torch, as `HOST` does; `Backend(device, launcher)` with
+    the kernels of `samo/cuda/`. `training/placement.py` chooses one for each rank; every layer of
+    the rank gets it through `StateOptions.backend`. All indices of a layer are made by its
+    backend, so indices that kernels read (`Index.on_device`) occur exactly where there is a
+    launcher.
+    """
 
     device: torch.device
     launch: Launcher | None
-    """Runs its kernels; None where torch's own operations are all there is."""
+    """Starts kernels on the device; None where torch's own operations are all there is."""
     host: Callable[[int], Tensor] | None = None
-    """So many bytes of the host, where masters and moments rest between updates
-    (`samo/offload.py`); None: they stay on the device."""
+    """Allocates a number of bytes on the host, where masters and moments rest between updates
+    (`samo/offload.py`); None if they stay on the device."""
 
     def index(self, mask_D: Tensor, kind: IndexKind) -> Index:
-        """The index of a flat boolean mask (True: kept) of the host; ConfigError as
-        `make_index`."""
+        """The index of a flat boolean mask (True: kept), which is on the host. Raises ConfigError
+        where `make_index` or `make_device_index` does."""
         if self.launch is None:
             return make_index(mask_D, kind)
         return make_device_index(self.launch, mask_D.to(self.device), kind)
 
     def rest(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros where masters and moments rest."""
+        """A flat tensor of `size` zeros where masters and moments rest between updates."""
         if self.host is None:
             return torch.zeros(size, dtype=dtype, device=self.device)
         return self.host(size * dtype.itemsize).view(dtype).zero_()
@@ -48,12 +57,33 @@ class Backend:
             return FullIndex(numel)
         return DeviceIndex(self.launch, "full", numel, numel, self.device)
 
+    def compress(
+        self, index: Index, dense_D: Tensor, gradient_K: Tensor, *, adds: bool, sums_squares: bool
+    ) -> Tensor | None:
+        """Move a dense gradient's kept entries into `gradient_K`, or add them to it if `adds`.
+
+        Returns the fp64 sums of squares of each block of `gradient_K`, where a kernel computes
+        them and `sums_squares` asks for them; otherwise None.
+        """
+        on_device = index.on_device
+        if on_device is not None:
+            blocks = -(-index.kept // BLOCK)
+            partials = gradient_K.new_empty(blocks, dtype=torch.float64) if sums_squares else None
+            compress(on_device, dense_D, gradient_K, accumulate=adds, partials=partials)
+            return partials
+        values_K = index.gather(dense_D, 0, index.kept)
+        if adds:
+            gradient_K.add_(values_K)
+        else:
+            gradient_K.copy_(values_K)
+        return None
+
 
 HOST = Backend(torch.device("cpu"), None)
 
 
 def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Flat fp64 copies of tensors of one device, by one trip of the host to it."""
+    """Flat fp64 copies of tensors of one device, which the host waits for once."""
     flat = [part.detach().double().reshape(-1) for part in parts]
     if not flat:
         return []

@@ -1,7 +1,7 @@
 """Layers built straight into their final storage, one parameter at a time.
 
 A parameter is initialised in fp32, pruned, compressed and rounded before the next one
-exists, so building a stage needs no more than its final state and one parameter.
+exists, so building a stage needs memory for its final state and one fp32 parameter only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, master_kind
@@ -36,24 +36,34 @@ class BuiltLayer:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How state is stored; equal on all ranks."""
+    """How the layers of a stage are built; equal on all ranks but for `replicas` and `backend`."""
 
     dtype: torch.dtype
-    """Of weights, activations and messages."""
+    """The type of weights, activations and messages."""
     gradient_dtype: torch.dtype
+    """The type of accumulated gradients."""
     moments: tuple[str, ...]
+    """Names of the optimizer's moments."""
     seed: int
+    """Seeds the generators of start values."""
     masks: Masks | None
-    """What is pruned while building; None builds dense state."""
+    """Which entries are kept from the start; None builds dense state."""
     index: IndexKind = "int32"
-    """How kept positions are stored, of what is pruned now and later."""
+    """How the kept positions of tensors are stored that are pruned now or later."""
     split_master: bool = False
-    """Masters as bf16 weight and 16-bit remainder."""
+    """Whether masters are stored as bf16 weight and 16-bit remainder."""
     replicas: Replicas = ALONE
+    """The ranks that hold the same layers."""
     start: StartValues | None = None
-    """Where the model starts, if not at its layers' own values."""
+    """The values that the model starts from, if not its layers' own."""
     backend: Backend = HOST
-    """Where state lives."""
+    """Where the state lives."""
+
+    @property
+    def types(self) -> StateTypes:
+        """In which form the state of a layer is stored."""
+        master = master_kind(half=self.dtype != torch.float32, split=self.split_master)
+        return StateTypes(self.gradient_dtype, master, self.moments, self.index)
 
 
 def build_layers(
@@ -61,9 +71,10 @@ def build_layers(
 ) -> list[BuiltLayer]:
     """Build the layers of one stage.
 
-    `ties` maps the global name of each second use of a weight to the first. Both
+    `ties` maps the global name of a weight's second use to that of its first. Both
     uses start, and are pruned, as one weight; where both are in `layers`, they share
-    one storage.
+    one storage. Raises ConfigError where the shapes of two uses differ, an `init` gives no tensor
+    of the right shape, or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
     return [_construct_layer(layer, ties, tensors, options) for layer in layers]
@@ -94,10 +105,10 @@ def _construct_layer(
         else:
             storage = owner.parameter.detach()
         if torch._has_compatible_shallow_copy_type(parameter, storage):
-            # The module may hold it elsewhere as well, and may have hooks on it.
+            # Keeps the Parameter itself, which the module may hold elsewhere or have hooks on.
             weight = parameter
             weight.data = storage
-        else:  # it is on the meta device, say
+        else:  # the parameter is on the meta device, for example
             weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
             _replace(module, local_name, weight)
         if not parameter.requires_grad:
@@ -115,34 +126,32 @@ def _construct_layer(
     state = LayerState(
         layer.name,
         states,
-        moments=options.moments,
-        gradient_dtype=options.gradient_dtype,
-        master=master_kind(half=options.dtype != torch.float32, split=options.split_master),
-        index_kind=options.index,
+        options.types,
         frozen=frozen,
         replicas=options.replicas,
         backend=options.backend,
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
-    state.reset_moments()  # allocates them; last, since until now an fp32 value needs room
+    # Allocates the moments, after the last fp32 value, which needs room itself.
+    state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
     """Set the kept weights of a tensor from dense fp32 values.
 
-    A call of its own, since a local of the caller would outlive the next value's making.
+    A function of its own, so that `value` is freed before the caller makes the next one.
     """
     value_D = value.view(-1).to(state.backend.device)
     for start, stop in tensor.blocks():
-        state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
+        state.optimizer_state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
 
 
 def start_values(
     layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> dict[str, Callable[[], Tensor]]:
-    """What gives the fp32 start values of a layer's trained tensors, by global name."""
+    """Functions that make the fp32 start values of a layer's trained tensors, by global name."""
     module, values = _skeleton(layer, ties, options)
     return {
         f"{layer.name}.{local_name}": partial(values, local_name)
@@ -154,9 +163,9 @@ def start_values(
 def _skeleton(
     layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
-    """The module, and the fp32 start values of its parameters by local name.
+    """The module, and a function that makes the fp32 start value of a parameter by its local name.
 
-    Values are asked for twice, for the mask and for the state, because keeping them
+    It is called twice for a parameter, for the mask and for the state, because keeping the values
     would hold a whole layer in fp32.
     """
     init, start, seed = layer.init, options.start, options.seed
@@ -200,7 +209,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device; those built on the meta device hold nothing
+    """Give buffers their start values, on the device. Those built on the meta device have none
     yet."""
     start = options.start
     for slot in slots(module):

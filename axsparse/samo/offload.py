@@ -1,7 +1,8 @@
 """Master weights and moments that rest on the host and are on the GPU for their update only.
 
-There are two places on the GPU, each with room for the largest layer's. While one layer is
-updated in the first, the next one comes into the second, and the one before goes back:
+There are two places on the GPU, each with room for the values of the largest layer. While one
+layer is updated in the first place, the values of the next are copied into the second, and those
+of the layer before are copied back:
 
     up        layer 0 → a   layer 1 → b                  layer 2 → a   …
     compute                 update 0 in a  update 1 in b               …
@@ -22,38 +23,43 @@ from torch import Tensor
 from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optimizer_state import HeldBuffers
 from axsparse.samo.state_bytes import VISITS, visit_bytes
-from axsparse.samo.tensor_state import RestingState
 
 
 @dataclass(frozen=True)
 class _Visit:
     """A layer's values on the GPU, and the event after which they are there."""
 
-    here: RestingState
+    here: HeldBuffers
     arrived: Event
 
 
 class Offload:
-    """Brings what a layer's update needs, and takes it back."""
+    """Copies each layer's masters and moments to the GPU for its update, and back."""
 
     def __init__(self, device: Device, layers: Sequence[LayerState], backoff: Backoff) -> None:
-        """`layers`: all whose state rests on the host; their size may shrink later."""
+        """`layers`: all layers of this rank whose state rests on the host. They may shrink later,
+        when they are pruned; they never grow."""
         self._device = device
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
         self._free: list[Event | None] = [None] * VISITS
-        """By place: when its last visit is back on the host, and with it all that left before."""
-        sizes = [[tensor.nbytes for tensor in _tensors(layer.resting())] for layer in layers]
+        """For each place, the event after which the values of its last visit, and of all visits
+        before, are back on the host."""
+        sizes = [
+            [tensor.nbytes for tensor in _tensors(layer.optimizer_state.resting())]
+            for layer in layers
+        ]
         size = max(map(visit_bytes, sizes), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
         self._places = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(VISITS)]
         for layer in layers:
-            layer.settle = self.settle
+            layer.optimizer_state.settle = self.settle
 
     @property
     def nbytes(self) -> int:
-        """Of both places."""
+        """Bytes of both places."""
         return sum(place.nbytes for place in self._places)
 
     def visits(self, layers: Sequence[LayerState]) -> Iterator[LayerState]:
@@ -66,10 +72,11 @@ class Offload:
                 coming = self._bring(layers[number + 1], number + 1)
             compute = self._device.compute
             compute.wait(visit.arrived)
-            with layer.visiting(visit.here):
+            state = layer.optimizer_state
+            with state.visiting(visit.here):
                 yield layer
             self._down.wait(compute.record())
-            for rest, here in zip(_tensors(layer.resting()), _tensors(visit.here), strict=True):
+            for rest, here in zip(_tensors(state.resting()), _tensors(visit.here), strict=True):
                 self._down.copy(rest, here)
             self._free[number % VISITS] = self._down.record()
 
@@ -81,9 +88,9 @@ class Offload:
 
     def _bring(self, layer: LayerState, number: int) -> _Visit:
         free = self._free[number % VISITS]
-        # Memory that is new here may have been something else's until now.
+        # On the first visit: the compute stream may still use the memory for what it was before.
         self._up.wait(self._device.compute.record() if free is None else free)
-        room, resting, at = self._places[number % VISITS], layer.resting(), 0
+        room, resting, at = self._places[number % VISITS], layer.optimizer_state.resting(), 0
         put = []
         for rest in _tensors(resting):
             here = room[at : at + rest.nbytes].view(rest.dtype)
@@ -92,9 +99,9 @@ class Offload:
             at += visit_bytes([rest.nbytes])
         masters = 0 if resting.master is None else 1
         moments = dict(zip(resting.moments, put[masters:], strict=True))
-        return _Visit(RestingState(put[0] if masters else None, moments), self._up.record())
+        return _Visit(HeldBuffers(put[0] if masters else None, moments), self._up.record())
 
 
-def _tensors(rest: RestingState) -> list[Tensor]:
-    own = [] if rest.master is None else [rest.master]
-    return [*own, *rest.moments.values()]
+def _tensors(buffers: HeldBuffers) -> list[Tensor]:
+    master = [] if buffers.master is None else [buffers.master]
+    return [*master, *buffers.moments.values()]

@@ -1,4 +1,5 @@
-"""What the state of a stage costs before it is built: the formula over a survey of layers."""
+"""What the state of a stage costs before it is built: `samo/state_bytes.py` over a survey of its
+layers."""
 
 from __future__ import annotations
 
@@ -7,14 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import torch
-
 from axsparse.models.survey import LayerInfo, ParameterInfo
 from axsparse.samo.shards import share_bounds
 from axsparse.samo.state_bytes import (
     VISITS,
-    IndexKind,
     StateBytes,
+    StateFormat,
     TensorSize,
     layer_bytes,
     owned_entries,
@@ -26,21 +25,14 @@ def stage_bytes(
     layers: Sequence[LayerInfo],
     ties: Mapping[str, str],
     kept: Mapping[str, int],
-    *,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    moments: int,
-    index: IndexKind = "int32",
-    split_master: bool = False,
-    replicas: int = 1,
+    stored: StateFormat,
     replica: int | None = None,
-    offload: bool = False,
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank.
 
-    `kept`: kept entries of the pruned tensors, by the name of a weight's first use.
-    `replicas` above 1: those that shard the optimizer state, of which `replica` is meant, or the
-    one that holds most. `offload`: masters and moments rest on the host.
+    `ties` maps the name of a weight's second use to its first. `kept` has the number of kept
+    entries of each pruned tensor, by the name of its first use. Where the optimizer state is
+    sharded, `replica` is the one that is asked about; None means the one that holds most.
     """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
     sizes = [
@@ -51,23 +43,14 @@ def stage_bytes(
         for layer in layers
     ]
     if replica is None:
-        replica = _fullest(sizes, replicas)
+        replica = _fullest(sizes, stored.replicas)
     each = [
-        layer_bytes(
-            of_layer,
-            half=dtype != torch.float32,
-            gradient_bytes=gradient_dtype.itemsize,
-            moments=moments,
-            index=index,
-            split_master=split_master,
-            replicas=replicas,
-            replica=replica,
-        )
-        + StateBytes(weight=layer.buffer_bytes)
+        layer_bytes(of_layer, stored, replica) + StateBytes(weight=layer.buffer_bytes)
         for layer, of_layer in zip(layers, sizes, strict=True)
     ]
-    if not offload:
+    if not stored.offload:
         return StateBytes.sum(each)
+    moments = stored.moments
     visits = [
         visit_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
         for state in each
@@ -82,7 +65,7 @@ def stage_bytes(
 
 
 def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
-    """The replica whose shares of these layers are most together."""
+    """The replica whose shares of these layers have the most entries in total."""
     if replicas == 1:
         return 0
     held = [0] * replicas

@@ -1,4 +1,9 @@
-"""Bytes of training state: the one place that knows what a parameter costs.
+"""Bytes per parameter: the one place that defines what a parameter of the model costs.
+
+Everything that says, predicts or checks how many bytes of weight, index, gradient, master or
+optimizer state a parameter takes computes it here: `tensor_bytes`, `layer_bytes`, and for a stage
+`samo/stage_bytes.py`. Change a size here and nowhere else; `tests/samo/test_state_bytes.py` counts
+the bytes of the tensors that live against it.
 
 Per tensor of n entries of which k are kept, w bytes a weight, a bytes an accumulated
 gradient entry, m moments:
@@ -31,7 +36,7 @@ replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
 Where masters and moments are offloaded, they are on the host, and the GPU has room for those of
 two layers of the largest size. The second use of a tied weight costs its own full state on another
 stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
-weight only; buffers count as weights, in the type they have.
+weight only; buffers of modules count as weights, in the type they have.
 """
 
 from __future__ import annotations
@@ -47,21 +52,21 @@ IndexKind: TypeAlias = Literal["int32", "uint16", "mask"]
 """How kept positions are stored."""
 INT32_LIMIT = 2**31 - 1
 UINT16_BLOCK = 65_536
-"""Dense entries that 16 bits number."""
+"""Dense entries of a block, in which 16 bits number them."""
 MASK_BLOCK = 2_048
 """Dense entries that share an offset: few enough to find any kept entry at once, and so many
 that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
 MASK_WORD = 64
-"""Dense entries of a word, which is read at a time."""
+"""Dense entries of a word, the unit in which a mask is read."""
 MasterKind: TypeAlias = Literal["weight", "fp32", "remainder"]
 """Where fp32 master weights are: in an fp32 weight, in a buffer, or split over a bf16 weight
 and a buffer of 16-bit remainders."""
 MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4, "remainder": 2}
 MOMENT_BYTES = 4
 VISITS = 2
-"""Layers whose offloaded state has room on a GPU: one is updated, one comes or goes."""
+"""Layers whose offloaded state has room on a GPU: one is updated, one is copied."""
 VISIT_ALIGNED = 256
-"""Bytes; where a tensor begins there."""
+"""Each offloaded tensor begins at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,13 @@ class StateBytes:
     master: int = 0
     optimizer: int = 0
     visiting: int = 0
-    """Room on a GPU for what comes there for its update only."""
+    """Room on a GPU for masters and moments that are there for their update only."""
     offloaded: int = 0
     """Masters and moments that rest in the memory of the host."""
 
     @property
     def total(self) -> int:
-        """Where training computes: all but what is offloaded."""
+        """Bytes on the device that trains: all but what is offloaded."""
         there: int = sum(astuple(self)) - self.offloaded
         return there
 
@@ -99,26 +104,59 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
+class StateFormat:
+    """How the state of a training is stored, as far as its bytes depend on it."""
+
+    half: bool
+    """Whether weights are bf16 or fp16; otherwise they are fp32."""
+    gradient_bytes: int
+    """Bytes of an accumulated gradient entry."""
+    moments: int
+    """Number of the optimizer's moments."""
+    index: IndexKind = "int32"
+    """How the kept positions of pruned tensors are stored."""
+    split_master: bool = False
+    """Whether masters are stored as bf16 weight and 16-bit remainder."""
+    replicas: int = 1
+    """Replicas that share the optimizer state; 1 if it is not sharded."""
+    offload: bool = False
+    """Whether masters and moments rest on the host."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.half else 4
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a kept entry's master, beside its weight."""
+        return MASTER_BYTES[master_kind(half=self.half, split=self.split_master)]
+
+
+@dataclass(frozen=True)
 class TensorSize:
-    """What the formula needs to know of one tensor."""
+    """One tensor, as far as its bytes depend on it."""
 
     numel: int
+    """Entries before pruning."""
     kept: int
+    """Entries that are kept; `numel` if it is not pruned."""
     trained: bool = True
-    """False for frozen parameters, which are weight only, tied or not."""
+    """False for frozen parameters, which cost their weight only, tied or not."""
     is_alias: bool = False
-    """The second use of a tied weight on the stage of the first."""
+    """Whether this is the second use of a tied weight on the stage of the first."""
 
 
 def master_kind(*, half: bool, split: bool) -> MasterKind:
-    """Where the masters of a training in this precision are; only bf16 weights can be split."""
+    """Where the masters are, with half-precision weights or without; only bf16 masters can be
+    split."""
     if not half:
         return "weight"
     return "remainder" if split else "fp32"
 
 
 def visit_bytes(tensors: Iterable[int]) -> int:
-    """Room on a GPU for the offloaded tensors of a layer, of so many bytes each."""
+    """Bytes of room on a GPU for the offloaded tensors of a layer, whose bytes are given."""
     return sum(-(-nbytes // VISIT_ALIGNED) * VISIT_ALIGNED for nbytes in tensors)
 
 
@@ -140,27 +178,18 @@ def index_bytes(numel: int, kept: int, kind: IndexKind) -> int:
     return MASK_WORD // 8 * words + offset * (math.ceil(numel / MASK_BLOCK) + 1)
 
 
-def tensor_bytes(
-    size: TensorSize,
-    *,
-    half: bool,
-    gradient_bytes: int,
-    moments: int,
-    index: IndexKind = "int32",
-    split_master: bool = False,
-) -> StateBytes:
-    """The formula above for one tensor."""
-    weight_bytes = 2 if half else 4
+def tensor_bytes(size: TensorSize, stored: StateFormat) -> StateBytes:
+    """The formula above for one tensor, neither sharded nor offloaded."""
     if not size.trained:
-        return StateBytes(weight=weight_bytes * size.numel)
+        return StateBytes(weight=stored.weight_bytes * size.numel)
     if size.is_alias:
-        return StateBytes(gradient=gradient_bytes * size.kept)
+        return StateBytes(gradient=stored.gradient_bytes * size.kept)
     return StateBytes(
-        weight=weight_bytes * size.numel,
-        index=index_bytes(size.numel, size.kept, index),
-        gradient=gradient_bytes * size.kept,
-        master=MASTER_BYTES[master_kind(half=half, split=split_master)] * size.kept,
-        optimizer=MOMENT_BYTES * moments * size.kept,
+        weight=stored.weight_bytes * size.numel,
+        index=index_bytes(size.numel, size.kept, stored.index),
+        gradient=stored.gradient_bytes * size.kept,
+        master=stored.master_bytes * size.kept,
+        optimizer=MOMENT_BYTES * stored.moments * size.kept,
     )
 
 
@@ -169,38 +198,16 @@ def owned_entries(size: TensorSize) -> int:
     return size.kept if size.trained and not size.is_alias else 0
 
 
-def layer_bytes(
-    sizes: Sequence[TensorSize],
-    *,
-    half: bool,
-    gradient_bytes: int,
-    moments: int,
-    index: IndexKind = "int32",
-    split_master: bool = False,
-    replicas: int = 1,
-    replica: int = 0,
-) -> StateBytes:
-    """The formula above for the tensors of one layer, in their order in the module.
-
-    With `replicas` above 1 the optimizer state is sharded, and this is what one of them holds.
-    """
-    whole = StateBytes.sum(
-        tensor_bytes(
-            size,
-            half=half,
-            gradient_bytes=gradient_bytes,
-            moments=moments,
-            index=index,
-            split_master=split_master,
-        )
-        for size in sizes
-    )
-    if replicas == 1:
+def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int = 0) -> StateBytes:
+    """The formula above for the tensors of one layer, in their order in the module, on one
+    replica; not offloaded."""
+    whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+    if stored.replicas == 1:
         return whole
-    bounds = share_bounds([owned_entries(size) for size in sizes], replicas)
+    bounds = share_bounds([owned_entries(size) for size in sizes], stored.replicas)
     share = bounds[replica + 1] - bounds[replica]
     return replace(
         whole,
-        master=MASTER_BYTES[master_kind(half=half, split=split_master)] * share,
-        optimizer=MOMENT_BYTES * moments * share,
+        master=stored.master_bytes * share,
+        optimizer=MOMENT_BYTES * stored.moments * share,
     )

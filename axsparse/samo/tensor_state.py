@@ -1,4 +1,4 @@
-"""One trained tensor: its dense weight and which of its entries are kept."""
+"""One trained tensor: its dense weight, and which of its entries are kept."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from axsparse.samo.shards import BLOCK
 
 @dataclass(eq=False)
 class TensorState:
-    """One trained parameter: its dense weight and where its kept entries stand."""
+    """One trained parameter: its dense weight and where its kept entries stand.
+
+    An alias is the second use of a tied weight on the stage of the first. It shares that weight's
+    storage, index, master and moments, and has a gradient of its own.
+    """
 
     name: str
     """Global parameter name."""
     parameter: nn.Parameter
     """Dense, in the training precision; zero at pruned positions."""
     own_index: Index
+    """The kept positions; an alias does not use it."""
     decays: bool
     """Whether weight decay applies."""
     alias_of: TensorState | None = None
-    """The other use of the same weight on the same stage, which owns index, master and
-    moments. An alias shares that weight's storage and has a gradient of its own."""
+    """The first use, if this is an alias."""
     offset: int = 0
+    """Number of the first kept entry in the layer's flat buffers; set by `Shares.lay_out`."""
     accumulated: bool = False
     """Whether this step's gradient has been written at least once."""
     partials: Tensor | None = None
-    """On a GPU, the sums of squares of this step's gradient by blocks, where they came with it
-    and nothing has been added since."""
+    """The sums of squares of this step's gradient by blocks, if a GPU computed them with the last
+    microbatch's gradient and nothing has been added since."""
 
     @property
     def index(self) -> Index:
@@ -56,17 +61,9 @@ class TensorState:
         for start in range(0, self.kept, BLOCK):
             yield start, min(start + BLOCK, self.kept)
 
-
-@dataclass(frozen=True)
-class RestingState:
-    """A layer's held masters and moments, in one place."""
-
-    master: Tensor | None
-    moments: dict[str, Tensor]
-
-
-def common(part: range, tensor: TensorState, start: int = 0, stop: int | None = None) -> range:
-    """Which of a tensor's kept entries [start, stop) lie in a part of the flat buffers."""
-    stop = tensor.kept if stop is None else stop
-    first = min(max(part.start - tensor.offset, start), stop)
-    return range(first, max(first, min(part.stop - tensor.offset, stop)))
+    def entries_in(self, part: range, start: int = 0, stop: int | None = None) -> range:
+        """Which of the tensor's kept entries [start, stop), by default all, lie in a part of the
+        layer's flat buffers."""
+        stop = self.kept if stop is None else stop
+        first = min(max(part.start - self.offset, start), stop)
+        return range(first, max(first, min(part.stop - self.offset, stop)))

@@ -1,4 +1,4 @@
-"""Tied weights as one stage sees them."""
+"""Tied weights, which two layers use, as one stage sees them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ class Use:
 
     @property
     def gradient(self) -> Tensor:
+        """This use's kept gradient, a view."""
         return self.layer.gradient_of(self.tensor)
 
-    def summed(self) -> Tensor:
-        """The gradient, to which the other use's is about to be added."""
+    def gradient_to_change(self) -> Tensor:
+        """The kept gradient, for a caller that adds the other use's to it in place. Sums of
+        squares that came with it no longer hold."""
         self.tensor.partials = None
         return self.gradient
 

@@ -44,13 +44,9 @@ class Position:
             rewarming = min(1.0, since / self._config.pruning.rewarm_steps)
         return rewarming * learning_rate(
             self.steps_done - self.schedule_start,
+            schedule,
             peak=self._config.optimizer.learning_rate,
-            warmup_steps=schedule.warmup_steps,
             decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
-            decay=schedule.decay,
-            final_ratio=schedule.final_ratio,
-            step_every=schedule.step_every,
-            step_factor=schedule.step_factor,
         )
 
     def follow_masks(self, *, rewound: bool, changed: bool) -> None:

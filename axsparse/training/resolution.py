@@ -54,7 +54,7 @@ from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.optimizer_registry import optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import IndexKind
+from axsparse.samo.state_bytes import IndexKind, StateFormat
 
 HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
@@ -150,13 +150,15 @@ class RunSpec:
             layers,
             self.survey.ties,
             kept,
-            dtype=self.dtype,
-            gradient_dtype=self.gradient_dtype,
-            moments=len(self.optimizer.moments),
-            index=self.index,
-            split_master=self.config.samo.split_master,
-            replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
-            offload=self.config.samo.offload,
+            StateFormat(
+                half=self.dtype != torch.float32,
+                gradient_bytes=self.gradient_dtype.itemsize,
+                moments=len(self.optimizer.moments),
+                index=self.index,
+                split_master=self.config.samo.split_master,
+                replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
+                offload=self.config.samo.offload,
+            ),
         ).total
 
     def stage_of(self, name: str) -> int:

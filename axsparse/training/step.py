@@ -143,7 +143,6 @@ class Step:
                 parts.optimizer,
                 hyper,
                 factor / parts.loss_scale.scale,
-                replicas=parts.replicas,
                 updated=parts.weights.updated,
                 visits=iter if parts.offload is None else parts.offload.visits,
             )

@@ -26,6 +26,7 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16
@@ -213,10 +214,7 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
         layers,
         {},
         kept(model, settings.pruning),
-        dtype=torch.float32,
-        gradient_dtype=torch.float32,
-        moments=2,
-        index="uint16",
+        StateFormat(half=False, gradient_bytes=4, moments=2, index="uint16"),
     )
 
 

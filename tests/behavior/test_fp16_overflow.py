@@ -54,9 +54,13 @@ def first_pruned(trainer: Trainer) -> TensorState:
 def digest(states: Sequence[LayerState]) -> str:
     found = hashlib.blake2b()
     for state in states:
-        assert state.master_K is not None
+        assert state.optimizer_state.master_K is not None
         weights = [tensor.weight_D for tensor in state.owned]
-        for values in (*weights, state.master_K, *state.moments_K.values()):
+        for values in (
+            *weights,
+            state.optimizer_state.master_K,
+            *state.optimizer_state.moments_K.values(),
+        ):
             found.update(values.numpy().tobytes())
     return found.hexdigest()
 
@@ -147,7 +151,7 @@ def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ
             for mine, its in zip(ours.owned, theirs.owned, strict=True):
                 assert torch.equal(mine.weight_D, its.weight_D)
                 assert mine.weight_D.isfinite().all()
-            if not ours.is_sharded:
+            if not ours.shares.is_sharded:
                 assert digest([ours]) == digest([theirs])
 
 

@@ -44,6 +44,7 @@ from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_link import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 
@@ -123,7 +124,7 @@ def agree(
         for layer in ours.parts.layers:
             held = [layer.state.gradient, *layer.state.frozen]
             held += [tensor.parameter for tensor in layer.state.tensors]
-            held += [] if config.samo.offload else [*layer.state.moments_K.values()]
+            held += [] if config.samo.offload else [*layer.state.optimizer_state.moments_K.values()]
             assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
 
 
@@ -298,11 +299,7 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
             [info for info in parts.survey.layers if info.name in layers],
             parts.survey.ties,
             pruned,
-            dtype=torch.bfloat16,
-            gradient_dtype=torch.bfloat16,
-            moments=2,
-            index="uint16",
-            offload=True,
+            StateFormat(half=True, gradient_bytes=2, moments=2, index="uint16", offload=True),
         )
         assert trainer.state_bytes() == expected
         assert expected.offloaded > 0 and expected.master == expected.optimizer == 0

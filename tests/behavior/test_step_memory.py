@@ -10,7 +10,7 @@ from torch import nn
 from axsparse.samo.index import bitmask as index_mask
 from axsparse.samo.index import uint16 as index_uint16
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.hyper import Hyper
@@ -47,9 +47,7 @@ def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -
     """A layer of one tensor, after a step that has compiled and allocated what stays."""
     dtype, kind = MASTERS[master]
     tensor = TensorState("w", nn.Parameter(torch.zeros(numel, dtype=dtype)), index, decays=True)
-    layer = LayerState(
-        "layer", [tensor], moments=optimizer.moments, gradient_dtype=dtype, master=kind
-    )
+    layer = LayerState("layer", [tensor], StateTypes(dtype, kind, optimizer.moments))
     layer.accumulate(tensor, torch.ones(numel, dtype=dtype))
     update([layer], optimizer, HYPER, 0.5)
     return layer

@@ -27,7 +27,7 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.tensor_state import TensorState
 from axsparse.samo.ties import StageTie, Use
 
@@ -93,7 +93,7 @@ def layer_state(
     weight = torch.zeros(NUMEL) if owner is None else owner.parameter.detach()
     index = make_index(torch.arange(NUMEL) < KEPT)
     tensor = TensorState(f"{name}.w", nn.Parameter(weight), index, decays=True, alias_of=owner)
-    state = LayerState(name, [tensor], moments=(), gradient_dtype=dtype, master="weight")
+    state = LayerState(name, [tensor], StateTypes(dtype, "weight"))
     state.gradient.fill_(1.0)
     return state
 
@@ -253,7 +253,7 @@ def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
         )
         for key in "pq"
     ]
-    layer = LayerState("l", tensors, moments=(), gradient_dtype=torch.float32, master="weight")
+    layer = LayerState("l", tensors, StateTypes(torch.float32, "weight"))
     layer.gradient.fill_(1.0)
     pair = Members()
     sync = gradient_sync([layer], Members(size=1), ties=[StageTie((Use(layer, tensors[1]),), pair)])

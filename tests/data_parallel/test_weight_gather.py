@@ -31,6 +31,7 @@ from axsparse.models.survey import survey
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.trainer import Trainer
 
 WIDTH = 510
@@ -69,7 +70,7 @@ def shares(ranks: Ranks) -> list[list[range]]:
     """Per layer of the first stage, what each replica holds."""
     trainers = [trainer for trainer, _ in ranks if trainer.parts.place.stage == 0]
     return [
-        [trainer.parts.layers[number].state.held for trainer in trainers]
+        [trainer.parts.layers[number].state.shares.held for trainer in trainers]
         for number in range(len(trainers[0].parts.layers))
     ]
 
@@ -181,13 +182,15 @@ def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None
         [layer for layer in surveyed.layers if layer.name in names],
         surveyed.ties,
         kept(model, config.pruning),
-        dtype=DTYPES[config.precision],
-        gradient_dtype=trainer.parts.layers[0].state.gradient.dtype,
-        moments=len(trainer.parts.optimizer.moments),
-        index="uint16",
-        split_master=config.samo.split_master,
-        replicas=replicas,
-        replica=replica,
+        StateFormat(
+            half=DTYPES[config.precision] != torch.float32,
+            gradient_bytes=trainer.parts.layers[0].state.gradient.dtype.itemsize,
+            moments=len(trainer.parts.optimizer.moments),
+            index="uint16",
+            split_master=config.samo.split_master,
+            replicas=replicas,
+        ),
+        replica,
     ).total
 
 
@@ -233,7 +236,7 @@ def test_what_a_replica_does_not_hold_cannot_be_read(shard: bool) -> None:
     def read(trainer: Trainer) -> None:
         state = trainer.parts.layers[0].state
         weight = state.owned[0]
-        state.read_master(weight, 0, weight.kept)
+        state.optimizer_state.read_master(weight, 0, weight.kept)
 
     config = wide_config(shard=shard, precision="bf16", train={"steps": 1})
     data: Dataset = vector_data(24, WIDTH)

@@ -111,15 +111,15 @@ def train(job: Job, case: Case) -> Outcome:
 
 
 def note_state(found: Outcome, state: LayerState) -> None:
-    buffers = [state.gradient, *state.moments_K.values()]
-    if state.master_K is not None:
-        buffers.append(state.master_K)
+    buffers = [state.gradient, *state.optimizer_state.moments_K.values()]
+    if state.optimizer_state.master_K is not None:
+        buffers.append(state.optimizer_state.master_K)
     buffers += [tensor.parameter for tensor in state.owned]
     found["devices"] = sorted({*found["devices"], *(buffer.device.type for buffer in buffers)})
     for tensor in state.owned:
         found["masters"][tensor.name] = state.master(tensor.name).detach().cpu().clone()
         found["kept"][tensor.name] = tensor.index.positions().cpu().long()
-        for moment in state.moments_K:
+        for moment in state.optimizer_state.moments_K:
             values = state.moment(tensor.name, moment)
             found["moments"][f"{tensor.name}/{moment}"] = values.cpu().clone()
 

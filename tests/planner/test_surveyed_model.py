@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from support.planner_cases import cluster
 from support.surveys import KEPT, SURVEY, layer
 
@@ -14,6 +13,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.layout_search import LayoutQuestion, Row, plan
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 
 MODEL = SurveyedModel(
     name="four layers",
@@ -101,12 +101,14 @@ def test_state_is_what_a_run_would_build(shards: bool) -> None:
         SURVEY.layers,
         {},
         KEPT,
-        dtype=torch.bfloat16,
-        gradient_dtype=torch.float32,
-        moments=2,
-        index="mask",
-        split_master=True,
-        replicas=3 if shards else 1,
+        StateFormat(
+            half=True,
+            gradient_bytes=4,
+            moments=2,
+            index="mask",
+            split_master=True,
+            replicas=3 if shards else 1,
+        ),
     )
 
     assert sum(load.state.total for load in loads) == expected.total

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
@@ -122,11 +122,7 @@ def layer_of(mask: Tensor, *, tied: bool = False, dtype: torch.dtype = torch.flo
         second = nn.Parameter(weight.parameter.detach())
         tensors.append(TensorState("v", second, weight.index, True, alias_of=weight))
     return LayerState(
-        "layer",
-        tensors,
-        moments=(),
-        gradient_dtype=dtype,
-        master="weight" if dtype == torch.float32 else "fp32",
+        "layer", tensors, StateTypes(dtype, "weight" if dtype == torch.float32 else "fp32")
     )
 
 

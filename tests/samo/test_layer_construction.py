@@ -64,7 +64,7 @@ def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
     assert torch.equal(built.state.master("a.weight"), start.view(-1)[mask])
     assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
     assert tensor.decays and not built.state.tensor("a.bias").decays
-    assert not any(values.any() for values in built.state.moments_K.values())
+    assert not any(values.any() for values in built.state.optimizer_state.moments_K.values())
 
 
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import StateBytes, TensorSize, tensor_bytes
+from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 from axsparse.samo.tensor_state import TensorState
 
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
@@ -47,9 +47,11 @@ def layer_state(tensors: Sequence[TensorState], *, half: bool) -> LayerState:
     return LayerState(
         "layer",
         tensors,
-        moments=("exp_avg", "exp_avg_sq"),
-        gradient_dtype=torch.bfloat16 if half else torch.float32,
-        master="fp32" if half else "weight",
+        StateTypes(
+            torch.bfloat16 if half else torch.float32,
+            "fp32" if half else "weight",
+            ("exp_avg", "exp_avg_sq"),
+        ),
     )
 
 
@@ -62,7 +64,7 @@ def filled_layer(masks: Mapping[str, Tensor | None], *, half: bool) -> LayerStat
         tensors.append(tensor_state(name, shape, index, half=half))
     layer = layer_state(tensors, half=half)
     for number, tensor in enumerate(tensors):
-        layer.write_master(tensor, 0, random(number, tensor.kept))
+        layer.optimizer_state.write_master(tensor, 0, random(number, tensor.kept))
         layer.accumulate(tensor, random(9 + number, *tensor.parameter.shape))
     update([layer], ADAMW, HYPER, 1.0)
     return layer
@@ -71,7 +73,10 @@ def filled_layer(masks: Mapping[str, Tensor | None], *, half: bool) -> LayerStat
 def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
     """Weight, master and moments of a tensor, scattered into zeros."""
     tensor = layer.tensor(name)
-    kept = {"master": layer.master(name), **layer.moments_of(tensor, 0, tensor.kept)}
+    kept = {
+        "master": layer.master(name),
+        **layer.optimizer_state.moments_of(tensor, 0, tensor.kept),
+    }
     found = {"weight": tensor.weight_D.clone()}
     for kind, values in kept.items():
         found[kind] = torch.zeros(tensor.parameter.numel())
@@ -83,9 +88,7 @@ def formula(layer: LayerState, *, half: bool) -> StateBytes:
     return StateBytes.sum(
         tensor_bytes(
             TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None),
-            half=half,
-            gradient_bytes=2 if half else 4,
-            moments=2,
+            StateFormat(half=half, gradient_bytes=2 if half else 4, moments=2),
         )
         for tensor in layer.tensors
     )
@@ -102,10 +105,10 @@ def test_the_tensors_of_a_layer_stand_side_by_side_in_one_buffer_a_kind() -> Non
     assert [first.offset, second.offset] == [0, first.kept]
     assert bias.offset == first.kept + 28
     assert layer.gradient.numel() == first.kept + 28 + 6
-    assert layer.master_K is not None
-    assert layer.master_K.shape == layer.gradient.shape
+    assert layer.optimizer_state.master_K is not None
+    assert layer.optimizer_state.master_K.shape == layer.gradient.shape
     assert layer.gradient_of(second).data_ptr() == layer.gradient.data_ptr() + 2 * first.kept
-    for buffer in layer.moments_K.values():
+    for buffer in layer.optimizer_state.moments_K.values():
         assert buffer.shape == layer.gradient.shape
         assert buffer.dtype == torch.float32
 
@@ -177,10 +180,10 @@ def test_master_weights_are_rounded_into_the_weight_block_by_block(half: bool) -
     layer = layer_state([tensor], half=half)
     values = random(6, tensor.kept)
 
-    layer.write_master(tensor, 0, values[:3])
-    layer.write_master(tensor, 3, values[3:])
+    layer.optimizer_state.write_master(tensor, 0, values[:3])
+    layer.optimizer_state.write_master(tensor, 3, values[3:])
 
-    assert torch.equal(layer.read_master(tensor, 2, 5), values[2:5])
+    assert torch.equal(layer.optimizer_state.read_master(tensor, 2, 5), values[2:5])
     assert torch.equal(tensor.weight_D[mask], values.to(tensor.parameter.dtype))
     assert not tensor.weight_D[~mask].any()
 
@@ -248,7 +251,10 @@ def test_remasking_frees_what_is_no_longer_kept(half: bool) -> None:
     kept = sum(tensor.kept for tensor in layer.tensors)
     assert kept < 15 + 28 + 6
     assert layer.gradient.untyped_storage().nbytes() == kept * (2 if half else 4)
-    buffers = [*layer.moments_K.values(), *([] if layer.master_K is None else [layer.master_K])]
+    buffers = [
+        *layer.optimizer_state.moments_K.values(),
+        *([] if layer.optimizer_state.master_K is None else [layer.optimizer_state.master_K]),
+    ]
     assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [4 * kept] * len(buffers)
     assert {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES} == weights
 
@@ -261,7 +267,7 @@ def test_an_alias_follows_its_remasked_owner_by_refitting(half: bool, same_layer
     alias = tensor_state("b", (4, 5), FullIndex(20), half=half, owner=owner)
     own = layer_state([owner, alias, bias] if same_layer else [owner, bias], half=half)
     following = own if same_layer else layer_state([alias], half=half)
-    own.write_master(owner, 0, random(1, 20))
+    own.optimizer_state.write_master(owner, 0, random(1, 20))
     mask = random_mask(2, 20, 0.3)
 
     own.remask("a", mask)
@@ -282,12 +288,7 @@ def test_frozen_parameters_cost_their_weight_only() -> None:
     frozen = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
 
     layer = LayerState(
-        "layer",
-        [],
-        moments=("exp_avg",),
-        gradient_dtype=torch.float32,
-        master="fp32",
-        frozen=[frozen],
+        "layer", [], StateTypes(torch.float32, "fp32", ("exp_avg",)), frozen=[frozen]
     )
 
     assert layer.live_bytes() == StateBytes(weight=20)

@@ -68,13 +68,15 @@ def test_the_largest_weights_of_now_stay_with_their_moments(half: bool) -> None:
     tensor = state.tensor("block.weight")
     mask = largest(state.master("block.weight").abs().clone(), 16)
     master = state.master("block.weight")[mask].clone()
-    moments = {name: v[mask].clone() for name, v in state.moments_of(tensor, 0, 64).items()}
+    moments = {
+        name: v[mask].clone() for name, v in state.optimizer_state.moments_of(tensor, 0, 64).items()
+    }
 
     prune_in_place(layers, TIES, MAGNITUDE)
 
     assert torch.equal(tensor.index.positions(), mask.nonzero().view(-1))
     assert torch.equal(state.master("block.weight"), master)
-    for name, values in state.moments_of(tensor, 0, 16).items():
+    for name, values in state.optimizer_state.moments_of(tensor, 0, 16).items():
         assert torch.equal(values, moments[name])
     assert not tensor.weight_D[~mask].any()
 

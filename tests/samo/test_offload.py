@@ -15,7 +15,7 @@ from support.pretend_gpu import LateStream, PretendDevice
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.samo.backend import HOST
 from axsparse.samo.offload import Offload
-from axsparse.samo.tensor_state import RestingState
+from axsparse.samo.optimizer_state import HeldBuffers
 
 
 class Layer:
@@ -23,13 +23,14 @@ class Layer:
     settle: object
 
     def __init__(self) -> None:
-        self.rest = RestingState(torch.ones(3), {"exp_avg": torch.ones(3)})
+        self.optimizer_state = self
+        self.rest = HeldBuffers(torch.ones(3), {"exp_avg": torch.ones(3)})
 
-    def resting(self) -> RestingState:
+    def resting(self) -> HeldBuffers:
         return self.rest
 
     @contextmanager
-    def visiting(self, here: RestingState) -> Iterator[None]:
+    def visiting(self, here: HeldBuffers) -> Iterator[None]:
         yield
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,13 +29,14 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.shards import Replicas
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import (
     IndexKind,
     StateBytes,
+    StateFormat,
     TensorSize,
     fits_int32,
     index_bytes,
@@ -159,10 +160,12 @@ def predicted(case: Case) -> StateBytes:
         surveyed.layers[case.layers],
         surveyed.ties,
         {} if case.pruning is None else kept(make_model(case.model), case.pruning),
-        dtype=case.dtype,
-        gradient_dtype=case.gradient_dtype,
-        moments=len(ADAMW.moments),
-        index=case.index,
+        StateFormat(
+            half=case.dtype != torch.float32,
+            gradient_bytes=case.gradient_dtype.itemsize,
+            moments=len(ADAMW.moments),
+            index=case.index,
+        ),
     )
 
 
@@ -237,10 +240,12 @@ def test_after_training_every_rank_holds_what_the_formula_says(
             layers,
             surveyed.ties,
             kept(model, config.pruning),
-            dtype=dtype,
-            gradient_dtype=gradient_dtype,
-            moments=2,
-            index="uint16",
+            StateFormat(
+                half=dtype != torch.float32,
+                gradient_bytes=gradient_dtype.itemsize,
+                moments=2,
+                index="uint16",
+            ),
         )
 
 
@@ -287,22 +292,22 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
         return LayerState(
             "layer",
             [TensorState("w", weight, kept_positions, decays=True)],
-            moments=ADAMW.moments,
-            gradient_dtype=gradient_dtype,
-            master=master_kind(half=True, split=split),
+            StateTypes(gradient_dtype, master_kind(half=True, split=split), ADAMW.moments),
             replicas=Replicas(group, transport.backoff, shard=shard),
         ).live_bytes()
 
     assert world.run(allocated) == [
         layer_bytes(
             [TensorSize(numel, kept)],
-            half=True,
-            gradient_bytes=gradient_dtype.itemsize,
-            moments=2,
-            index=index,
-            split_master=split,
-            replicas=replicas if shard else 1,
-            replica=rank if shard else 0,
+            StateFormat(
+                half=True,
+                gradient_bytes=gradient_dtype.itemsize,
+                moments=2,
+                index=index,
+                split_master=split,
+                replicas=replicas if shard else 1,
+            ),
+            rank if shard else 0,
         )
         for rank in range(replicas)
     ]
@@ -335,7 +340,9 @@ def test_a_mask_with_its_offsets_stays_below_an_eighth_and_a_bit(
 
 
 def test_the_formula_by_category() -> None:
-    cost = partial(tensor_bytes, TensorSize(1000, 100), moments=2)
+    def cost(**stored: Any) -> StateBytes:
+        return tensor_bytes(TensorSize(1000, 100), StateFormat(moments=2, **stored))
+
     assert cost(half=True, gradient_bytes=2) == StateBytes(2000, 400, 200, 400, 800)
     assert cost(half=True, gradient_bytes=4) == StateBytes(2000, 400, 400, 400, 800)
     assert cost(half=False, gradient_bytes=4) == StateBytes(4000, 400, 400, 0, 800)

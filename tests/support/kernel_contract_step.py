@@ -105,11 +105,11 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
     rule.device([slot], HYPER, FACTOR)
     update([layer], rule.torch, HYPER, FACTOR)
 
-    assert layer.master_K is not None and slot.master is not None
+    assert layer.optimizer_state.master_K is not None and slot.master is not None
     torch.testing.assert_close(
-        slot.master.cpu(), layer.master_K, rtol=ROOT_TOLERANCE, atol=ROOT_TOLERANCE
+        slot.master.cpu(), layer.optimizer_state.master_K, rtol=ROOT_TOLERANCE, atol=ROOT_TOLERANCE
     )
-    for ours, theirs in zip(slot.moments, layer.moments_K.values(), strict=True):
+    for ours, theirs in zip(slot.moments, layer.optimizer_state.moments_K.values(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=ROOT_TOLERANCE, atol=ROOT_TOLERANCE)
 
 
@@ -143,11 +143,13 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
         places = tensor.index.positions()[part]
         expected[places] = tensor.weight_D[places]
         same_bits(slot.weight, expected)
-        for ours, theirs in zip(slot.moments, layer.moments_K.values(), strict=True):
+        for ours, theirs in zip(
+            slot.moments, layer.optimizer_state.moments_K.values(), strict=True
+        ):
             same_bits(ours, theirs[part])
-        if layer.master_K is not None:
+        if layer.optimizer_state.master_K is not None:
             assert slot.master is not None
-            same_bits(slot.master, layer.master_K[part])
+            same_bits(slot.master, layer.optimizer_state.master_K[part])
 
 
 @promise(RULES)
@@ -271,7 +273,7 @@ def masters_are_rounded_and_split_as_on_the_cpu(
     values = near_every_half(dtype)
     mask = torch.ones(values.numel(), dtype=torch.bool)
     layer, tensor = layer_of(mask, torch.zeros(values.numel(), dtype=dtype), dtype, master, 0)
-    layer.write_master(tensor, 0, values)
+    layer.optimizer_state.write_master(tensor, 0, values)
     slot = slot_of(machine, machine.index(mask, "full"), layer)
     still = replace(HYPER, learning_rate=0.0, weight_decay=0.0)
     slot.weight.zero_() if master == "fp32" else None

@@ -18,7 +18,7 @@ from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device
 from axsparse.samo.cuda.launch import TILE, Launcher
 from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Optimizer
@@ -142,9 +142,7 @@ def layer_of(
     """The state of one tensor on the CPU."""
     tensor = TensorState("w", nn.Parameter(weight.clone()), make_index(mask), decays=True)
     names = (("momentum",), ("exp_avg", "exp_avg_sq"))[moments - 1] if moments else ()
-    layer = LayerState(
-        "l", [tensor], moments=names, gradient_dtype=gradient, master=master, index_kind="int32"
-    )
+    layer = LayerState("l", [tensor], StateTypes(gradient, master, names, index="int32"))
     return layer, tensor
 
 
@@ -193,8 +191,10 @@ def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int 
         index,
         machine.put(tensor.weight_D, shift),
         machine.put(layer.gradient),
-        None if layer.master_K is None else machine.put(layer.master_K),
-        tuple(machine.put(values) for values in layer.moments_K.values()),
+        None
+        if layer.optimizer_state.master_K is None
+        else machine.put(layer.optimizer_state.master_K),
+        tuple(machine.put(values) for values in layer.optimizer_state.moments_K.values()),
         range(index.kept),
     )
 
@@ -208,19 +208,19 @@ def by_numpy(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None
     """One step of a layer's one tensor by the reference."""
     [tensor] = layer.tensors
     gradient = layer.gradient.float().numpy() * np.float32(factor)
-    master = layer.read_master(tensor, 0, tensor.kept).numpy().copy()
-    moments = [values.numpy() for values in layer.moments_K.values()]
+    master = layer.optimizer_state.read_master(tensor, 0, tensor.kept).numpy().copy()
+    moments = [values.numpy() for values in layer.optimizer_state.moments_K.values()]
     moved = case.numpy(master, gradient, moments, hyper)
-    layer.write_master(tensor, 0, torch.from_numpy(moved))
+    layer.optimizer_state.write_master(tensor, 0, torch.from_numpy(moved))
 
 
 def same_state(slot: TensorSlot, layer: LayerState) -> None:
     [tensor] = layer.tensors
     same_bits(slot.weight, tensor.weight_D)
-    if layer.master_K is not None:
+    if layer.optimizer_state.master_K is not None:
         assert slot.master is not None
-        same_bits(slot.master, layer.master_K)
-    for ours, theirs in zip(slot.moments, layer.moments_K.values(), strict=True):
+        same_bits(slot.master, layer.optimizer_state.master_K)
+    for ours, theirs in zip(slot.moments, layer.optimizer_state.moments_K.values(), strict=True):
         same_bits(ours, theirs)
 
 
@@ -232,5 +232,5 @@ def fresh_layer(
     layer, tensor = layer_of(
         mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, moments
     )
-    layer.write_master(tensor, 0, randoms(tensor.kept, 1))
+    layer.optimizer_state.write_master(tensor, 0, randoms(tensor.kept, 1))
     return layer

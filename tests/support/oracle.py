@@ -215,16 +215,12 @@ class Oracle:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
                 step - self.schedule_start,
+                schedule,
                 peak=config.optimizer.learning_rate,
-                warmup_steps=schedule.warmup_steps,
                 decay_steps=(
                     config.train.steps if schedule.decay_steps == "auto" else schedule.decay_steps
                 )
                 - self.schedule_start,
-                decay=schedule.decay,
-                final_ratio=schedule.final_ratio,
-                step_every=schedule.step_every,
-                step_factor=schedule.step_factor,
             )
         self.optimizer.step()
         with torch.no_grad():

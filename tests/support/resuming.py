@@ -113,7 +113,10 @@ def note_state(found: Ran, trainer: Trainer) -> None:
                 "weight": tensor.parameter.detach().cpu(),
                 "kept": tensor.positions(),
                 "master": layer.state.master(tensor.name),
-                **{m: layer.state.moment(tensor.name, m) for m in layer.state.moments_K},
+                **{
+                    m: layer.state.moment(tensor.name, m)
+                    for m in layer.state.optimizer_state.moments_K
+                },
             }
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{tensor.name}", value.clone())

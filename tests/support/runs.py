@@ -134,7 +134,7 @@ def train_here(
             trace.weights[tensor.name] = tensor.parameter.detach().clone().cpu()
             trace.masters[tensor.name] = layer.state.master(tensor.name).clone()
             trace.moments[tensor.name] = {}
-            for name in layer.state.moments_K:
+            for name in layer.state.optimizer_state.moments_K:
                 dense = torch.zeros(tensor.parameter.numel())
                 dense[tensor.positions()] = layer.state.moment(tensor.name, name)
                 trace.moments[tensor.name][name] = dense.view_as(tensor.parameter)

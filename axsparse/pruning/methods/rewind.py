@@ -63,7 +63,7 @@ class Rewinder:
             for tensor in layer.state.owned:
                 value = values[tensor.name]() if self.step == 0 else self.held[tensor.name]
                 fill(layer.state, tensor, value)
-            layer.state.reset_moments()
+            layer.state.optimizer_state.reset_moments()
 
 
 def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState:

@@ -57,8 +57,13 @@ class DeviceIndex:
         return sum(tensor.nbytes for tensor in (self.entries, self.offsets) if tensor is not None)
 
     @property
+    def on_device(self) -> DeviceIndex:
+        """This index, which kernels read."""
+        return self
+
+    @property
     def arguments(self) -> tuple[Argument, ...]:
-        """What kernels are given of it."""
+        """The arguments by which kernels get the index."""
         return self.entries, self.offsets, np.int64(self.kept), np.int64(self.numel)
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:

@@ -3,8 +3,19 @@
 All encodings give the same bits; they differ in bytes (`samo/state_bytes.py`) and in time
 (docs/decisions/009-index-encodings.md).
 
-Shape suffixes: `_D` is a dense flat tensor (every entry), `_K` kept entries only, in
-ascending position. `start` and `stop` count kept entries.
+Shape suffixes: `_D` is a dense flat tensor of `(numel,)` (every entry), `_K` a tensor of kept
+entries only, in ascending position. `start` and `stop` are numbers of kept entries, from 0.
+
+Adding an index encoding:
+  1. Write a class of `Index` in a file of its own in `samo/index/`, built from a flat boolean mask
+     (`bitmask.py` and `uint16.py` are examples; `pieces.py` has what encodings share that are
+     decoded as they are read).
+  2. Add its name to `IndexKind` and its bytes to `index_bytes` in `samo/state_bytes.py`, and to
+     the setting `samo.index` in `config/schema.py`.
+  3. Build it in `make_index` below; for GPUs in `make_device_index` of
+     `samo/cuda/device_index.py`, with a decoder in `samo/cuda/source/index.cuh`.
+  4. Run it through `tests/samo/index/test_index.py` (add it to `KINDS`),
+     `tests/samo/test_state_bytes.py` and `tests/samo/cuda/test_kernels_emulated.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +26,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import ConfigError
+from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.bitmask import MaskIndex
 from axsparse.samo.index.pieces import Pieces, cut, scatter
 from axsparse.samo.index.uint16 import Uint16Index
@@ -22,35 +34,53 @@ from axsparse.samo.state_bytes import INT32_LIMIT, IndexKind, fits_int32
 
 
 class Index(Protocol):
-    """The kept positions of one tensor, shared by all of its compressed states."""
+    """The kept positions of one tensor, shared by all of its compressed states.
+
+    An index never changes: a tensor that is pruned further gets a new one. It works for values of
+    every dtype, moves their bits unchanged, and holds for any `start` and `stop` in [0, kept],
+    since updates read blocks of entries and replicas hold parts of them. Its tensors are on the
+    device of the values.
+
+        index = make_index(torch.tensor([True, False, True]))
+        index.gather(torch.tensor([5.0, 6.0, 7.0]), 0, 2)      # tensor([5., 7.])
+    """
 
     @property
     def kept(self) -> int:
-        """Kept entries."""
+        """The number of kept entries."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage."""
+        """Bytes of storage, exactly those of `state_bytes.index_bytes`."""
+        ...
+
+    @property
+    def on_device(self) -> DeviceIndex | None:
+        """This index as kernels read it; None if it is read on the host."""
         ...
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        """The kept entries [start, stop) of a dense flat tensor; may be a view of it."""
+        """The kept entries [start, stop) of a dense flat tensor, `(stop - start,)`; may be a view
+        of it, so whoever changes the result must copy it before."""
         ...
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        """Write values to the kept entries from `start` on; all else stays as it is."""
+        """Write values to the kept entries [start, start + len(values_K)) of `dense_D`, in place;
+        all other entries stay as they are. Both tensors have the same dtype."""
         ...
 
     def positions(self) -> Tensor:
-        """Flat positions of all kept entries, int64, ascending (for re-masking and files)."""
+        """The flat positions of all kept entries, `(kept,)`, int64, ascending. Takes 8 bytes an
+        entry, so it is for masks and files and not for steps."""
         ...
 
 
 class FullIndex:
-    """Every entry is kept: dense tensors, at no cost."""
+    """The index of a dense tensor, of which every entry is kept; it stores nothing."""
 
     nbytes = 0
+    on_device = None
 
     def __init__(self, numel: int) -> None:
         self.kept = numel
@@ -67,6 +97,8 @@ class FullIndex:
 
 class Int32Index:
     """The paper's index: one int32 flat position a kept entry."""
+
+    on_device = None
 
     def __init__(self, mask_D: Tensor) -> None:
         self._positions = mask_D.nonzero().view(-1).to(torch.int32)
@@ -91,11 +123,18 @@ class Int32Index:
         return self._positions.long()
 
 
+def host_positions(index: Index) -> Tensor:
+    """`index.positions()` on the host, read without a kernel and without memory of the device: for
+    a thread beside the one that trains."""
+    on_device = index.on_device
+    return index.positions() if on_device is None else on_device.positions_by_host()
+
+
 def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
     """The index of a flat boolean mask (True: kept).
 
-    A mask that keeps everything costs nothing, however the tensor came by it. Raises
-    ConfigError for a tensor with more entries than int32 can number.
+    A mask that keeps everything becomes a `FullIndex`, whatever `kind` says. Raises ConfigError
+    if `kind` is int32 and the tensor has more entries than int32 can number.
     """
     if kind == "int32" and not fits_int32(mask_D.numel()):
         raise ConfigError(

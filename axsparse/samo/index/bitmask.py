@@ -21,10 +21,13 @@ from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD
 
 
 class MaskIndex:
-    """A bit for each dense entry, the lowest of a byte first, and kept entries before each block.
+    """A bit for each dense entry, the lowest of a byte first, and the number of kept entries before
+    each block.
 
     Without a compiler (`numba_loops.py`) numpy reads the bits, which takes some four times as long.
     """
+
+    on_device = None
 
     def __init__(self, mask_D: Tensor) -> None:
         self._numel = mask_D.numel()
@@ -85,21 +88,22 @@ class MaskIndex:
 
 ONE = np.uint64(1)
 DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-"""Shifted left by 0 to 63, its top six bits are 64 different numbers."""
+"""A number whose top six bits are different for each of 64 shifts to the left."""
 TOP_SIX = np.uint64(58)
 SHIFT_OF = np.array(
     sorted(range(64), key=lambda shift: (int(DE_BRUIJN) << shift & (1 << 64) - 1) >> 58),
     dtype=np.int64,
 )
-"""Which shift gives which top six bits."""
+"""The shift that gives each value of the top six bits."""
 
 
 def move_bits(
     words: Array, word: int, before: int, dense: Array, values: Array, into_dense: bool
 ) -> None:
-    """Copy all of `values` to or from the kept entries, from `before` bits after `word` on.
+    """Copy all of `values` to or from the kept entries, beginning `before` set bits after the start
+    of `word`.
 
-    `w & -w` is the lowest set bit, and a product with it a shift by its place.
+    `w & -w` is the lowest set bit of a word, and a product with it is a shift by its place.
     """
     number = -before
     while number < values.size:

@@ -25,10 +25,12 @@ from axsparse.samo.state_bytes import UINT16_BLOCK
 
 
 class Uint16Index:
-    """The low 16 bits of each kept position, and how many come before each block.
+    """The low 16 bits of each kept position, and the number of kept entries before each block.
 
     A position is block · 65,536 + low bits, in tensors of any size.
     """
+
+    on_device = None
 
     def __init__(self, mask_D: Tensor) -> None:
         self._numel = mask_D.numel()
@@ -73,7 +75,8 @@ class Uint16Index:
         dense, values = same_size_integers(dense_D, values_K, self._numel, self.kept - start)
         offsets = self._offsets.numpy()
         block = covering(offsets, start, start + values.size).start
-        loop(self._low.numpy(), offsets, block, start, dense, values, into_dense)
+        ends, dense = offsets[block + 1 :], dense[block * UINT16_BLOCK :]
+        loop(self._low.numpy(), ends, start, dense, values, into_dense)
 
     def _pieces(self, start: int, stop: int, dtype: type[np.signedinteger[Any]]) -> Pieces:
         low, offsets = self._low.numpy(), self._offsets.numpy()
@@ -94,29 +97,27 @@ class Uint16Index:
 
 
 LANES = 8
-"""Stretches of a block that are read side by side: a single one waits for memory, and takes a
+"""Stretches of a block that are read side by side. A single stretch waits for memory: it takes a
 third more time after a backward, whose gradients are not in the cache."""
 
 
 def move_low(
-    low: Array,
-    offsets: Array,
-    block: int,
-    start: int,
-    dense: Array,
-    values: Array,
-    into_dense: bool,
+    low: Array, ends: Array, start: int, dense: Array, values: Array, into_dense: bool
 ) -> None:
-    """Copy all of `values` to or from the kept entries from `start` on, which is in `block`."""
+    """Copy all of `values` to or from the kept entries from `start` on.
+
+    `dense` begins with the block that entry `start` is in, `ends` with that block's last entry.
+    """
     at, stop = start, start + values.size
+    block = 0
     while at < stop:
         base = block * UINT16_BLOCK
+        until = min(ends[block], stop)
         block += 1
-        until = min(offsets[block], stop)
         stretch = -((at - until) // LANES)
         for turn in range(stretch):
             for lane in range(LANES):
-                # The last ones overlap, which costs a few copies and no question on the way.
+                # The last stretches overlap: a few entries are copied twice, without a branch.
                 number = min(at + lane * stretch, until - stretch) + turn
                 position = base + np.int64(low[number])
                 if into_dense:

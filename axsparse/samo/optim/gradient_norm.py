@@ -1,4 +1,4 @@
-"""Partial sums of the squared gradient norm, in pieces that no layout changes."""
+"""The norm of the gradient, from partial sums over blocks of entries that no layout changes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from axsparse.samo.cuda.compress_kernel import judge
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.tensor_state import TensorState, common
+from axsparse.samo.tensor_state import TensorState
 
 
 def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[str, Tensor]:
-    """Per tensor name, one fp64 sum of squares a block of kept gradient entries; zero for the
-    blocks of other replicas' shares.
+    """By tensor name, one fp64 sum of squares for each block of kept gradient entries, `(blocks,)`,
+    on the device of the gradients; zero for the blocks of other replicas' shares.
 
-    On the device of the gradients. Non-finite exactly if a gradient entry of the block is: squares
-    of fp32 values cannot overflow fp64. `names` limits the result to tensors counted here, since
-    the second use of a tied weight is counted where the first is.
+    A sum is non-finite exactly if a gradient entry of its block is: squares of fp32 values cannot
+    overflow fp64. Only tensors in `names` are counted; the second use of a tied weight is counted
+    on the stage of the first.
     """
     wanted = set(names)
     return {
@@ -32,16 +32,17 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
 
 
 def _squares(layer: LayerState, tensor: TensorState) -> Tensor:
-    """The sums of one tensor, as they came with its last gradient or of what is there now."""
+    """The sums of one tensor: those that came with its last gradient if they still hold, otherwise
+    newly computed ones."""
     if tensor.partials is not None:
         return tensor.partials
     gradient_K, launch = layer.gradient_of(tensor), layer.backend.launch
     blocks = -(-tensor.kept // BLOCK)
     sums = torch.zeros(blocks, dtype=torch.float64, device=gradient_K.device)
     if launch is None:
-        for start, stop in layer.blocks(tensor, layer.share):
+        for start, stop in layer.shares.blocks(tensor, layer.shares.own):
             sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
-    elif own := common(layer.share, tensor):
+    elif own := tensor.entries_in(layer.shares.own):
         own_sums = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
         judge(launch, gradient_K[own.start : own.stop], own_sums)
     return sums

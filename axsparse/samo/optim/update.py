@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
-from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.cuda.step_kernel import TensorSlot
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block, Optimizer
-from axsparse.samo.shards import ALONE, BLOCK, Replicas
-from axsparse.samo.tensor_state import TensorState, common
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.tensor_state import TensorState
 
 
 def update(
@@ -29,19 +28,19 @@ def update(
     hyper: Hyper,
     gradient_factor: float,
     *,
-    replicas: Replicas = ALONE,
     updated: Callable[[LayerState], None] | None = None,
     visits: Callable[[Sequence[LayerState]], Iterable[LayerState]] = iter,
 ) -> None:
-    """One update of all owned tensors, and their dense weights with them.
+    """Update the masters, moments and dense weights of all owned tensors once.
 
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
     `hyper.weight_decay` applies to the tensors that decay. `updated(layer)` is called as
-    soon as all that this replica holds of a layer is done. `visits` goes through the layers, each
-    of which has its masters and moments where it is updated until the next one comes.
+    soon as all that this replica holds of a layer is updated. `visits` goes through the layers in
+    order and has each one's masters and moments on its device until the next one is asked for.
+    All replicas call this together if their state is sharded.
     """
     step = _Step(optimizer, hyper, replace(hyper, weight_decay=0.0), gradient_factor)
-    statistics = step.statistics(layers, replicas, visits)
+    statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
         if updated is not None:
@@ -50,9 +49,12 @@ def update(
 
 @dataclass(frozen=True)
 class _Step:
+    """One step of one optimizer, over whichever tensors."""
+
     optimizer: Optimizer
     hyper: Hyper
     undecayed: Hyper
+    """The same without weight decay."""
     gradient_factor: float
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
@@ -62,20 +64,20 @@ class _Step:
         gradient_K = layer.gradient_of(tensor)[start:stop]
         return Block(
             grad=gradient_K.float().mul(self.gradient_factor),
-            master=layer.read_master(tensor, start, stop),
-            moments=layer.moments_of(tensor, start, stop),
+            master=layer.optimizer_state.read_master(tensor, start, stop),
+            moments=layer.optimizer_state.moments_of(tensor, start, stop),
         )
 
     def statistics(
         self,
         layers: Sequence[LayerState],
-        replicas: Replicas,
         visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
-        """Update the moments first where a rule needs sums over whole tensors, and sum.
+        """The sums over whole tensors that the rule needs, by tensor name; empty if it needs none.
 
-        Every block's part has one owner and is added in block order, so the sums are the
-        same bits however the state is sharded.
+        Updates all moments on the way, since the sums are of the updated ones. Every block has one
+        owner and blocks are added in order, so the sums are the same bits however the state is
+        sharded.
         """
         optimizer = self.optimizer
         if optimizer.statistics is None:
@@ -87,17 +89,19 @@ class _Step:
         each = dict(zip((t.name for t in tensors), parts.split(numbers), strict=True))
         for layer in visits(layers):
             for tensor in layer.owned:
-                for start, stop in layer.blocks(tensor, layer.held):
+                for start, stop in layer.shares.blocks(tensor, layer.shares.held):
                     block = self.read(layer, tensor, start, stop)
                     optimizer.update_moments(block, self.hyper_of(tensor))
                     part = optimizer.statistics(block, self.hyper_of(tensor))
                     each[tensor.name][start // BLOCK] = part
+        replicas = layers[0].shares.replicas
         if replicas.shard:
             replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
         each = dict(zip(each, parts.cpu().split(numbers), strict=True))
         return {name: blocks.sum(0) for name, blocks in each.items()}
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
+        """Update one layer, by a kernel for all tensors where there is one."""
         fused = self.optimizer.fused
         if layer.backend.launch is not None and fused is not None:
             for hyper in (self.hyper, self.undecayed):
@@ -110,29 +114,31 @@ class _Step:
     def apply_in_blocks(
         self, layer: LayerState, tensor: TensorState, statistics: Tensor | None
     ) -> None:
-        """Elementwise rules do all at once, while the block is in the cache."""
+        """Update one tensor. Without statistics the moments are updated here, while the block is in
+        the cache; with them they are updated already."""
         hyper = self.hyper_of(tensor)
-        for start, stop in layer.blocks(tensor, layer.held):
+        for start, stop in layer.shares.blocks(tensor, layer.shares.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:
                 self.optimizer.update_moments(block, hyper)
             self.optimizer.apply(block, statistics, hyper)
-            layer.write_master(tensor, start, block.master)
+            layer.optimizer_state.write_master(tensor, start, block.master)
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:
-    """Tensors as kernels take them: those of which something is held here, on its device."""
-    held, master_K, moments_K = layer.held, layer.master_K, layer.moments_K.values()
+    """The tensors of which something is held here, as kernels take them."""
+    shares, state = layer.shares, layer.optimizer_state
+    master_K, moments_K = state.master_K, state.moments_K.values()
     for tensor in tensors:
-        own, index = common(held, tensor), tensor.index
-        assert isinstance(index, DeviceIndex), "a kernel's index is on its device"
-        if own:
-            part = layer.held_slice(tensor, own.start, own.stop)
+        held, index = tensor.entries_in(shares.held), tensor.index.on_device
+        assert index is not None, "kernels run where the index is on their device"
+        if held:
+            part = shares.held_slice(tensor, held.start, held.stop)
             yield TensorSlot(
                 index,
                 tensor.weight_D,
                 layer.gradient_of(tensor),
                 None if master_K is None else master_K[part],
                 tuple(values_K[part] for values_K in moments_K),
-                own,
+                held,
             )

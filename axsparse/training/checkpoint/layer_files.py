@@ -26,7 +26,7 @@ from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.pruning.methods.masking import MaskingState
 from axsparse.pruning.ticket.ticket_reader import pack
 from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader
-from axsparse.samo.cuda.device_index import DeviceIndex
+from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
@@ -120,22 +120,19 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
             # The thread that writes asks for the mask while the device computes.
-            if isinstance(index, DeviceIndex):
-                mask_D[index.positions_by_host()] = True
-            else:
-                mask_D[index.positions()] = True
+            mask_D[host_positions(index)] = True
             return pack(mask_D)
 
         header = TensorHeader(torch.uint8, (-(-numel // 8),))
         yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
-    values = TensorHeader(torch.float32, (kept,))
-    yield f"{MASTER}/{name}", TensorCopy(values, lambda: state.master(name), state.is_sharded)
+    values, is_sharded = TensorHeader(torch.float32, (kept,)), state.shares.is_sharded
+    yield f"{MASTER}/{name}", TensorCopy(values, lambda: state.master(name), is_sharded)
 
     def moment(kind: str) -> Callable[[], Tensor]:
         return lambda: state.moment(name, kind)
 
-    for kind in state.moments_K:
-        yield f"{kind}/{name}", TensorCopy(values, moment(kind), state.is_sharded)
+    for kind in state.optimizer_state.moments_K:
+        yield f"{kind}/{name}", TensorCopy(values, moment(kind), is_sharded)
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:

@@ -81,15 +81,17 @@ def load_layers(
 
 def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:
     """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
+    optimizer_state = state.optimizer_state
     wanted = TensorHeader(torch.float32, (tensor.kept,))
     master = file.entries(f"{MASTER}/{saved}", wanted)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
-        state.write_master(tensor, start, master(start, stop).to(state.backend.device))
-    for kind in state.moments_K:
+        values_K = master(start, stop).to(state.backend.device)
+        optimizer_state.write_master(tensor, start, values_K)
+    for kind in optimizer_state.moments_K:
         values = file.entries(f"{kind}/{saved}", wanted)
-        for start, stop in state.blocks(tensor, state.held):
-            state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
+        for start, stop in state.shares.blocks(tensor, state.shares.held):
+            optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 
 
 class LayerFile:

@@ -33,7 +33,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo import growth_candidates as growth
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.shards import ALONE, BLOCK, Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
@@ -141,7 +141,10 @@ def dense_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
             at, numel = tensor.index.positions(), tensor.parameter.numel()
             values = {
                 "master": layer.state.master(tensor.name),
-                **{name: layer.state.moment(tensor.name, name) for name in layer.state.moments_K},
+                **{
+                    name: layer.state.moment(tensor.name, name)
+                    for name in layer.state.optimizer_state.moments_K
+                },
                 "mask": torch.ones(tensor.kept),
             }
             dense = {name: torch.zeros(numel) for name in values}
@@ -278,12 +281,14 @@ def one_tensor(
     layer = LayerState(
         "layer",
         [tensor],
-        moments=("exp_avg", "exp_avg_sq"),
-        gradient_dtype=dtype,
-        master="fp32" if dtype != torch.float32 else "weight",
-        index_kind="uint16",
+        StateTypes(
+            dtype,
+            "fp32" if dtype != torch.float32 else "weight",
+            ("exp_avg", "exp_avg_sq"),
+            index="uint16",
+        ),
     )
-    layer.write_master(tensor, 0, torch.full((tensor.kept,), 0.5))
+    layer.optimizer_state.write_master(tensor, 0, torch.full((tensor.kept,), 0.5))
     return layer, GradientCollector([layer], lambda layer: None, nullcontext)
 
 

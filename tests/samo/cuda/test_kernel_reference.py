@@ -49,10 +49,10 @@ def test_torch_rounds_as_the_reference_does(rule: Case, beta1: float) -> None:
         by_numpy(ours, rule, hyper, 0.37)
         update([theirs], optimizer, hyper, 0.37)
 
-    assert ours.master_K is not None and theirs.master_K is not None
-    assert torch.equal(ours.master_K, theirs.master_K)
-    for name, values in ours.moments_K.items():
-        assert torch.equal(values, theirs.moments_K[name])
+    assert ours.optimizer_state.master_K is not None and theirs.optimizer_state.master_K is not None
+    assert torch.equal(ours.optimizer_state.master_K, theirs.optimizer_state.master_K)
+    for name, values in ours.optimizer_state.moments_K.items():
+        assert torch.equal(values, theirs.optimizer_state.moments_K[name])
     assert torch.equal(ours.tensors[0].weight_D, theirs.tensors[0].weight_D)
 
 

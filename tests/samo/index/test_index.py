@@ -25,7 +25,7 @@ from axsparse.samo.index.bitmask import MaskIndex, move_bits
 from axsparse.samo.index.numba_loops import FEW, compiled
 from axsparse.samo.index.pieces import PIECE, read_dtype
 from axsparse.samo.index.uint16 import Uint16Index, move_low
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
@@ -340,15 +340,11 @@ def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
     layer = LayerState(
-        "layer",
-        [tensor],
-        moments=("m",),
-        gradient_dtype=torch.float32,
-        master="fp32" if half else "weight",
+        "layer", [tensor], StateTypes(torch.float32, "fp32" if half else "weight", ("m",))
     )
     values = numbers(math.prod(shape)).view(shape)
 
-    layer.write_master(tensor, 0, values[mask])
+    layer.optimizer_state.write_master(tensor, 0, values[mask])
     layer.accumulate(tensor, values.to(dtype))
 
     assert torch.equal(tensor.parameter, (values * mask).to(dtype))
@@ -361,7 +357,7 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
     mask = random_mask(60, 0.4).view(6, 10)
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
-    layer = LayerState("l", [tensor], moments=(), gradient_dtype=torch.float32, master="weight")
+    layer = LayerState("l", [tensor], StateTypes(torch.float32, "weight"))
     transposed = numbers(60).view(10, 6).t()
     strided = torch.zeros(120)[::2]
 
@@ -378,14 +374,7 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
 def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind) -> None:
     mask = random_mask(100, 0.3)
     tensor = TensorState("w", nn.Parameter(torch.zeros(100)), FullIndex(100), decays=True)
-    layer = LayerState(
-        "l",
-        [tensor],
-        moments=(),
-        gradient_dtype=torch.float32,
-        master="weight",
-        index_kind=kind,
-    )
+    layer = LayerState("l", [tensor], StateTypes(torch.float32, "weight", index=kind))
 
     layer.remask("w", mask)
 

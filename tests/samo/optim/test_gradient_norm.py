@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.gradient_norm import clip_factor, global_norm, norm_partials
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
@@ -25,7 +25,7 @@ def layer_with_gradients(dtype: torch.dtype = torch.float32) -> LayerState:
         TensorState(name, nn.Parameter(torch.zeros(numel)), FullIndex(numel), decays=False)
         for name, numel in SIZES.items()
     ]
-    layer = LayerState("layer", tensors, moments=(), gradient_dtype=dtype, master="weight")
+    layer = LayerState("layer", tensors, StateTypes(dtype, "weight"))
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors:
         layer.accumulate(tensor, torch.randn(tensor.kept, generator=generator))
@@ -70,9 +70,7 @@ def test_tensors_that_are_not_counted_here_give_no_partials() -> None:
 def test_the_second_use_of_a_weight_on_a_stage_gives_no_partials() -> None:
     owner = TensorState("a", nn.Parameter(torch.zeros(4)), FullIndex(4), decays=False)
     alias = TensorState("b", owner.parameter, FullIndex(4), decays=False, alias_of=owner)
-    layer = LayerState(
-        "layer", [owner, alias], moments=(), gradient_dtype=torch.float32, master="weight"
-    )
+    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight"))
 
     assert list(norm_partials([layer], ["a", "b"])) == ["a"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from axsparse.samo import shards
 from axsparse.samo import tensor_state as samo_tensor
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as samo_update
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.lamb import LAMB
@@ -47,14 +47,12 @@ def layer_of(kept: dict[str, Tensor], *, half: bool, scale: float = 1.0) -> Laye
         for name, mask in kept.items()
     ]
     layer = LayerState(
-        "layer",
-        tensors,
-        moments=LAMB.moments,
-        gradient_dtype=dtype,
-        master="fp32" if half else "weight",
+        "layer", tensors, StateTypes(dtype, "fp32" if half else "weight", LAMB.moments)
     )
     for number, tensor in enumerate(tensors):
-        layer.write_master(tensor, 0, start_of(number, kept[tensor.name], scale)[kept[tensor.name]])
+        layer.optimizer_state.write_master(
+            tensor, 0, start_of(number, kept[tensor.name], scale)[kept[tensor.name]]
+        )
     return layer
 
 

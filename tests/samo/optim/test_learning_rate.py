@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axsparse.config.schema import ScheduleConfig
 from axsparse.samo.optim.learning_rate import learning_rate
 
 Decay = Literal["cosine", "linear", "constant", "step"]
@@ -16,16 +17,10 @@ examples = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def rate(step: int, decay: Decay = "cosine", *, warmup: int = 4, end: int = 12) -> float:
-    return learning_rate(
-        step,
-        peak=2.0,
-        warmup_steps=warmup,
-        decay_steps=end,
-        decay=decay,
-        final_ratio=0.1,
-        step_every=3,
-        step_factor=0.5,
+    schedule = ScheduleConfig(
+        warmup_steps=warmup, decay=decay, final_ratio=0.1, step_every=3, step_factor=0.5
     )
+    return learning_rate(step, schedule, peak=2.0, decay_steps=end)
 
 
 def test_the_rate_rises_in_equal_parts_to_its_peak_at_the_end_of_the_warm_up() -> None:

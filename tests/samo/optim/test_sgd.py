@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block
 from axsparse.samo.optim.sgd import sgd
@@ -67,13 +67,9 @@ def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
     weight = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16 if half else torch.float32))
     tensor = TensorState("w", weight, make_index(mask), decays)
     layer = LayerState(
-        "layer",
-        [tensor],
-        moments=rule.moments,
-        gradient_dtype=weight.dtype,
-        master="fp32" if half else "weight",
+        "layer", [tensor], StateTypes(weight.dtype, "fp32" if half else "weight", rule.moments)
     )
-    layer.write_master(tensor, 0, random(0, numel)[mask])
+    layer.optimizer_state.write_master(tensor, 0, random(0, numel)[mask])
     dense = nn.Parameter(random(0, numel) * mask)
     optimizer = torch.optim.SGD(
         [dense],
@@ -97,5 +93,5 @@ def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
 
     assert torch.equal(layer.master("w"), dense.detach()[mask])
     assert torch.equal(tensor.weight_D, round_to(dense.detach(), weight.dtype))
-    for values in layer.moments_of(tensor, 0, kept).values():
+    for values in layer.optimizer_state.moments_of(tensor, 0, kept).values():
         assert torch.equal(values, optimizer.state[dense]["momentum_buffer"][mask])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block, Optimizer
@@ -43,13 +43,11 @@ def one_tensor_layer(
     index = FullIndex(numel) if mask is None else make_index(mask)
     tensor = TensorState("w", weight, index, decays)
     layer = LayerState(
-        "layer",
-        [tensor],
-        moments=moments,
-        gradient_dtype=weight.dtype,
-        master="fp32" if half else "weight",
+        "layer", [tensor], StateTypes(weight.dtype, "fp32" if half else "weight", moments)
     )
-    layer.write_master(tensor, 0, tensor.index.gather(random(0, numel), 0, tensor.kept))
+    layer.optimizer_state.write_master(
+        tensor, 0, tensor.index.gather(random(0, numel), 0, tensor.kept)
+    )
     return layer, tensor
 
 
@@ -88,7 +86,7 @@ def test_in_fp32_kept_entries_are_bitwise_those_of_a_masked_dense_run(kept: int)
             dense.mul_(mask)
 
     assert torch.equal(tensor.weight_D, dense)
-    for name, values in layer.moments_of(tensor, 0, kept).items():
+    for name, values in layer.optimizer_state.moments_of(tensor, 0, kept).items():
         assert torch.equal(values, optimizer.state[dense][name][mask])
 
 
@@ -125,13 +123,7 @@ def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
     owner = TensorState("a", nn.Parameter(random(0, 20)), FullIndex(20), decays=False)
     shared = nn.Parameter(owner.parameter.detach())
     alias = TensorState("b", shared, FullIndex(20), decays=False, alias_of=owner)
-    layer = LayerState(
-        "layer",
-        [owner, alias],
-        moments=ADAMW.moments,
-        gradient_dtype=torch.float32,
-        master="weight",
-    )
+    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight", ADAMW.moments))
     dense, optimizer = reference(random(0, 20), decays=False)
     layer.accumulate(owner, random(1, 20))
     layer.accumulate(alias, random(2, 20))
@@ -161,7 +153,7 @@ def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
     kept = 2 * BLOCK + 7
     mask = mask_of(kept)
     layer, tensor = one_tensor_layer(mask, mask.numel(), half=False, moments=rule.moments)
-    layer.write_master(tensor, 0, torch.full((kept,), 2.0))
+    layer.optimizer_state.write_master(tensor, 0, torch.full((kept,), 2.0))
     layer.accumulate(tensor, torch.ones(mask.numel()))
 
     update([layer], rule, hyper(1), 0.5)
