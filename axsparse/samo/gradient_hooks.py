@@ -2,7 +2,7 @@
 
 A hook runs as soon as autograd has finished one parameter's gradient: it gathers the
 kept entries, adds them to the layer's buffer and frees the dense gradient. So the dense
-gradients of no more than one layer live at any time.
+gradients of at most one layer live at any time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from axsparse.samo.tensor_state import TensorState
 
 
 class GradientCollector:
-    """Compresses and accumulates the gradients of a stage, and says when each is complete.
+    """Compresses and accumulates the gradients of a stage, and reports when a layer has all.
 
-    `on_ready(layer)` is called once a step and layer, in the backward of the last
-    microbatch, as soon as all of the layer's gradients are in; for layers with
-    parameters that autograd did not reach there, by `finish`.
+    `on_ready(layer)` is called once a step for each layer: in the backward of the last
+    microbatch as soon as all gradients of the layer are in, or by `finish` if autograd did not
+    reach one of its parameters there.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GradientCollector:
     def last_microbatch(self) -> None:
         """The backward that follows is the step's last: its gradients complete the sums.
 
-        Layers without trained parameters, for which no hook will speak, are complete now.
+        Layers without trained parameters, which no hook will report, are reported now.
         """
         self._is_last = True
         for layer in self._layers:
@@ -66,7 +66,8 @@ class GradientCollector:
                 self._on_ready(layer)
 
     def finish(self) -> list[str]:
-        """Close the step; names the tensors that no microbatch gave a gradient (taken as zero)."""
+        """Close the step; returns the names of the tensors that no microbatch gave a gradient,
+        whose gradients become zero."""
         unused = []
         for layer in self._layers:
             for tensor in layer.tensors:
@@ -79,16 +80,16 @@ class GradientCollector:
         return unused
 
     def harvest(self, wanted: Mapping[str, int]) -> None:
-        """From the next step on, pick so many candidates for growth of each tensor named.
+        """From the next step on, collect growth candidates: `wanted` has their number by tensor.
 
-        Every step begins anew, so the candidates are those of one step's microbatches: each
-        adds its gradient to the candidates there are, and the strongest sums stay.
+        Every step begins anew, so the candidates come from one step's microbatches: each
+        microbatch adds its gradient to the list, and the strongest sums stay.
         """
         self._wanted = dict(wanted)
 
     def harvested(self) -> dict[str, Candidates]:
-        """The candidates of the last step, by tensor, without those that got no gradient;
-        ends the harvest."""
+        """The candidates of the last step, by name of tensor; tensors without a gradient have none.
+        Ends the collecting."""
         found, self._candidates, self._wanted = self._candidates, {}, {}
         return found
 
@@ -119,7 +120,7 @@ class GradientCollector:
         return compress
 
     def _pick(self, tensor: TensorState, dense: Tensor) -> None:
-        """Join a dense gradient with the tensor's candidates; needs 5 bytes an entry of it."""
+        """Join a dense gradient with the tensor's candidates; needs memory of 5 bytes an entry."""
         before = self._candidates.get(tensor.name)
         self._candidates[tensor.name] = strongest(
             dense.reshape(-1).to(torch.float32, copy=True),

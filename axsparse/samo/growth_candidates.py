@@ -1,8 +1,8 @@
 """Where a pruned tensor may grow: the strongest of its gradients at pruned positions.
 
-A dense gradient exists for a moment before it is compressed. Of what it says at pruned
-positions a bounded list is kept: a few candidates for every entry that is to grow, each with
-its gradients summed over the microbatches since it joined.
+A dense gradient exists for a moment before it is compressed. Of its values at pruned positions a
+bounded list is kept: a few candidates for every entry that is to grow, each with its gradients
+summed over the microbatches since it joined the list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import fits_int32
 
 _NEVER = torch.full((BLOCK,), torch.nan)
-"""What stands at kept positions while others are chosen."""
+"""Written to kept positions, so that only pruned ones are chosen."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Candidates:
     positions: Tensor
     """Flat, ascending, int32 where that can number the tensor's entries."""
     sums: Tensor
-    """fp32, signed, as large as the loss scale makes them."""
+    """Their summed gradients, fp32, still multiplied by the loss scale."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both tensors."""
         return self.positions.nbytes + self.sums.nbytes
 
 
 def no_candidates(numel: int, count: int) -> Candidates:
-    """What stands for a list of `count` where no gradient came: nothing at position 0."""
+    """The list of `count` for a tensor that got no gradient: zeros at position 0."""
     return Candidates(torch.zeros(count, dtype=_position_type(numel)), torch.zeros(count))
 
 
 def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count: int) -> Candidates:
-    """The `count` largest in magnitude of `total_D` plus the parts, outside of the index.
+    """The `count` entries of `total_D` plus `parts` with the largest magnitude at pruned positions.
 
-    `total_D` is flat, contiguous fp32 where the index is, and is used up; what is chosen is on
-    the host. Among equal ones lower positions come
-    first. A sum that is no number, or infinite, counts as zero. `count` is at most
-    the number of pruned positions. Allocates one byte an entry of the tensor, and blocks.
+    `total_D` is flat, contiguous fp32 on the device of the index, and is overwritten; the result is
+    on the host. Among equal magnitudes lower positions come first. A sum that is NaN or infinite
+    counts as zero. `count` is at most the number of pruned positions. Allocates one byte an entry
+    of the tensor, and blocks.
     """
     assert count <= total_D.numel() - index.kept, "there are fewer positions to choose from"
     for part in parts:
@@ -66,7 +66,7 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
 
 
 def _by_growth(scores: NDArray[np.float32]) -> NDArray[Any]:
-    """Larger magnitudes are better, and anything is better than NaN."""
+    """Keys by which larger magnitudes are better, and NaN is worst."""
     keys: NDArray[Any] = by_magnitude(scores) + np.uint32(1)
     keys[np.isnan(scores)] = 0
     return keys

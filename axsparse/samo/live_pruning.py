@@ -15,9 +15,10 @@ from axsparse.samo.tensor_state import TensorState
 
 
 def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
-    """Prune what the masks name; kept weights and their moments carry over exactly.
+    """Prune the tensors that the masks name; kept weights and their moments stay as they are.
 
-    Of tensors that are pruned already, some of the kept entries stay.
+    Of tensors that are pruned already, some of the kept entries stay. `ties` maps the name of a
+    weight's second use to its first. All replicas call this together.
     """
     layers = list(layers)
     for layer in layers:
@@ -37,12 +38,12 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
 
 
 def kept_positions(tensor: TensorState) -> Tensor | None:
-    """Flat positions of the kept entries of a pruned tensor; None of a dense one."""
+    """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense."""
     return None if tensor.kept == tensor.parameter.numel() else tensor.positions()
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit number (exact as a float) of which entries of which tensors are kept."""
+    """A 52-bit hash (exact as a float) of which entries of which tensors are kept."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in layers:
         for tensor in layer.state.owned:
@@ -53,8 +54,7 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit number (exact as a float) of the weights, by the sums of their bits: no copy of a
-    tensor is made."""
+    """A 52-bit hash (exact as a float) of the sums of the weights' bits; copies no tensor."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in layers:
         for name, weight in layer.module.named_parameters():
@@ -63,7 +63,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def _sum_of_bits(values: Tensor) -> int:
-    """Modulo 2⁶⁴, of words of eight bytes, and of what bytes are left."""
+    """The sum modulo 2⁶⁴ of all whole words of eight bytes, plus the bytes that are left."""
     raw = values.reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())

@@ -4,9 +4,9 @@
     lo = int16(b & 0xFFFF)         hi: the bits of the bf16 weight
     b  = (hi << 16) + lo           exactly
 
-so that a bf16 weight and a 16-bit remainder hold what an fp32 master holds. `hi` rounds to
-the nearest, ties away from zero; `round_to` rounds so with and without a split, and
-training does not depend on how the master is stored. NaN stays NaN.
+so that a bf16 weight and a 16-bit remainder hold what an fp32 master holds. `hi` is `b` rounded to
+the nearest, ties away from zero. `round_to` rounds in this way whether masters are split or not, so
+training does not depend on how they are stored. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""What weights are in training, by `precision` of the configuration."""
+"""The type of weights in training, by `precision` of the configuration."""
 MOST_HALF_MICROBATCHES = 8
-"""Up to here accumulation in half precision errs by less than 0.4 %."""
+"""The number of microbatches up to which accumulation in half precision errs by less than 0.4 %."""
 _HALF_UNIT = 0x8000
 _QUIET_NAN = 0x7FC0
 
 
 def accumulates_in_half(microbatches: int) -> bool:
-    """Whether `samo.gradient: auto` adds up so many microbatches of a replica in half precision."""
+    """Whether `samo.gradient: auto` accumulates this number of microbatches in half precision."""
     return microbatches <= MOST_HALF_MICROBATCHES
 
 
@@ -56,5 +56,5 @@ def join(weight: Tensor, remainders: Tensor) -> Tensor:
 
 
 def _keep_nan(high: Tensor, values: Tensor) -> Tensor:
-    """A NaN's bits can carry over into those of another number when they are rounded up."""
+    """Put NaN where `values` has it: rounding up could turn its bits into another number's."""
     return high.masked_fill_(values.isnan(), _QUIET_NAN)

@@ -1,8 +1,8 @@
 """Exact selection of the largest scores, without sorting and without a copy of them.
 
-Scores become integers of the same order, and two histograms of 65,536 bins (upper half, then
-lower half of those in the bin that the cut falls into) find the exact cut. Histograms of
-several tensors, on whichever ranks, add up to those of all of them.
+Scores become 32-bit integers of the same order. A histogram of their upper halves finds the bin
+that the cut falls into, and a histogram of the lower halves in that bin finds the exact cut.
+Histograms of several tensors, on several ranks, are added to select among all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 BINS = 65_536
 CHUNK = 32_768
-"""Scores that are read at a time, a multiple of 8: temporaries of some hundred kB."""
+"""Scores that are read at a time: temporaries of some hundred kB. A multiple of 8, since masks are
+packed in bytes."""
 
 Keys: TypeAlias = Callable[[NDArray[np.float32]], NDArray[Any]]
 """From fp32 scores to uint32 numbers in the same order."""
@@ -27,21 +28,21 @@ _SIGN = np.uint32(1 << 31)
 
 
 def by_value(scores: NDArray[np.float32]) -> NDArray[Any]:
-    """Larger is better; -0 is 0."""
+    """Keys by which larger scores are better; -0 counts as 0."""
     bits: NDArray[Any] = (scores + np.float32(0)).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN)
 
 
 def by_magnitude(scores: NDArray[np.float32]) -> NDArray[Any]:
-    """Larger absolute values are better."""
+    """Keys by which scores of larger magnitude are better."""
     keys: NDArray[Any] = scores.view(np.uint32) & ~_SIGN
     return keys
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a selection ends: keys above `key` are kept, and of those equal to it the first
-    `ties`, by position."""
+    """Where a selection ends: scores with keys above `key` are kept, and of those with this key the
+    first `ties`, by position."""
 
     key: int
     ties: int
@@ -55,17 +56,18 @@ class Bits:
     numel: int
 
     def mask(self) -> Tensor:
-        """One byte an entry, bool."""
+        """The mask in one byte an entry, bool."""
         bits = np.unpackbits(self.packed, count=self.numel)
         return torch.from_numpy(bits.view(np.bool_))
 
 
 KEEP_NONE = Cut(2**32 - 1, 0)
+"""The cut that keeps nothing."""
 
 
 def histogram(scores: Tensor, keys: Keys, upper: int | None = None) -> Tensor:
-    """How many scores fall into each of 65,536 bins, int64: by the upper halves of their keys,
-    or with `upper`, by the lower halves of those whose upper half that is.
+    """How many scores fall into each of 65,536 bins, int64 `(65,536,)`: by the upper halves of
+    their keys, or if `upper` is given, by the lower halves of the keys with that upper half.
 
     `scores` is 1-D fp32 without NaN.
     """
@@ -113,7 +115,8 @@ def cut_of(scores: Tensor, keep: int, keys: Keys) -> Cut:
 
 
 def select(scores: Tensor, keys: Keys, cut: Cut) -> Bits:
-    """What a cut keeps of one tensor, packed: scores need not live when the mask unfolds."""
+    """The mask that a cut gives for one tensor, packed, so that the scores can be freed before the
+    mask is unpacked."""
     packed = []
     ties = cut.ties
     for _, part in _chunks(scores, keys):

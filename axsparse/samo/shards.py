@@ -1,9 +1,9 @@
 """Which replica answers for which kept entries of a layer, and how replicas exchange them.
 
-A layer's kept entries are counted, updated and dealt out in blocks. Every replica sums
+A layer's kept entries are updated, and dealt out to replicas, in blocks. Every replica sums
 the squares of its own share for the norm; where the optimizer state is sharded (ZeRO
 stage 1, Rajbhandari et al. 2020), it also holds master weights and moments of that
-share only. Shares end where blocks end, so that no sum depends on how many there are.
+share only. Shares end where blocks end, so that no sum depends on the number of replicas.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ of the numerics: the norm is a sum of one partial a block."""
 def share_bounds(kept: Sequence[int], replicas: int) -> list[int]:
     """Where the shares of a layer's kept entries begin and end: replica r has [b[r], b[r + 1]).
 
-    `kept` is that of each tensor, in the order of the layer's flat buffers. The bounds are
-    the ends of blocks nearest to equal shares, so a share may be empty in a small layer.
+    `kept` has the kept entries of each tensor, in the order of the layer's flat buffers. The bounds
+    are the ends of blocks nearest to equal shares, so a share may be empty in a small layer.
     """
     ends = [0]
     for begin, end in pairwise(accumulate(kept, initial=0)):
@@ -45,13 +45,14 @@ def share_bounds(kept: Sequence[int], replicas: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold the same layers as this one, with weights and gradients alike."""
+    """The ranks that hold the same layers as this one, each with all weights and gradients."""
 
     group: Collective | None = None
-    """Joins them, in rank order; None if this rank is alone."""
+    """Joins the replicas, in rank order; None if this rank is alone."""
     backoff: Backoff | None = None
+    """How to wait for an exchange; needed if there is a group."""
     shard: bool = False
-    """Whether master weights and moments are held by the replica that answers for them only."""
+    """Whether each replica holds the master weights and moments of its own share only."""
 
     @property
     def rank(self) -> int:
@@ -60,7 +61,7 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """Replicas, this one included."""
+        """The number of replicas, this one included."""
         return 1 if self.group is None else self.group.size
 
     def exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
@@ -71,3 +72,4 @@ class Replicas:
 
 
 ALONE = Replicas()
+"""One replica, which holds everything."""

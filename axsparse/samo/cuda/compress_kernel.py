@@ -1,12 +1,13 @@
-"""From a dense gradient to the compressed one in one kernel, and what a step's verdict needs.
+"""From a dense gradient to the compressed one in one kernel, with the sums of its squares.
 
     grad_K ← dense_D[index]            the first gradient of a step
-    grad_K ← grad_K + dense_D[index]   the others: added in fp32, rounded to grad_K's type
+    grad_K ← grad_K + dense_D[index]   later ones: added in fp32, rounded to grad_K's type
 
-Together with the last microbatch's, or by themselves once replicas have summed gradients: an fp64
-sum of squares for each block of 65,536 kept entries, finite exactly if these entries are. They
-are sums of the same squares as `samo/optim/gradient_norm.py`'s, in another fixed order
-(`source/compress.cuh`), that depends neither on the encoding nor on the device.
+The norm, and whether all gradients are finite, come from one fp64 sum of squares for each block of
+65,536 kept entries; it is finite exactly if these entries are. The sums come with the last
+microbatch's gradient (`compress`), or from gradients that replicas have summed (`judge`). They add
+the squares of `samo/optim/gradient_norm.py` in another fixed order (`source/compress.cuh`), which
+depends neither on the encoding nor on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from axsparse.samo.cuda.launch import CHUNK, NUMBERS, THREADS, Launcher, blocks_
 from axsparse.samo.shards import BLOCK
 
 NORM_TOLERANCE = 1e-11
-"""Relative, of a partial against another order of adding: 65,536 roundings of fp64."""
+"""The largest relative difference of a sum from one in another order: 65,536 roundings of fp64."""
 
 
 def compress(
@@ -33,8 +34,8 @@ def compress(
 ) -> None:
     """Move a dense gradient's kept entries into `gradient_K`, or add them to what is there.
 
-    `dense_D` has the weight's type, `gradient_K` the same or fp32. `partials`, if given, gets the
-    sums of squares of what is there then: fp64, one a block of 65,536 kept entries.
+    `dense_D` has the weight's type, `gradient_K` the same or fp32. `partials`, if given, receives
+    the sums of squares of the new `gradient_K`: fp64, one for each block of 65,536 kept entries.
     """
     check(dense_D, "dense gradient", tuple(NUMBERS), index.numel)
     check(gradient_K, "gradient", (dense_D.dtype, torch.float32), index.kept)
@@ -55,7 +56,7 @@ def compress(
 
 
 def judge(launch: Launcher, gradient_K: Tensor, partials: Tensor) -> None:
-    """The sums alone, of gradients as they are."""
+    """Write the sums of squares of the gradients as they are to `partials`."""
     check(gradient_K, "gradient", tuple(NUMBERS), gradient_K.numel())
     blocks = blocks_of(gradient_K.numel(), CHUNK)
     chunks = _chunks(partials, blocks)
@@ -65,7 +66,7 @@ def judge(launch: Launcher, gradient_K: Tensor, partials: Tensor) -> None:
 
 
 def _chunks(partials: Tensor, blocks: int) -> Tensor:
-    """Room for the sums of chunks, which every thread block writes one of."""
+    """Room for the sums of chunks; every thread block writes one."""
     check(partials, "partials", (torch.float64,), blocks_of(blocks, BLOCK // CHUNK))
     return partials.new_empty(blocks)
 

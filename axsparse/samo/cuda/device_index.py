@@ -1,6 +1,6 @@
-"""Kept positions on a GPU: made from a mask, read by kernels, and turned back.
+"""Kept positions on a GPU: made from a mask, read by kernels, and decoded again.
 
-The same encodings as on the CPU, with the same bytes (`samo/state_bytes.py`), behind the same
+The encodings and their bytes are those of the CPU (`samo/state_bytes.py`), behind the same
 protocol (`samo/index/base.py`).
 """
 
@@ -25,16 +25,16 @@ from axsparse.samo.state_bytes import (
 )
 
 DeviceKind: TypeAlias = Literal["full", "int32", "uint16", "mask"]
-"""How kept positions are stored; "full" is all of them, at no cost."""
+"""How kept positions are stored; "full" stores nothing, since every entry is kept."""
 INDICES: dict[DeviceKind, str] = {
     "full": "FullIndex",
     "int32": "Int32Index",
     "uint16": "Uint16Index",
     "mask": "MaskIndex",
 }
-"""How the source calls them."""
+"""The names of the encodings in the source."""
 BITS = {2: "unsigned short", 4: "unsigned"}
-"""What values move as, by their bytes."""
+"""The C++ type by which values of 2 or 4 bytes are moved."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ class DeviceIndex:
     kept: int
     device: torch.device
     entries: Tensor | None = None
-    """int32: flat positions. uint16: their low 16 bits. mask: bits, the lowest of a byte first."""
+    """int32: flat positions. uint16: their low 16 bits. mask: bits, the lowest of a byte first.
+    None for full."""
     offsets: Tensor | None = None
-    """int32, kept entries before each block of dense ones, and all of them at the end."""
+    """The number of kept entries before each block of dense ones, and at the end that of all;
+    int32. None for full and int32."""
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +93,8 @@ class DeviceIndex:
         return found
 
     def positions_by_host(self) -> Tensor:
-        """The same on the host, without a kernel and without memory of the device: for a thread
-        beside the one that trains."""
+        """As `positions`, on the host: without a kernel and without memory of the device, for a
+        thread beside the one that trains."""
         if self.entries is None:
             return torch.arange(self.kept)
         entries = self.entries.cpu()

@@ -1,7 +1,7 @@
-"""Kernels for the GPU that is here: compiled by CuPy with NVRTC at their first use, and kept.
+"""The launcher for GPUs: CuPy compiles each kernel with NVRTC at its first use.
 
-CuPy keeps what it compiles in a folder of the user's as well (`CUPY_CACHE_DIR`), so that the
-next run loads it.
+Compiled kernels stay in memory, and CuPy keeps them in a folder of the user too
+(`CUPY_CACHE_DIR`), so that the next run loads them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ OPTIONS = ("--std=c++17",)
 
 @dataclass(frozen=True)
 class TorchStream:
-    """One of torch's streams as CuPy takes those of others."""
+    """One of torch's streams, in the form in which CuPy takes streams of other libraries."""
 
     handle: int
+    """Its address, as CUDA knows it."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Version of the protocol, and the stream."""
+        """The version of CuPy's stream protocol, and the stream."""
         return 0, self.handle
 
 
 class CupyLauncher:
-    """Runs kernels on one device and torch's current stream there, in torch's order."""
+    """Runs kernels on one device, on torch's current stream and so in order with torch."""
 
     def __init__(self, device: int) -> None:
-        """`device`: its number among torch's. Raises ConfigError, in one line, where CuPy is
-        missing or cannot compile."""
+        """`device` is torch's number of the GPU. Raises ConfigError if CuPy is missing or cannot
+        compile."""
         self._cupy = _import_cupy()
         self._kernels: dict[str, Any] = {}
-        # The smallest kernel shows at once whether there is a compiler that works.
+        # Compiling the smallest kernel shows at once whether the compiler works.
         self._device = device
         self._kernel("fold")
 

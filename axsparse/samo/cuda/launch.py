@@ -1,7 +1,7 @@
-"""What a kernel is called with, and the source that all kernels come from.
+"""The launcher protocol, the arguments of kernels, and their source.
 
-Kernels are C++ templates in `source/`. A launcher (`compile.py` has the one for GPUs) is told
-which instance to run, as a C++ name such as `compress<MaskIndex, Bf16, Fp32>`.
+Kernels are C++ templates in `source/`. A launcher (`kernel_compiler.py` has the one for GPUs) is
+told which instance to run, as a C++ name such as `compress<MaskIndex, Bf16, Fp32>`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD, UINT16_BLOCK
 
 THREADS = 128
-"""Of a thread block."""
+"""Threads of a thread block."""
 TILE = 32 * THREADS
-"""Dense entries that a thread block writes: a word of the mask for each thread."""
+"""Dense entries that a thread block writes: 32, half a word of the mask, for each thread."""
 CHUNK = 2048
-"""Kept entries that a thread block reads, and sums squares of. Part of the numerics: see
+"""Kept entries that a thread block reads, and whose squares it sums. Part of the numerics: see
 `source/compress.cuh`."""
 assert UINT16_BLOCK % TILE == 0 == TILE % MASK_BLOCK
 assert BLOCK % CHUNK == 0 == CHUNK % THREADS
@@ -37,10 +37,11 @@ TENSOR = np.dtype(
         *((name, np.int64) for name in ("first", "last", "block")),
     ]
 )
-"""What a step is told of a tensor, as `source/step.cuh` has it: addresses and counts."""
+"""The structure `Tensor` of `source/step.cuh`: addresses and counts of one tensor to update."""
 GROUP = 32
-"""Tensors that one launch steps at most: 3 kB of the 4 that it may be given."""
+"""Tensors that one launch updates at most: 3 kB of the 4 kB of arguments that a launch may have."""
 TENSORS = np.dtype([("tensors", TENSOR, (GROUP,)), ("number", np.int64)])
+"""The structure of the tensors of one launch."""
 
 CONSTANTS = {
     "THREADS": THREADS,
@@ -55,24 +56,29 @@ CONSTANTS = {
 }
 FILES = ("numbers", "index", "compress", "step", "helpers")
 NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
-"""How the source calls the types of weights and gradients."""
+"""The names of the types of weights and gradients in the source."""
 
 Argument: TypeAlias = "Tensor | np.int64 | np.int32 | np.float32 | NDArray[np.void] | None"
-"""A tensor is passed as the address of its first entry, None as a null pointer, an array of one
-structure as its contents."""
+"""A tensor is passed as the address of its first entry, None as a null pointer, and an array of one
+structure by value."""
 
 
 class Launcher(Protocol):
     """Runs kernels in order, on the device and stream that are current where it is called."""
 
     def __call__(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        """Start so many thread blocks of THREADS each; none is no mistake and does nothing."""
+        """Start a kernel with a number of thread blocks of THREADS threads; 0 blocks do nothing.
+
+        `kernel` is the C++ name of the instance. `arguments` are in the order of its parameters
+        and must live until it has run; torch's allocator sees to that for tensors of the stream.
+        """
         ...
 
 
 @cache
 def source(arithmetic: str) -> str:
-    """All kernels, on top of what gives them the arithmetic of their processor."""
+    """The source of all kernels. `arithmetic` is the source of the operations that depend on the
+    processor: `device` for GPUs, a stand-in of the tests for CPUs."""
     constants = "".join(f"#define {name} {value}\n" for name, value in CONSTANTS.items())
     return "\n".join([constants, arithmetic, *(read_source(name) for name in FILES)])
 
@@ -83,17 +89,17 @@ def read_source(name: str) -> str:
 
 
 def pointer(argument: Tensor | None) -> int:
-    """The address that a kernel is given."""
+    """The address of a tensor's first entry, 0 for None."""
     return 0 if argument is None else argument.data_ptr()
 
 
 def check(tensor: Tensor, name: str, dtypes: Sequence[torch.dtype], numel: int) -> None:
-    """Kernels check nothing, so this does: type, size, and that entries follow one another."""
+    """Assert a tensor's type, size and contiguity, which kernels do not check."""
     assert tensor.dtype in dtypes, f"{name}: {tensor.dtype}"
     assert tensor.shape == (numel,), f"{name}: {tuple(tensor.shape)} for {numel} entries"
     assert tensor.is_contiguous(), f"{name}: entries do not follow one another"
 
 
 def blocks_of(entries: int, each: int) -> int:
-    """Thread blocks for so many entries."""
+    """The number of thread blocks for `entries` at `each` a block."""
     return -(-entries // each)

@@ -1,11 +1,11 @@
 """The whole optimizer step of a layer's tensors, in one kernel for those of the same types.
 
-Unscale and clip, the recurrence in fp32 on kept entries (as in `samo/optim/adamw.py` and
-`samo/optim/sgd.py`), downcast, and the dense weight written in whole tiles, pruned positions as
-zeros. No temporary.
+The kernel unscales and clips the gradient, applies the recurrence in fp32 to kept entries (as in
+`samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds the masters, and writes the dense weight in
+whole tiles, with zeros at pruned positions. It needs no temporary.
 
-Every operation and its rounding is that of torch on a CPU with fused multiply-add, so results
-are the same bits, but for one: torch's square root there may be one unit off the rounded value.
+Every operation and its rounding is that of torch on a CPU with fused multiply-add, so results have
+the same bits, with one exception: torch's square root may be one unit off the rounded value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MASTERS: dict[MasterKind, str] = {
     "fp32": "MasterBuffer",
     "remainder": "MasterRemainder",
 }
-"""How the source calls them."""
+"""The names of the master kinds in the source."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class TensorSlot:
     gradient: Tensor
     """Kept entries, in the weight's type or fp32."""
     master: Tensor | None
-    """Of held entries, fp32; int16 for the remainder of a bf16 weight; None where the fp32 weight
-    is its own master."""
+    """The masters of the held entries: fp32; int16 for the remainders of a bf16 weight; None if the
+    fp32 weight is its own master."""
     moments: tuple[Tensor, ...]
-    """fp32, as many as the rule has, in its order."""
+    """The rule's moments of the held entries, fp32, in its order."""
     held: range
-    """The kept entries that are updated here, of which master and moments are. The others keep
+    """The kept entries that have their masters and moments here and are updated. The others keep
     their weights."""
 
     @property
     def types(self) -> str:
-        """The kernel's, as the source calls them."""
+        """The template arguments of the kernel for this tensor."""
         weight, gradient = NUMBERS[self.weight.dtype], NUMBERS[self.gradient.dtype]
         return f"{INDICES[self.index.kind]}, {weight}, {gradient}, {MASTERS[self._master_kind]}"
 
@@ -62,7 +62,7 @@ class TensorSlot:
         return "remainder" if self.master.dtype == torch.int16 else "fp32"
 
     def check(self, moments: tuple[str, ...]) -> None:
-        """Sizes and types, of which the kernel takes no notice."""
+        """Assert sizes and types, which the kernel does not check."""
         assert 0 <= self.held.start <= self.held.stop <= self.index.kept, f"{self.held}"
         weights = {"weight": (torch.float32,), "remainder": (torch.bfloat16,)}.get(
             self._master_kind, (torch.bfloat16, torch.float16)
@@ -76,7 +76,7 @@ class TensorSlot:
             check(values, name, (torch.float32,), len(self.held))
 
     def packed(self, block: int) -> tuple[int, ...]:
-        """As a TENSOR, whose thread blocks begin with number `block`."""
+        """The fields of a TENSOR whose first thread block has number `block`."""
         index, moments = self.index, (*self.moments, None, None)
         return (
             self.weight.data_ptr(),
@@ -97,7 +97,7 @@ class TensorSlot:
 def _step(
     slots: Sequence[TensorSlot], kernel: str, moments: tuple[str, ...], scalars: Sequence[float]
 ) -> None:
-    """Start a thread block for each tile, of GROUP tensors at a time."""
+    """Start a thread block for each tile of each tensor, up to GROUP tensors at a time."""
     alike: dict[str, list[TensorSlot]] = {}
     for slot in slots:
         slot.check(moments)
@@ -116,10 +116,10 @@ def _step(
 
 
 def adamw_step(slots: Sequence[TensorSlot], hyper: Hyper, gradient_factor: float) -> None:
-    """One step of AdamW; moments are its mean and mean square.
+    """One step of AdamW; the moments are `exp_avg` and `exp_avg_sq`.
 
-    `gradient_factor` multiplies every gradient entry (clipping, loss scale). Factors are rounded
-    to fp32 as torch does it.
+    `gradient_factor` multiplies every gradient entry (clipping, loss scale). Factors are computed
+    in fp64 and rounded to fp32, as torch does.
     """
     beta1, beta2 = hyper.betas
     scalars = [
@@ -143,7 +143,8 @@ def sgd_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """One step of SGD, with a moment unless `momentum` is 0; otherwise as `adamw_step`."""
+    """One step of SGD, whose only moment is `momentum`, or none if that is 0; otherwise as
+    `adamw_step`."""
     kind = ("NESTEROV" if nesterov else "PLAIN") if momentum else "NONE"
     scalars = [gradient_factor, hyper.weight_decay, momentum, -hyper.learning_rate]
     _step(slots, f"step_sgd<{{types}}, {kind}>", ("momentum",) if momentum else (), scalars)

@@ -1,7 +1,7 @@
-"""Loops in machine code where numba is installed (the extra `fast`); elsewhere there are none.
+"""Loops compiled by numba, if it is installed (the extra `fast`).
 
-Imported with the first use: numba costs two seconds, to load and to compile, and some 110 MB a
-process.
+numba is imported at the first use, since it costs every process two seconds, to load and to
+compile, and some 110 MB.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 Loop: TypeAlias = Callable[..., None]
 FEW = 1 << 15
-"""Entries of a tensor for which numpy does: a process compiles for two seconds, in which it moves
-them a thousand times."""
+"""Up to this number of entries a tensor is moved by numpy: in the two seconds that compiling takes,
+numpy moves them a thousand times."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""The integer type by its bytes."""
 
 
 @cache
 def compiled(loop: Loop) -> Loop | None:
-    """A loop over arrays and numbers as machine code, for each type that it meets.
+    """A loop over arrays and numbers, compiled for each combination of types at its first call.
 
-    None without numba, or with one that does not fit this numpy.
+    None if numba is missing or does not fit this version of numpy.
     """
     try:
         numba = importlib.import_module("numba")
@@ -40,10 +40,10 @@ def compiled(loop: Loop) -> Loop | None:
 def same_size_integers(
     dense_D: Tensor, values_K: Tensor, numel: int, most: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The bits of both as arrays of integers, which numpy has for every size.
+    """Both tensors as arrays of integers of the same bits, since numpy has no bf16.
 
-    Machine code checks nothing, so sizes are checked here: the dense tensor's, and that
-    there are at most so many values.
+    Compiled loops check nothing, so this does: `dense_D` has `numel` entries, and `values_K` has at
+    most `most` of the same type.
     """
     assert dense_D.dtype == values_K.dtype, f"{dense_D.dtype} and {values_K.dtype}"
     assert dense_D.shape == (numel,), f"{tuple(dense_D.shape)} for {numel} entries"

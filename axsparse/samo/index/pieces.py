@@ -1,8 +1,8 @@
-"""Indices that are decoded as they are used: offsets to start in the middle, and bounded pieces.
+"""What encodings share that are decoded while they are read: offsets of blocks, and pieces.
 
-Such an index cuts the dense tensor into blocks of positions and knows how many kept
-entries come before each. It hands out its positions a piece at a time, so that no
-temporary grows with the tensor.
+Such an index cuts the dense tensor into blocks and stores how many kept entries come before each,
+so that reading can start at any kept entry. It decodes its positions a piece at a time, so that
+temporaries do not grow with the tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from axsparse.samo.state_bytes import fits_int32
 
 PIECE = 65_536
-"""Kept entries, or dense ones for the decoding of bits, in a piece: some hundred kB."""
+"""Entries of a piece, for some hundred kB: kept ones, or dense ones where bits are decoded."""
 
 Array: TypeAlias = NDArray[Any]
 Pieces: TypeAlias = Iterable[tuple[int, Tensor]]
-"""The number of the first kept entry, and the flat positions from there on, int32 or int64,
-which the next piece may overwrite: fresh memory for each would double the time."""
+"""For each piece the number of its first kept entry, and its flat positions, int32 or int64. The
+next piece may overwrite them: fresh memory for each piece would double the time."""
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -33,16 +33,17 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def read_dtype(numel: int) -> type[np.signedinteger[Any]]:
-    """Of positions to gather from: the smaller one where it fits. Scattering takes int64."""
+    """The type of positions to gather from: the smaller one that fits. Scattering takes int64."""
     return np.int32 if fits_int32(numel) else np.int64
 
 
 def block_offsets(mask_D: Tensor, block: int) -> Tensor:
-    """Kept entries before each block of dense positions, and all of them at the end."""
+    """The number of kept entries before each block of dense positions, and at the end that of all,
+    `(blocks + 1,)`; int32 where that fits, otherwise int64."""
     mask = mask_D.numpy()
     before = np.zeros(-(-mask.size // block) + 1, dtype=np.int64)
     assert PIECE % block == 0
-    for start in range(0, mask.size, PIECE):  # reduceat makes integers of all that it is given
+    for start in range(0, mask.size, PIECE):  # reduceat converts all of its input to integers
         part = mask[start : start + PIECE]
         counts = np.add.reduceat(part, np.arange(0, part.size, block), dtype=np.int64)
         before[start // block + 1 :][: counts.size] = counts
@@ -51,7 +52,7 @@ def block_offsets(mask_D: Tensor, block: int) -> Tensor:
 
 
 def covering(offsets: Array, start: int, stop: int) -> range:
-    """The blocks in which the kept entries [start, stop) stand."""
+    """The blocks that contain the kept entries [start, stop)."""
     first = np.searchsorted(offsets, offsets.dtype.type(start), side="right") - 1
     last = np.searchsorted(offsets, offsets.dtype.type(stop), side="left")
     return range(int(first), int(last))

@@ -4,8 +4,8 @@
     v ← β₂ v + (1 − β₂) g²
     θ ← θ (1 − ηλ) − η / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-The operations and their order are those of `torch.optim.AdamW` without foreach and
-fusion, so that kept entries are bitwise those of a masked dense run.
+The operations and their order are those of `torch.optim.AdamW` with `foreach=False` and
+`fused=False`, so that kept entries are bitwise those of a masked dense run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axsparse.samo.optim.optimizer import Block, Optimizer
 
 
 def update_moments(block: Block, hyper: Hyper) -> None:
-    """First and second moments."""
+    """Update the first and second moments."""
     beta1, beta2 = hyper.betas
     block.moments["exp_avg"].lerp_(block.grad, 1 - beta1)
     block.moments["exp_avg_sq"].mul_(beta2).addcmul_(block.grad, block.grad, value=1 - beta2)

@@ -55,7 +55,7 @@ def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What gradients are multiplied by: min(1, clip_norm / (norm + 1e-6)), as in
+    """The factor that clips gradients: min(1, clip_norm / (norm + 1e-6)), as in
     `torch.nn.utils.clip_grad_norm_` and in fp32 as there; 1 if `clip_norm` is 0.
     """
     if clip_norm == 0:

@@ -5,10 +5,9 @@
     u ← (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε) + λ θ
     θ ← θ − η · ‖θ‖ / ‖u‖ · u          per tensor; the ratio is 1 where either norm is 0
 
-The paper's φ is the identity. Norms are over the kept entries of a whole tensor, which
-are those of the masked dense tensor. As the paper says of its experiments, biases and
-gains of norms do not decay; like its algorithm, and unlike some implementations, every
-tensor's step is scaled, these included.
+The paper's φ is the identity. Norms are over the kept entries of a whole tensor, so they equal
+those of the masked dense tensor. As in the paper's experiments, biases and gains of norms do not
+decay; as in its algorithm, and unlike some implementations, their steps are scaled like all others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from axsparse.samo.optim.optimizer import Block, Optimizer
 
 
 def statistics(block: Block, hyper: Hyper) -> Tensor:
-    """Sums of squares of θ and of u."""
+    """The sums of squares of θ and of u over a block, fp64 `(2,)`."""
     squares = [values.double().square_().sum() for values in (block.master, _step(block, hyper))]
     return torch.stack(squares)
 

@@ -1,16 +1,16 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018): keeps fp16 gradients out of the zeros.
+"""Dynamic loss scaling (Micikevicius et al. 2018): keeps small fp16 gradients from becoming zero.
 
 The backward starts from `scale` instead of 1, the update divides by it. A step with a
 non-finite gradient anywhere is skipped by all ranks and halves the scale; a run of
 `growth_interval` good steps doubles it. Powers of two, so that scaling rounds nothing.
 
-Only kept entries count: a gradient that overflows at a pruned position is thrown away by
-the compression before anybody looks at it, and cannot spoil anything.
+Only kept entries count: a gradient that overflows at a pruned position is dropped by the
+compression before gradients are checked, and affects nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FACTOR = 2.0
 HIGHEST = 2.0**24
@@ -19,7 +19,7 @@ HIGHEST = 2.0**24
 
 @dataclass
 class LossScale:
-    """The scale and its history; the same on every rank, since all see the same verdicts."""
+    """The scale and its history; the same on every rank, since all ranks agree on every step."""
 
     scale: float
     floor: float
@@ -28,8 +28,10 @@ class LossScale:
     """Good steps in a row that double the scale; None keeps it as it is (bf16, fp32)."""
     patience: int
     """Skipped steps in a row at the floor after which a run is lost."""
-    good_steps: int = field(default=0)
-    skipped_at_floor: int = field(default=0)
+    good_steps: int = 0
+    """Good steps in a row since the scale last changed."""
+    skipped_at_floor: int = 0
+    """Steps since the last good one that were skipped at the floor or for their loss."""
 
     @staticmethod
     def none(patience: int) -> LossScale:
@@ -37,10 +39,10 @@ class LossScale:
         return LossScale(scale=1.0, floor=1.0, growth_interval=None, patience=patience)
 
     def update(self, *, finite: bool, loss_is_finite: bool = True) -> None:
-        """Take in how a step went.
+        """Adapt the scale to how a step went: `finite` if all gradients and the loss were.
 
-        A loss that is not finite itself counts as if the scale were at the floor: the
-        forward knows no scale, so that a lower one mends nothing.
+        A loss that is not finite itself counts as if the scale were at the floor: the scale does
+        not enter the forward, so a lower one does not help.
         """
         if finite:
             self.skipped_at_floor = 0
@@ -56,5 +58,5 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to try."""
+        """Whether the run is lost: too many skipped steps in a row at the floor."""
         return self.skipped_at_floor >= self.patience

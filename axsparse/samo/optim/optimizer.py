@@ -1,7 +1,27 @@
-"""What an optimizer over compressed state is: explicit state, three parts, blocks of entries.
+"""What an optimizer over compressed state is: named moments, and functions over blocks of entries.
 
-Every function sees aligned 1-D fp32 blocks of kept entries of one tensor, whether
-these are all its entries (a dense tensor) or a tenth of them.
+`samo/optim/update.py` cuts each tensor's kept entries into blocks and calls an optimizer's
+functions for each. So an optimizer knows nothing of masks, half precision, sharding or devices: it
+sees 1-D fp32 tensors, be they all entries of a dense tensor or the kept entries of a pruned one.
+
+Adding an optimizer:
+  1. Write `samo/optim/<name>.py` with the functions and one `Optimizer` (`adamw.py` is elementwise,
+     `lamb.py` needs sums over whole tensors). The recurrence stands in its module docstring.
+  2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
+     it needs. Its functions get those of `Hyper`; others it gets when it is made, as `sgd(...)`.
+  3. Register it in `samo/optim/optimizer_registry.py`.
+  4. Write `tests/samo/optim/test_<name>.py`, which holds kept entries against a dense masked run,
+     and add the name to `tests/support/oracle.py`, `tests/behavior/test_optimizers.py`,
+     `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
+  5. A kernel for GPUs is optional (`fused`). If there is one, it is added to
+     `tests/support/kernel_machine.py`, and `tests/samo/cuda/test_kernels_emulated.py` must pass.
+
+    def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+        block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
+
+    SIGN_SGD = Optimizer(
+        moments=(), update_moments=lambda block, hyper: None, statistics=None, apply=apply
+    )
 """
 
 from __future__ import annotations
@@ -20,30 +40,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of kept entries of one tensor, in the middle of an update."""
+    """Consecutive kept entries of one tensor during its update: 1-D fp32 tensors of one length, at
+    most `shards.BLOCK`, on one device."""
 
     grad: Tensor
-    """Unscaled and clipped; the same in all parts of a step, so none of them changes it."""
+    """The gradient, already unscaled and clipped. No function changes it."""
     master: Tensor
-    """The weights before the step, until `apply` moves them."""
+    """The master weights before the step; `apply` changes them in place."""
     moments: Mapping[str, Tensor]
+    """Each moment by its name; views of the state, which `update_moments` changes in place."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule in three parts; a new optimizer is one file that fills these in."""
+    """An update rule, which is called for every block once a step in the order of its functions:
+    `update_moments`, `statistics` if there is one, and `apply`."""
 
     moments: tuple[str, ...]
-    """Names of the fp32 states, one value a kept entry each; zero before the first step."""
+    """Names of the rule's states, also in checkpoints: one fp32 value a kept entry each, zero
+    before the first step. Empty if the rule keeps no state."""
     update_moments: Callable[[Block, Hyper], None]
-    """`(block, hyper)`: fold the gradient into the moments, in place."""
+    """`update_moments(block, hyper)` adds the gradient to the block's moments, in place. It reads
+    `block.master`, if at all, as it was before the step."""
     statistics: Callable[[Block, Hyper], Tensor] | None
-    """`(block, hyper)`: fp64 sums of a block, `(num_statistics,)`, that are added up over the
-    whole tensor (over its shards, too) before `apply`; None if the rule is elementwise."""
+    """`statistics(block, hyper)` returns fp64 sums over the block, `(num_statistics,)`, from
+    updated moments, and changes nothing. They are added over all blocks of the tensor, on all
+    replicas, before `apply` is called. None if the rule is elementwise."""
     apply: Callable[[Block, Tensor | None, Hyper], None]
-    """`(block, statistics, hyper)`: move the master weights, in place."""
+    """`apply(block, statistics, hyper)` moves the block's master weights, in place, from updated
+    moments. `statistics` are the tensor's sums, fp64 `(num_statistics,)` on the host, or
+    None if the rule is elementwise."""
     num_statistics: int = 0
-    """How many sums `statistics` gives."""
+    """How many sums `statistics` returns."""
     fused: Callable[[Sequence[TensorSlot], Hyper, float], None] | None = None
-    """`(slots, hyper, gradient factor)`: the same by kernels, on a GPU; None where there are
-    none."""
+    """`fused(slots, hyper, gradient_factor)` does the whole step of some tensors on a GPU, in
+    place, by kernels with the operations of the functions above in their order. None if there is
+    no kernel: then the functions above are called on a GPU too."""

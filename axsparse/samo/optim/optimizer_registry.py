@@ -1,4 +1,4 @@
-"""The optimizers that a configuration can name."""
+"""The optimizers that a configuration can name (`samo/optim/optimizer.py` says how to add one)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
 
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
+"""By name; those that are made from settings, in `optimizer_of`."""
 
 
 def optimizer_of(settings: OptimizerConfig) -> Optimizer:
-    """The update rule and its moments."""
+    """The optimizer of a configuration."""
     if settings.name == "sgd":
         return sgd(settings.momentum, nesterov=settings.nesterov)
     return OPTIMIZERS[settings.name]

@@ -1,4 +1,5 @@
-"""SGD with momentum and Nesterov's (Sutskever et al. 2013, as `torch.optim.SGD` has them).
+"""SGD, plain, with momentum or with Nesterov's momentum (Sutskever et al. 2013, in the form of
+`torch.optim.SGD`).
 
     d ← g + λ θ
     v ← μ v + d
@@ -7,8 +8,8 @@
     θ ← θ − η (d + μ v)        with Nesterov's momentum
 
 Weight decay λ is a part of the gradient, hence of the momentum, unlike AdamW's.
-The operations and their order are those of `torch.optim.SGD` without foreach, fusion
-and dampening, so that kept entries are bitwise those of a masked dense run (a zero of
+The operations and their order are those of `torch.optim.SGD` with `foreach=False`, `fused=False`
+and no dampening, so that kept entries are bitwise those of a masked dense run (a zero of
 the first step's momentum may differ in its sign, which no weight ever shows).
 """
 
@@ -24,7 +25,7 @@ from axsparse.samo.optim.optimizer import Block, Optimizer
 
 
 def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
-    """The rule for one μ, which decides what state there is: with μ = 0, none."""
+    """The optimizer for one μ; with μ = 0 it has no moments."""
 
     def update_moments(block: Block, hyper: Hyper) -> None:
         if momentum:
@@ -50,7 +51,7 @@ def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
 
 
 def _decayed(block: Block, hyper: Hyper) -> Tensor:
-    """d: the gradient and its weight decay."""
+    """d of the formula: the gradient plus weight decay."""
     if hyper.weight_decay == 0:
         return block.grad
     return block.grad.add(block.master, alpha=hyper.weight_decay)

@@ -1,8 +1,8 @@
 """The optimizer step over compressed state, block by block.
 
-Upcast, scale, update, downcast and write-back touch one block of kept entries at a
-time, so that the step needs no memory beyond a few blocks. Where the state is sharded
-over replicas, each updates what it holds.
+Gradients are converted to fp32 and scaled, masters updated, rounded and written to the dense
+weights one block of kept entries at a time, so that the step needs no memory beyond a few blocks.
+Where the state is sharded over replicas, each replica updates the entries that it holds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-// From dense gradients to kept ones, with what the step's verdict needs: the sum of their squares,
-// which is finite if and only if they are, since squares of fp32 are exact in fp64 and cannot
-// overflow it. CHUNK kept entries a thread block, whatever the encoding, so that sums are the same
-// bits in all of them: a thread's own in ascending order, threads by halves of a warp, warps in
-// order, chunks in order.
+// From dense gradients to kept ones, with the sum of their squares, which is finite if and only if
+// they are, since squares of fp32 are exact in fp64 and cannot overflow it. In every encoding a
+// thread block takes CHUNK kept entries and adds in one order, so that sums have the same bits: the
+// entries of a thread ascending, threads by halves of a warp, then warps and chunks in order.
 
 const int LOADS = 4;  // reads that a thread has under way at once
 
-// Writes the sum over all threads where this chunk's belongs.
+// Writes the sum over all threads to the place of this chunk.
 ON_DEVICE void report(double sum, double* chunks) {
     __shared__ double totals[THREADS / 32];
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -25,7 +24,7 @@ ON_DEVICE double square(float value) {
     return wide * wide;
 }
 
-// gradient (+)= dense at the kept positions. `chunks` is null where no verdict is wanted.
+// gradient (+)= dense at the kept positions. `chunks` is null if no sums are wanted.
 template <typename Index, typename Dense, typename Gradient>
 __global__ void compress(const void* dense, const void* entries, const int* offsets, Count kept,
                          Count numel, void* gradient, int accumulate, double* chunks) {
@@ -37,7 +36,7 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
     index.seek(first);
     for (Count from = first; from < last;) {
         Count until = index.advance(from, last);
-        // The entry of a chunk decides the thread, wherever the stretch begins.
+        // An entry's place in its chunk decides its thread, wherever the stretch begins.
         Count own = from + ((threadIdx.x - (unsigned)(from - first)) & (THREADS - 1));
         for (; own < until; own += LOADS * THREADS) {
             Count at[LOADS];
@@ -68,7 +67,7 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
     if (chunks) report(squares, chunks);
 }
 
-// The sums alone, of gradients that replicas have summed since.
+// The sums of squares of gradients that replicas have already summed.
 template <typename Gradient>
 __global__ void judge(const void* gradient, Count kept, double* chunks) {
     const typename Gradient::Bits* __restrict__ values_K = (const typename Gradient::Bits*)gradient;
@@ -81,7 +80,7 @@ __global__ void judge(const void* gradient, Count kept, double* chunks) {
     report(squares, chunks);
 }
 
-// One sum a block of SUM_BLOCK kept entries from those of its chunks, added in order.
+// The sum of each block of SUM_BLOCK kept entries, from the sums of its chunks in order.
 __global__ void fold(const double* chunks, Count num_chunks, double* partials, Count num_partials) {
     Count block = (Count)blockIdx.x * THREADS + threadIdx.x;
     if (block >= num_partials) return;

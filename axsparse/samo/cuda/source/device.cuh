@@ -1,5 +1,6 @@
-// Arithmetic of a GPU, one rounding each, subnormal numbers kept. As instructions, because CuPy
-// compiles with -ftz=true, under which operators, conversions and even a minus sign flush them.
+// Arithmetic of a GPU: each operation rounds once and keeps subnormal numbers. Written as
+// instructions, because CuPy compiles with -ftz=true, under which operators, conversions and even a
+// minus sign flush subnormal numbers to zero.
 
 #define ON_DEVICE __device__ __forceinline__
 
@@ -52,7 +53,7 @@ ON_DEVICE float half_to_float(unsigned short bits) {
     return value;
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 ON_DEVICE unsigned short float_to_half(float value) {
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));

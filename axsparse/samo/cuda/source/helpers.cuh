@@ -1,6 +1,6 @@
-// Masks to indices and back, and values between dense and kept form as they are.
+// Kernels that make indices of masks, decode them, and move values between dense and kept form.
 
-// The thread's 32 entries of a tile of a boolean mask, the first one in the lowest bit.
+// This thread's 32 entries of a tile of a boolean mask as bits, the first one in the lowest.
 ON_DEVICE unsigned word_of(const unsigned char* mask, Count numel) {
     __shared__ unsigned char bytes[TILE];
     Count start = (Count)blockIdx.x * TILE;
@@ -13,7 +13,7 @@ ON_DEVICE unsigned word_of(const unsigned char* mask, Count numel) {
     return word;
 }
 
-// Kept entries of each MASK_BLOCK of a mask.
+// Counts the kept entries of each MASK_BLOCK of a mask.
 __global__ void count_kept(const unsigned char* mask, Count numel, int* counts) {
     const int each = MASK_BLOCK / 32;
     __shared__ int before[TILE / MASK_BLOCK + 1];
@@ -28,8 +28,8 @@ __global__ void count_kept(const unsigned char* mask, Count numel, int* counts) 
     }
 }
 
-// The kept positions of a mask, ascending: whole, or what an entry holds of them, their low
-// bits. `offsets` counts the kept entries before each MASK_BLOCK.
+// Writes the kept positions of a mask, ascending: as a whole, or as many low bits as an entry holds.
+// `offsets` counts the kept entries before each MASK_BLOCK.
 template <typename Entry>
 __global__ void number_kept(const unsigned char* mask, Count numel, const int* offsets,
                             Entry* entries) {
@@ -43,14 +43,14 @@ __global__ void number_kept(const unsigned char* mask, Count numel, const int* o
     }
 }
 
-// A bit an entry, in words of 32 of which there is an even number.
+// Writes a mask as one bit an entry, in words of 32 bits, of which there is an even number.
 __global__ void pack(const unsigned char* mask, Count numel, unsigned* words) {
     unsigned word = word_of(mask, numel);
     Count at = (Count)blockIdx.x * THREADS + threadIdx.x;
     if (at < (numel + MASK_WORD - 1) / MASK_WORD * (MASK_WORD / 32)) words[at] = word;
 }
 
-// Calls `each(k, position)` for the kept entries of this block's chunk of [start, stop).
+// Calls `each(k, position)` for the kept entries of [start, stop) in this thread block's chunk.
 template <typename Index, typename Each>
 ON_DEVICE void walk(Index& index, Count start, Count stop, Each each) {
     Count first = start + (Count)blockIdx.x * CHUNK, last = least(first + CHUNK, stop);

@@ -1,14 +1,14 @@
-// Where kept entries stand, in every encoding. Two ways to walk, both with a thread block:
+// The positions of kept entries, in every encoding. A thread block reads them in one of two ways:
 //
 //     tile(n)                 the kept entries of the n-th TILE of dense positions
-//     seek(k), advance(k, l)  from kept entry k on: positions are ready up to what comes back
+//     seek(k), advance(k, l)  from kept entry k on; `advance` returns the end of what is ready
 //
 // After either, `position(k)` is the dense position of a kept entry; after `advance` each thread
-// asks for ascending k. Threads call tile, seek and advance together.
+// asks for ascending k. All threads of a block call tile, seek and advance together.
 
 // The first i in [low, high) with values[i] >= key, `high` if there is none, and the same for
-// `other`: found together, since a round takes as long as one read. In each every thread probes a
-// place for either, so that 129 pieces shrink to one.
+// `other`. Both are found together, since a round takes as long as one read. In each round every
+// thread probes one place for each key, so that the range shrinks to one of 129 pieces.
 template <typename Value>
 ON_DEVICE Stretch lower_bounds(const Value* values, Count low, Count high, Count key, Count other) {
     Count lows[] = {low, low}, highs[] = {high, high}, keys[] = {key, other};
@@ -46,8 +46,8 @@ ON_DEVICE int sum_before(int value) {
     return sum - value;
 }
 
-// Puts the places of the set bits of all threads' words, in order, into `places`. What was there
-// may be read until the last thread calls this: `sum_before` has a barrier.
+// Writes the places of the set bits of all threads' words to `places`, in order. Other threads may
+// read the old contents until the last one calls this, since `sum_before` has a barrier.
 ON_DEVICE void spread(unsigned word, unsigned short* places) {
     int at = sum_before(__popc(word));
     for (; word != 0; word &= word - 1) {

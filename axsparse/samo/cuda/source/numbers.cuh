@@ -10,7 +10,7 @@ ON_DEVICE Count least(Count a, Count b) { return a < b ? a : b; }
 
 ON_DEVICE bool is_nan(float value) { return (__float_as_uint(value) & 0x7FFFFFFFu) > 0x7F800000u; }
 
-// `nearest` is how sums are rounded (ties to even, as torch does), `weight` how masters are.
+// `nearest` rounds sums (ties to even, as torch does), `weight` rounds masters to weights.
 struct Bf16 {
     typedef unsigned short Bits;
     static const unsigned short QUIET_NAN = 0x7FC0;

@@ -1,7 +1,7 @@
-// The whole optimizer step of some tensors: unscale and clip, the rule in fp32 on kept entries,
-// downcast, and dense weights written a TILE at a time, zeros included. A thread block a tile.
+// The whole optimizer step of some tensors: unscale and clip, apply the rule in fp32 to kept
+// entries, round, and write dense weights, zeros included. Each thread block writes one TILE.
 
-// Where fp32 masters are. `load` is given the dense weight only if it says so.
+// Where the fp32 masters are. `load` is given the dense weight only by those that ask for it.
 struct MasterBuffer {
     typedef float Bits;
     static const bool READS_WEIGHT = false, STORES = true;
@@ -30,8 +30,8 @@ struct MasterIsWeight {
     ON_DEVICE static Bits store(float master) { return master; }
 };
 
-// The formulas are those of samo/optim/adamw.py and samo/optim/sgd.py, in the order of operations and with
-// the roundings that torch has on CPUs with fused multiply-add.
+// The formulas are those of samo/optim/adamw.py and samo/optim/sgd.py, in the order of operations
+// and with the roundings that torch has on CPUs with fused multiply-add.
 struct AdamW {
     static const int MOMENTS = 2;
     float mean_weight, square_decay, square_weight, decay, root_correction, eps, rate;
@@ -68,8 +68,8 @@ struct Sgd {
     }
 };
 
-// Of one tensor. Masters and moments begin with kept entry `first` and end before `last`; those
-// are updated, and the others keep their weights. The tensor's thread blocks begin with `block`.
+// One tensor. Masters and moments are those of the kept entries [first, last), which are updated;
+// the others keep their weights. `block` is the number of the tensor's first thread block.
 struct Tensor {
     void* weight;
     const void* entries;
@@ -81,7 +81,7 @@ struct Tensor {
     Count first, last, block;
 };
 
-// Tensors that are stepped together: small ones would each cost as much as their launch.
+// Tensors of one launch, since the launch would cost more than the step of a small tensor.
 struct Group {
     Tensor tensors[GROUP];
     Count number;
@@ -165,8 +165,8 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     write_tile(weight_D + start, tile, (int)least(TILE, tensor.numel - start));
 }
 
-// Thread blocks that a multiprocessor holds at once, so that enough reads are under way; it is
-// what bounds their registers.
+// Thread blocks that a multiprocessor holds at once, so that enough reads are under way. This
+// limits the registers of each thread.
 const int RESIDENT = 8;
 
 template <typename Index, typename Weight, typename Gradient, typename Master>
