@@ -14,8 +14,8 @@ Adding an index encoding:
      the setting `samo.index` in `config/schema.py`.
   3. Build it in `make_index` below; for GPUs in `make_device_index` of
      `samo/cuda/device_index.py`, with a decoder in `samo/cuda/source/index.cuh`.
-  4. Run it through `tests/samo/index/test_index.py` (add it to `KINDS`),
-     `tests/samo/test_state_bytes.py` and `tests/samo/cuda/test_kernels_emulated.py`.
+  4. `tests/samo/index/test_index.py` runs every `IndexKind`; it, `tests/samo/test_state_bytes.py`
+     and `tests/samo/cuda/test_kernels_emulated.py` must pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // The whole optimizer step of some tensors: unscale and clip, apply the rule in fp32 to kept
 // entries, round, and write dense weights, zeros included. Each thread block writes one TILE.
 
-// Where the fp32 masters are. `load` is given the dense weight only by those that ask for it.
+// Where the fp32 masters are. `load` needs the dense weight only if READS_WEIGHT.
 struct MasterBuffer {
     typedef float Bits;
     static const bool READS_WEIGHT = false, STORES = true;
