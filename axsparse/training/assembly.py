@@ -11,6 +11,7 @@ from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.observe.gpu_phases import make_phases
+from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.pipeline.engine import Engine, Rank
@@ -21,7 +22,7 @@ from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
-from axsparse.runtime.communication import Collective, Transport
+from axsparse.runtime.communication import Backoff, Collective, Transport
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
@@ -56,14 +57,7 @@ def assemble(
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties = _stage_ties(run, state.layers, transport)
-    sync = GradientSync(
-        states,
-        ties,
-        replicas=gradients,
-        wire_dtype=run.dtype,
-        backoff=transport.backoff,
-        phases=phases,
-    )
+    sync = _gradient_sync(run, states, ties, gradients, transport.backoff, phases)
     collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
     link = transport.link(place)
     engine = Engine(
@@ -102,6 +96,20 @@ def assemble(
         recorder=recorder,
         peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,
+    )
+
+
+def _gradient_sync(
+    run: RunSpec,
+    states: Sequence[LayerState],
+    ties: Sequence[StageTie],
+    gradients: Collective,
+    backoff: Backoff,
+    phases: Phases,
+) -> GradientSync:
+    """What sums compressed gradients over tied weights and replicas."""
+    return GradientSync(
+        states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
     )
 
 
