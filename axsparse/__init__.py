@@ -39,7 +39,7 @@ _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
-    "Datasets": "axsparse.training.rank_facts",
+    "Datasets": "axsparse.data.dataset",
     "Grid": "axsparse.runtime.grid",
     "Job": "axsparse.runtime.job",
     "Layer": "axsparse.models.layer",

@@ -1,84 +1,60 @@
-"""`axsparse COMMAND …`: the commands under one name."""
+"""`axsparse COMMAND …`: the table of all commands, and the hand-over to one of them."""
 
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import NamedTuple, NoReturn
 
-from axsparse.runtime.errors import EXIT_CONFIG
-from axsparse.runtime.launcher import speaks
+from axsparse.cli.parser import HELP, refuse_command, show_usage
+from axsparse.runtime.version import __version__
 
-USAGE = """\
-usage: axsparse COMMAND ...
 
-commands:
-  train      train what a configuration file describes (axsparse train --help)
-  plan       find a layout, its memory and its time, without a GPU (axsparse plan --help)
-  calibrate  measure this machine, for plans of it (axsparse calibrate --help)
-  trace      hold traces of steps against each other (axsparse trace --help)
-  data       turn text files into tokens (axsparse data prepare --help)
-  ticket     say what a file of masks holds (axsparse ticket show --help)
-  checkpoint look at what a run saved (axsparse checkpoint --help)
-  export     write what was trained for other libraries (axsparse export --help)
-  submit     give a training run to SLURM or LSF (axsparse submit --help)
-  doctor     look whether this machine is fit for training (axsparse doctor --help)
-"""
+class Command(NamedTuple):
+    """A command: its module has a `main` that takes the other words and ends the process."""
+
+    module: str
+    purpose: str
+    member: str = ""
+    """The second word of a command that has but one, such as `prepare` of `data prepare`."""
+
+
+COMMANDS = {
+    "train": Command("axsparse.train", "train what a configuration file describes"),
+    "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
+    "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
+    "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
+    "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
+    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds", "show"),
+    "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
+    "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
+    "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
+    "doctor": Command(
+        "axsparse.cli.doctor.doctor", "check whether this machine is fit for training"
+    ),
+}
+
+
+def usage() -> str:
+    """All commands, a line each."""
+    lines = [
+        f"  {name:10} {command.purpose} (axsparse {f'{name} {command.member}'.strip()} --help)\n"
+        for name, command in COMMANDS.items()
+    ]
+    return "usage: axsparse COMMAND ...\n\ncommands:\n" + "".join(lines)
 
 
 def main() -> NoReturn:
-    """Hand over to the command; one of many ranks speaks."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command == "train":
-        from axsparse import train
-
-        train.main(sys.argv[2:])
-    if command == "plan":
-        from axsparse.cli import plan
-
-        plan.main(sys.argv[2:])
-    if command == "calibrate":
-        from axsparse.cli import calibrate
-
-        calibrate.main(sys.argv[2:])
-    if command == "trace":
-        from axsparse.cli import trace as trace_command
-
-        trace_command.main(sys.argv[2:])
-    if command == "data":
-        from axsparse.cli import data as data_command
-
-        data_command.main(sys.argv[2:])
-    if command == "ticket":
-        from axsparse.cli import ticket as ticket_command
-
-        ticket_command.main(sys.argv[2:])
-    if command == "checkpoint":
-        from axsparse.cli import checkpoint as checkpoint_command
-
-        checkpoint_command.main(sys.argv[2:])
-    if command == "export":
-        from axsparse.cli import export
-
-        export.main(sys.argv[2:])
-    if command == "submit":
-        from axsparse.cli.submit import submit
-
-        submit.main(sys.argv[2:])
-    if command == "doctor":
-        from axsparse.cli.doctor import doctor
-
-        doctor.main(sys.argv[2:])
-    if command in ("-h", "--help"):
-        sys.stdout.write(USAGE if speaks() else "")
+    """Hand over to the command that is named, which loads no library of another one."""
+    word, *others = sys.argv[1:] or ["--help"]
+    if word in COMMANDS:
+        import_module(COMMANDS[word].module).main(others)
+    if word in HELP:
+        show_usage(usage())
+    if word == "--version":
+        print(f"axsparse {__version__}")
         sys.exit(0)
-    if command == "--version":
-        import axsparse
-
-        print(f"axsparse {axsparse.__version__}")
-        sys.exit(0)
-    if speaks():
-        print(f"axsparse: error: no command {command!r}; see axsparse --help", file=sys.stderr)
-    sys.exit(EXIT_CONFIG)
+    refuse_command(word, COMMANDS)
 
 
 if __name__ == "__main__":

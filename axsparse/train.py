@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, add_configuration, add_run, overrides_of
+from axsparse.cli.parser import (
+    CommandParser,
+    add_configuration,
+    add_run,
+    overrides_of,
+    require_configuration,
+)
 from axsparse.runtime.connection import cannot_start
 from axsparse.runtime.stop_signal import StopRequest
 
@@ -66,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Ctrl-C while libraries load ends the process without a word; `run` takes it back.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
+    require_configuration(arguments, "train")
     stop = StopRequest()
     stop.listen()
     # Late, so that --help costs neither torch nor MPI.

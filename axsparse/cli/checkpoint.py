@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, say
+from axsparse.cli.parser import CommandParser, run_command, say
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError
 
 DESCRIPTION = """\
@@ -52,19 +52,17 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Carry out the command, and end the process with its exit code."""
-    arguments = parser().parse_args(argv)
-    try:
-        if arguments.command == "verify":
-            verify(arguments.path)
-        elif arguments.command == "show":
-            show(arguments.path)
-        else:
-            prune(arguments.path, arguments.keep_last, arguments.after)
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    sys.exit(0)
+    """Carry out the command, and end the process with its exit code; one of many ranks works."""
+    run_command(lambda: _carry_out(parser().parse_args(argv)))
+
+
+def _carry_out(arguments: argparse.Namespace) -> None:
+    if arguments.command == "verify":
+        verify(arguments.path)
+    elif arguments.command == "show":
+        show(arguments.path)
+    else:
+        prune(arguments.path, arguments.keep_last, arguments.after)
 
 
 def verify(path: Path) -> None:

@@ -6,18 +6,16 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser
+from axsparse.cli.parser import CommandParser, arguments_of, run_command
 from axsparse.data.prepare.documents import Reading
 from axsparse.data.prepare.preparation import prepare
 from axsparse.data.prepare.request import Request
 from axsparse.data.prepare.tokenizers import SEPARATOR
 from axsparse.runtime.console import make_console
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
-from axsparse.runtime.launcher import speaks
 
 MEGABYTE = 1_000_000
 USAGE = """\
@@ -61,6 +59,21 @@ def parser() -> CommandParser:
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the tokens go")
+    _add_validation(arguments)
+    _add_tokenizer(arguments)
+    _add_reading(add)
+    add(
+        "--workers",
+        metavar="N",
+        type=_count,
+        default=len(os.sched_getaffinity(0)),
+        help="processes; the tokens do not depend on their number (default %(default)s)",
+    )
+    return arguments
+
+
+def _add_validation(arguments: CommandParser) -> None:
+    """The options that say which documents are for validation."""
     held_out = arguments.add_mutually_exclusive_group(required=True)
     held_out.add_argument(
         "--validation",
@@ -77,6 +90,10 @@ def parser() -> CommandParser:
         default=0.0,
         help="fraction of the documents for the validation part; 0 makes none",
     )
+
+
+def _add_tokenizer(arguments: CommandParser) -> None:
+    """The options that say how text becomes tokens."""
     tokenizer = arguments.add_mutually_exclusive_group()
     tokenizer.add_argument(
         "--train-bpe",
@@ -88,19 +105,23 @@ def parser() -> CommandParser:
     tokenizer.add_argument(
         "--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json of Hugging Face's library"
     )
-    add(
+    arguments.add_argument(
         "--separator",
         metavar="TOKEN",
         default=SEPARATOR,
         help="--tokenizer: the token after each document (default %(default)s)",
     )
-    add(
+    arguments.add_argument(
         "--bpe-sample-mb",
         metavar="MB",
         type=_count,
         default=Request.bpe_sample_bytes // MEGABYTE,
         help="--train-bpe: text to learn from, spread over the input (default %(default)s)",
     )
+
+
+def _add_reading(add: Callable[..., object]) -> None:
+    """The options that say how files are split into documents; `add` is `add_argument`."""
     add(
         "--jsonl-field",
         metavar="NAME",
@@ -122,14 +143,6 @@ def parser() -> CommandParser:
         default=Reading.max_line // MEGABYTE,
         help="longest line of a usable document (default %(default)s)",
     )
-    add(
-        "--workers",
-        metavar="N",
-        type=_count,
-        default=len(os.sched_getaffinity(0)),
-        help="processes, on which the tokens do not depend (default %(default)s)",
-    )
-    return arguments
 
 
 def _count(text: str) -> int:
@@ -150,18 +163,13 @@ def _fraction(text: str) -> float:
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Prepare data, and end the process with its exit code; one of many ranks works."""
-    if not speaks():
-        sys.exit(0)
-    if argv[:1] != ["prepare"]:
-        if argv[:1] in ([], ["-h"], ["--help"]):
-            sys.stdout.write(USAGE)
-            sys.exit(0)
-        print(
-            f"axsparse: error: data: no command {argv[0]!r}; see axsparse data --help",
-            file=sys.stderr,
-        )
-        sys.exit(EXIT_CONFIG)
-    arguments = parser().parse_args(argv[1:])
+    run_command(
+        lambda: _prepare(parser().parse_args(arguments_of("data", "prepare", USAGE, argv))),
+        interrupted="interrupted; start it again with the same arguments to go on",
+    )
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
     request = Request(
         inputs=tuple(arguments.inputs),
         out=arguments.out,
@@ -177,18 +185,5 @@ def main(argv: Sequence[str]) -> NoReturn:
             max_line=arguments.max_line_mb * MEGABYTE,
         ),
     )
-    try:
-        console = make_console(sys.stdout)
-        with contextlib.closing(console):
-            prepare(request, arguments.workers, console)
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print(
-            "axsparse: error: interrupted; start it again with the same arguments to go on",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)
+    with contextlib.closing(make_console(sys.stdout)) as console:
+        prepare(request, arguments.workers, console)

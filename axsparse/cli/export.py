@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.parser import CommandParser
-from axsparse.runtime.errors import EXIT_INTERRUPTED, AxsparseError, ConfigError, MissingInputError
-from axsparse.runtime.launcher import speaks
+from axsparse.cli.parser import CommandParser, run_command
+from axsparse.runtime.errors import ConfigError, MissingInputError
 
 if TYPE_CHECKING:
     from axsparse.training.checkpoint.verification import Checkpoint
@@ -60,36 +59,30 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Export, and end the process with its exit code; one of many ranks works."""
-    arguments = parser().parse_args(argv)
-    if not speaks():
-        sys.exit(0)
-    # Late, so that --help costs no torch.
+    run_command(lambda: _export(parser().parse_args(argv)))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
     from axsparse.training.export.checkpoint_export import export
 
-    try:
-        checkpoint = _checkpoint(arguments.run, arguments.step)
-        done = export(
-            checkpoint,
-            "sparse" if arguments.sparse else arguments.to,
-            arguments.out,
-            trained=arguments.trained,
-            force=arguments.force,
-        )
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+    checkpoint = _checkpoint(arguments.run, arguments.step)
+    done = export(
+        checkpoint,
+        "sparse" if arguments.sparse else arguments.to,
+        arguments.out,
+        trained=arguments.trained,
+        force=arguments.force,
+    )
     print(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{checkpoint.path} after step {checkpoint.step}"
     )
-    sys.exit(0)
 
 
 def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """The one that is meant; MissingInputError if there is none."""
+    """The checkpoint that RUN and --step name; MissingInputError if it does not exist."""
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
     from axsparse.training.checkpoint.newest import steps_in
     from axsparse.training.checkpoint.verification import open_checkpoint

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.parser import CommandParser, add_configuration, say
-from axsparse.runtime.errors import AxsparseError, ConfigError, OutputError
-from axsparse.runtime.launcher import speaks
+from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
@@ -37,6 +36,7 @@ exit codes:
   0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
 """
 METHODS = ("dense", "samo")
+DEFAULT_CLUSTER = "laptop"
 
 
 def parser() -> CommandParser:
@@ -52,9 +52,8 @@ def parser() -> CommandParser:
     add(
         "--cluster",
         metavar="NAME",
-        default="laptop",
         help="a bundled cluster (summit, a100-pod, h200-node, laptop) or a file "
-        "(default %(default)s)",
+        f"(default {DEFAULT_CLUSTER})",
     )
     add(
         "--microbatch-size",
@@ -71,39 +70,39 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Plan, and end the process with its exit code; one of many ranks works."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not speaks():
-        sys.exit(0)
-    arguments = parser().parse_args(argv)
-    try:
-        _plan(arguments)
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    sys.exit(0)
+    run_command(lambda: _plan(parser().parse_args(argv)))
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     gpus = _numbers("--gpus", arguments.gpus)
     sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
     methods = _methods(arguments.compare)
-    # Late, so that --help and mistakes in arguments cost no torch.
+    # Imported late, so that --help and mistakes in arguments do not load torch.
     from axsparse.config.load import load_config
+    from axsparse.config.validate import counted
     from axsparse.observe import trace_file as trace
     from axsparse.planner.cluster import load_cluster
     from axsparse.planner.plan_model import subject
     from axsparse.planner.timeline import spans
 
-    cluster = load_cluster(arguments.cluster)
+    cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
     loaded = load_config(arguments.config, arguments.overrides)
     asked = subject(loaded, cluster)
     answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
-    _print(answers, asked.notes, as_json=arguments.json, is_study=len(gpus) > 1)
+    notes = list(asked.notes)
+    if arguments.cluster is None:
+        notes.append(
+            f"no --cluster, hence planned for the bundled cluster {DEFAULT_CLUSTER}; "
+            "axsparse calibrate measures one of your own"
+        )
+    _print(answers, notes, as_json=arguments.json, is_study=len(gpus) > 1)
     if arguments.trace is not None:
         last = answers[-1]
-        source = f"simulated: {last.plan.workload.name} ({last.method}), {last.plan.gpus} devices"
+        devices = counted(last.plan.gpus, "device")
+        source = f"simulated: {last.plan.workload.name} ({last.method}), {devices}"
         trace.write(arguments.trace, spans(last.plan.recommended), source)
     if arguments.html is not None:
-        _write_page(arguments.html, answers, asked.notes)
+        _write_page(arguments.html, answers, notes)
 
 
 def _answers(
@@ -113,8 +112,11 @@ def _answers(
     methods: Sequence[Method],
     sizes: Sequence[int] | None,
 ) -> Iterator[MethodPlan]:
-    """Method by method; in a study, numbers of devices of which nothing fits are left out, as
-    long as something else fits."""
+    """The plan of every method for every number of devices.
+
+    Where several are asked for, one that fits nothing is left out with a line on stderr;
+    ConfigError if nothing fits at all.
+    """
     from axsparse.planner.plan_report import MethodPlan
 
     failure: ConfigError | None = None
@@ -169,7 +171,7 @@ def _write_page(path: Path, answers: Sequence[MethodPlan], notes: Sequence[str])
 
 
 def _numbers(flag: str, text: str) -> list[int]:
-    """Whole numbers between commas."""
+    """The whole numbers of at least 1 in a text that separates them by commas."""
     found = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
     if min(found) < 1:
         raise ConfigError(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.parser import CommandParser, say
-from axsparse.runtime.errors import EXIT_CONFIG, AxsparseError
-from axsparse.runtime.launcher import speaks
+from axsparse.cli.parser import CommandParser, arguments_of, run_command, say
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_manifest import TicketManifest
@@ -54,28 +52,15 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> NoReturn:
     """Show a ticket, and end the process with its exit code; one of many ranks works."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not speaks():
-        sys.exit(0)
-    if argv[:1] != ["show"]:
-        if argv[:1] in ([], ["-h"], ["--help"]):
-            sys.stdout.write(USAGE)
-            sys.exit(0)
-        print(
-            f"axsparse: error: ticket: no command {argv[0]!r}; see axsparse ticket --help",
-            file=sys.stderr,
-        )
-        sys.exit(EXIT_CONFIG)
-    arguments = parser().parse_args(argv[1:])
-    # Late, so that --help costs no torch.
+    run_command(lambda: _show(parser().parse_args(arguments_of("ticket", "show", USAGE, argv))))
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    # Imported late, so that --help does not load torch.
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
-    try:
-        manifest = open_ticket(arguments.file).manifest
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    manifest = open_ticket(arguments.file).manifest
     say(manifest.text(indent=2) if arguments.json else "\n".join(_lines(manifest)))
-    sys.exit(0)
 
 
 def _lines(manifest: TicketManifest) -> Iterator[str]:

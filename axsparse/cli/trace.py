@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, say
+from axsparse.cli.parser import CommandParser, arguments_of, run_command, say
 from axsparse.observe.trace_file import Span, differences, read, step_seconds
 from axsparse.planner.plan_report import table
-from axsparse.runtime.errors import EXIT_CONFIG, AxsparseError, ConfigError
-from axsparse.runtime.launcher import speaks
+from axsparse.runtime.errors import ConfigError
 
 USAGE = """\
 usage: axsparse trace compare A B [--most N]
@@ -48,27 +47,16 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> NoReturn:
     """Compare, and end the process with its exit code; one of many ranks works."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not speaks():
-        sys.exit(0)
-    if argv[:1] != ["compare"]:
-        if argv[:1] in ([], ["-h"], ["--help"]):
-            sys.stdout.write(USAGE)
-            sys.exit(0)
-        print(
-            f"axsparse: error: trace: no command {argv[0]!r}; see axsparse trace --help",
-            file=sys.stderr,
-        )
-        sys.exit(EXIT_CONFIG)
-    arguments = parser().parse_args(argv[1:])
-    try:
-        if not (arguments.most.isascii() and arguments.most.isdigit()):
-            raise ConfigError(f"--most: {arguments.most!r} is no number of differences; write 10")
-        first, second = read(arguments.first), read(arguments.second)
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    run_command(
+        lambda: _compare(parser().parse_args(arguments_of("trace", "compare", USAGE, argv)))
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    if not (arguments.most.isascii() and arguments.most.isdigit()):
+        raise ConfigError(f"--most: {arguments.most!r} is no number of differences; write 10")
+    first, second = read(arguments.first), read(arguments.second)
     say("\n".join(lines(first, second, int(arguments.most))))
-    sys.exit(0)
 
 
 def lines(first: Sequence[Span], second: Sequence[Span], most: int) -> Iterator[str]:

@@ -149,7 +149,7 @@ def test_without_a_pmi_the_first_process_of_srun_speaks(monkeypatch: pytest.Monk
 
 def test_worlds_of_size_1_are_refused_once() -> None:
     """As `srun --mpi=none` starts them."""
-    command = [sys.executable, "-m", "axsparse.train"]
+    command = [sys.executable, "-m", "axsparse.train", "--config", "quickstart.yaml"]
     said = [
         subprocess.run(
             command,
@@ -170,7 +170,8 @@ def test_worlds_of_size_1_are_refused_once() -> None:
 
 
 def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:
-    job = run_mpirun(2, ["-m", "axsparse.train"], env={JOB_SIZE: "4"})
+    train = ["-m", "axsparse.train", "--config", "quickstart.yaml"]
+    job = run_mpirun(2, train, env={JOB_SIZE: "4"})
 
     assert job.errors == [
         "axsparse: error: MPI: size 2, but the job asked for 4 ranks (AXSPARSE_RANKS); start as "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from axsparse.cli.doctor.machine import MachineFacts
+from axsparse.config.validate import counted
 from axsparse.runtime.console import format_bytes
 
 Mark = Literal["ok", "wrong", "slow", "absent"]
@@ -125,7 +126,7 @@ def _cuda(ranks: Sequence[MachineFacts]) -> Finding:
     found = _same("CUDA", ranks, lambda rank: rank.cuda)
     if found.mark != "ok":
         return found
-    counts = _same("CUDA", ranks, lambda rank: f"{len(rank.gpus)} devices")
+    counts = _same("CUDA", ranks, lambda rank: counted(len(rank.gpus), "device"))
     if counts.mark == "wrong":
         return Finding(
             "wrong", "CUDA", counts.said, "ask for the same number of GPUs on every node"
@@ -175,7 +176,7 @@ def _placement(ranks: Sequence[MachineFacts]) -> Finding:
     hosts = [rank.host for rank in ranks]
     changes = sum(one != other for one, other in itertools.pairwise(hosts))
     count = len(set(hosts))
-    said = f"{_count(len(hosts), 'rank')} on {_count(count, 'host')}"
+    said = f"{counted(len(hosts), 'rank')} on {counted(count, 'host')}"
     if changes >= count:
         return Finding(
             "wrong",
@@ -194,8 +195,8 @@ def _devices(ranks: Sequence[MachineFacts]) -> Finding:
             return Finding(
                 "slow",
                 "devices",
-                f"{len(own)} ranks share {_count(gpus, 'GPU')} on host {host}",
-                f"start {_count(gpus, 'rank')} there",
+                f"{len(own)} ranks share {counted(gpus, 'GPU')} on host {host}",
+                f"start {counted(gpus, 'rank')} there",
             )
     gpus = len(ranks[0].gpus)
     return Finding("ok", "devices", f"{gpus} a rank to see") if gpus else _no_devices()
@@ -208,7 +209,7 @@ def _no_devices() -> Finding:
 def _cores(ranks: Sequence[MachineFacts]) -> Finding:
     for host, own in _by_host(ranks).items():
         cores = len({core for rank in own for core in rank.cores})
-        where = f"{_count(len(own), 'rank')} on {_count(cores, 'core')} of host {host}"
+        where = f"{counted(len(own), 'rank')} on {counted(cores, 'core')} of host {host}"
         fair = max(1, cores // len(own))
         for rank in own:
             wanted = rank.threads_wanted
@@ -247,7 +248,7 @@ def _cores(ranks: Sequence[MachineFacts]) -> Finding:
 def _most_crowded(ranks: Sequence[MachineFacts]) -> str:
     own = max(_by_host(ranks).values(), key=len)
     cores = len({core for rank in own for core in rank.cores})
-    return f"{_count(len(own), 'rank')} on {_count(cores, 'core')}"
+    return f"{counted(len(own), 'rank')} on {counted(cores, 'core')}"
 
 
 def _shared_memory(ranks: Sequence[MachineFacts]) -> Finding:
@@ -258,7 +259,7 @@ def _shared_memory(ranks: Sequence[MachineFacts]) -> Finding:
             return Finding(
                 "wrong",
                 "shared memory",
-                f"{_count(len(left), 'file')} of killed jobs on host {host}",
+                f"{counted(len(left), 'file')} of killed jobs on host {host}",
                 f"rm {' '.join(left[:SHOWN])}"
                 + (f" (and {more} more: --json)" if more > 0 else ""),
             )
@@ -290,7 +291,3 @@ def _by_host(ranks: Iterable[MachineFacts]) -> dict[str, list[MachineFacts]]:
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
     return hosts
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,11 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, add_configuration, add_run, overrides_of
+from axsparse.cli.parser import (
+    CommandParser,
+    add_configuration,
+    add_run,
+    overrides_of,
+    require_configuration,
+    run_command,
+)
 from axsparse.cli.submit import lsf, slurm
 from axsparse.cli.submit.job_request import (
     JobRequest,
@@ -24,11 +31,10 @@ from axsparse.cli.submit.job_request import (
     name,
 )
 from axsparse.config.load import LoadedConfig, load_config
-from axsparse.config.validate import check_batch, check_config
+from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.planner.auto_layout import resolve_grid
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, OutputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.launcher import speaks
 from axsparse.training.run_names import automatic_run_dirs
 
 SCRIPT = "job.sh"
@@ -70,12 +76,16 @@ def parser() -> CommandParser:
     scheduler.add_argument("--slurm", action="store_true", help="for sbatch")
     scheduler.add_argument("--lsf", action="store_true", help="for bsub")
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
+    trained = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
+    add_configuration(trained)
+    add_run(trained)
+    _add_request(arguments.add_argument_group("what the job asks for").add_argument)
+    _add_start(arguments.add_argument_group("how it starts").add_argument)
+    return arguments
 
-    add = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
-    add_configuration(add)
-    add_run(add)
 
-    add = arguments.add_argument_group("what the job asks for").add_argument
+def _add_request(add: Callable[..., object]) -> None:
+    """The options that say what the job asks the scheduler for."""
     add("--nodes", metavar="N", default="1", help="default %(default)s")
     add("--gpus-per-node", metavar="N", default="0", help="default %(default)s")
     add("--ranks", metavar="N", help="over all nodes; by default one for each GPU")
@@ -111,7 +121,9 @@ def parser() -> CommandParser:
         help="K jobs that go on one after another, instead of one that is started again",
     )
 
-    add = arguments.add_argument_group("how it starts").add_argument
+
+def _add_start(add: Callable[..., object]) -> None:
+    """The options that say how the ranks are started."""
     add(
         "--launcher",
         metavar="NAME",
@@ -124,25 +136,17 @@ def parser() -> CommandParser:
         metavar="FOLDER",
         help="copy Python's environment into this folder of each node, and run it from there",
     )
-    return arguments
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Submit a job, and end the process with its exit code; one of many ranks works."""
-    if not speaks():
-        sys.exit(0)
-    arguments = parser().parse_args(argv)
-    try:
-        _submit(arguments)
-    except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    sys.exit(0)
+    run_command(lambda: _submit(parser().parse_args(argv)))
 
 
 def _submit(arguments: argparse.Namespace) -> None:
     loaded = load_config(arguments.config, overrides_of(arguments))
     request = make_request(arguments, loaded)
+    require_configuration(arguments, "submit")
     check_ranks(loaded, request.ranks)
     if arguments.dry_run:
         sys.stdout.buffer.write(script(request, lsf_job=arguments.lsf))
@@ -168,7 +172,7 @@ def _submit(arguments: argparse.Namespace) -> None:
     many = f" · up to {request.chain} jobs" if request.chain > 1 else ""
     print(said)
     print(
-        f"{request.ranks} ranks on {request.nodes} {'nodes' if request.nodes > 1 else 'node'} · "
+        f"{counted(request.ranks, 'rank')} on {counted(request.nodes, 'node')} · "
         f"{clock(request.seconds)} at a time{many} · log → {request.run_dir}/job-*.log"
     )
 

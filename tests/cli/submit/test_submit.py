@@ -82,6 +82,12 @@ def steps(run_dir: Path, rank: int) -> list[int]:
             "--ranks: not given, nor --gpus-per-node; say how many ranks to start",
         ),
         (
+            ["--slurm", "--ranks", "2", "--time", "1:00:00"],
+            78,
+            "submit: nothing says what to train; name a configuration, such as "
+            "--config quickstart.yaml",
+        ),
+        (
             [*SLURM, "--set", "layout.g_inter=3"],
             78,
             "layout.g_inter (--set): 3 does not divide the 2 ranks; start 3 ranks or choose one "
