@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
+from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.gpt_formula import GptFormula
@@ -109,8 +110,8 @@ def deepspeed_3d(
         found.append(min(made.rows, key=lambda row: row.seconds))
     if not found:
         raise ConfigError(
-            f"gpus: no tensor-parallel layout of {gpt.name} fits {gpus} devices of {cluster.name}; "
-            "take more devices"
+            f"gpus: no tensor-parallel layout of {gpt.name} fits {counted(gpus, 'device')} of "
+            f"{cluster.name}; take more devices"
         )
     return min(found, key=lambda row: row.seconds)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 
+from axsparse.config.validate import counted
 from axsparse.planner.layout_search import Plan, Row
 from axsparse.planner.plan_report import MethodPlan, because, rejections, settings
 from axsparse.planner.stage_memory import gigabytes
@@ -72,7 +73,7 @@ def _title(answers: Sequence[MethodPlan]) -> str:
 
 def _section(answer: MethodPlan) -> Iterator[str]:
     plan, best = answer.plan, answer.plan.recommended
-    yield f"<h2>{plan.gpus} devices, {escape(answer.method)}: {best.grid}</h2>"
+    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.grid}</h2>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
         f"because {escape(because(plan))}. <code>{escape(settings(best))}</code></p>"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Layout
@@ -150,8 +151,9 @@ def plan(question: LayoutQuestion) -> Plan:
     if not rows:
         last = rejected[-1]
         raise ConfigError(
-            f"gpus: {workload.name} fits no layout of {gpus} devices of {cluster.name}; with "
-            f"{last.g_inter} stages {last.reason}; take more devices, or prune more"
+            f"gpus: {workload.name} fits no layout of {counted(gpus, 'device')} of "
+            f"{cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take more "
+            "devices, or prune more"
         )
     fewest = min(row.grid.g_inter for row in rows)
     best = min((r for r in rows if r.grid.g_inter == fewest), key=lambda row: row.seconds)
@@ -169,7 +171,8 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     rejected: list[Rejection] = []
     for stages in question.g_inter or [n for n in range(1, gpus + 1) if gpus % n == 0]:
         if gpus % stages:
-            rejected.append(Rejection(stages, 0, None, f"{stages} does not divide {gpus} devices"))
+            why = f"{stages} does not divide {counted(gpus, 'device')}"
+            rejected.append(Rejection(stages, 0, None, why))
             continue
         grid = Grid(stages, gpus // stages)
         why = _impossible(question, grid)

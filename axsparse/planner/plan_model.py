@@ -11,7 +11,7 @@ from typing import Literal
 
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_offload, check_split
+from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import named_model
@@ -112,7 +112,7 @@ class Subject:
             if gpus % layout.g_data:
                 raise ConfigError(
                     f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
-                    f"{gpus} devices; choose a divisor, or auto"
+                    f"{counted(gpus, 'device')}; choose a divisor, or auto"
                 )
             stages = gpus // layout.g_data
         if stages is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from axsparse.config.validate import counted
 from axsparse.planner.layout_search import Plan, Rejection, Row
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
@@ -39,9 +40,10 @@ def lines(answers: Sequence[MethodPlan], notes: Sequence[str]) -> Iterator[str]:
 
 def _of_one(answer: MethodPlan) -> Iterator[str]:
     plan, best = answer.plan, answer.plan.recommended
+    devices = counted(plan.gpus, "device")
     yield (
-        f"{plan.workload.name} ({answer.method}) in {plan.workload.precision} on {plan.gpus} "
-        f"devices of {plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
+        f"{plan.workload.name} ({answer.method}) in {plan.workload.precision} on {devices} of "
+        f"{plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
     )
     yield ""
     yield from table([_cells(plan, row) for row in plan.rows[:MOST_ROWS]])

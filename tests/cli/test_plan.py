@@ -36,6 +36,24 @@ def test_it_prints_a_recommendation_and_why(capsys: pytest.CaptureFixture[str]) 
     assert "step over slack: 0: " in screen
 
 
+def test_without_a_cluster_it_says_which_one_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--config", "quickstart.yaml", "--gpus", "1"])
+
+    screen = capsys.readouterr().out.splitlines()
+    assert "on 1 device of laptop" in screen[0]
+    assert screen[-1] == (
+        "note: no --cluster, hence planned for the bundled cluster laptop; axsparse calibrate "
+        "measures one of your own"
+    )
+
+
+def test_a_cluster_that_was_named_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    _, screen, _ = told(capsys, "--gpus", "2")
+
+    assert "no --cluster" not in screen
+
+
 def test_json_is_one_object_with_both_methods(capsys: pytest.CaptureFixture[str]) -> None:
     _, screen, _ = told(capsys, "--gpus", "2", "--compare", "dense,samo", "--json")
 
@@ -127,7 +145,7 @@ def test_what_fits_nowhere_in_a_study_is_left_out_unless_all_is(
     nothing, _, _ = told(capsys, "--gpus", "1,2", "--set", "layout.memory_per_rank=1e-6")
 
     assert (code, nothing) == (0, EXIT_CONFIG)
-    assert errors.startswith("axsparse: start: gpus: quickstart fits no layout of 1 devices")
+    assert errors.startswith("axsparse: start: gpus: quickstart fits no layout of 1 device ")
     assert [row.split()[1] for row in screen.splitlines()[2:]] == ["devices", "4"]
 
 

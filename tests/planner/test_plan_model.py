@@ -82,7 +82,7 @@ def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
     small = replace(MACHINE, memory_bytes=1.6e6)
     sections: dict[str, Any] = {"model": {"num_layers": 6}, "samo": {"enabled": False}}
     with pytest.raises(
-        ConfigError, match=r"fits no layout of 1 devices of .*; (\d) devices would"
+        ConfigError, match=r"fits no layout of 1 device of .*; (\d) devices would"
     ) as told:
         asked(**sections).plan("start", small, 1)
     enough = int(str(told.value).split("; ")[-1].split()[0])
