@@ -29,7 +29,8 @@ from axsparse.config.messages import (
     show,
     unknown_key,
 )
-from axsparse.config.schema import Config, Section
+from axsparse.config.schema import Config
+from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]

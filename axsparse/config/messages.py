@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from axsparse.config.schema import Config, Section
+from axsparse.config.schema import Config
+from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError
 
 

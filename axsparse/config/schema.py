@@ -1,8 +1,8 @@
-"""Every setting of a run, its type, its default and its meaning; nothing else holds defaults.
+"""Every setting of a run: its type, its default and its meaning. No other file holds defaults.
 
 A configuration is frozen: what is printed and saved at the start is what ran.
-Rules that involve a single field stand here as types; rules between fields stand
-in `validate.py`.
+The rules for a single field are its type; the rules between fields are in `validate.py`.
+For every setting that may be `auto`, docs/reference/auto.md names the function that decides it.
 """
 
 from __future__ import annotations
@@ -10,41 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A fraction that may be 0 but never 1: a sparsity, a dropout, a decay coefficient."""
-FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""YAML has lists where a frozen configuration has tuples."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and strict about names and types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+from axsparse.config.section import Auto, Count, Fraction, FromList, Rate, Section
 
 
 class ModelConfig(Section):
     """Which model is trained."""
 
     name: Literal["gpt", "vgg19", "wide_resnet101_2", "cnn"] = "gpt"
-    """Model family; models of one's own come through the Python API."""
+    """A built-in model; models of your own come through the Python API."""
     weights: str | None = None
-    """A file of start values, safetensors or torch's: of this model's own names, or vgg19 and
-    wide_resnet101_2: torchvision's, gpt: those that Hugging Face has for GPT-2. Also a folder
-    of Hugging Face's: `config.json` and safetensors. null starts at random."""
+    """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
+    and safetensors. It names tensors as this model does, or as torchvision (vgg19,
+    wide_resnet101_2) or as Hugging Face's GPT-2 (gpt). null initializes at random."""
     num_layers: Count = 6
     """gpt: transformer blocks, embedding and head not counted."""
     hidden_size: Count = 256
@@ -63,10 +42,11 @@ class ModelConfig(Section):
     num_classes: Count = 1000
     """vgg19, wide_resnet101_2, cnn: classes of images."""
     channels: Count = 3
-    """cnn: numbers of each pixel, 1 for grey and 3 for colour."""
+    """cnn: channels of an image, 1 for grey and 3 for colour."""
 
     @model_serializer(mode="wrap")
-    def _without_what_others_have(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _own_fields(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out the fields that only other models have, unless they were changed."""
         fields: dict[str, Any] = write(self)
         has = MODEL_FIELDS[self.name]
         return {
@@ -83,7 +63,7 @@ MODEL_FIELDS: Mapping[str, frozenset[str]] = {
     "wide_resnet101_2": _IMAGE_MODEL,
     "cnn": _IMAGE_MODEL | {"channels"},
 }
-"""What each model has of the fields of `ModelConfig`."""
+"""The fields of `ModelConfig` that each model has."""
 
 
 class DataConfig(Section):
@@ -95,12 +75,12 @@ class DataConfig(Section):
     handwritten digits of 8×8 pixels, which come with axsparse. `images`: image folders in
     ImageNet's layout, `path/train/<class>/*` and `path/val/<class>/*`."""
     path: str | None = None
-    """Where the data lie, for a source that has to be told."""
+    """The folder of the data, for `tokens` and `images`."""
     image_size: Count = 224
-    """images: pixels on each side of what the model sees. Training crops at random and mirrors;
-    validation takes the middle."""
+    """images: height and width of the model's input, in pixels. Training crops and mirrors at
+    random; validation takes the middle."""
     workers: Annotated[int, Field(ge=0)] = 2
-    """images: processes that decode, beside each rank of the first stage; 0 decodes in the rank."""
+    """images: processes that decode images for each rank of the first stage; 0 needs none."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
 
@@ -118,20 +98,20 @@ class LayoutConfig(Section):
     """How the ranks are arranged: world = g_inter × g_data."""
 
     g_inter: Count | Auto = "auto"
-    """Pipeline stages; `auto` takes the fewest that fit `memory_per_rank`. Without that limit 2
-    where that divides the ranks, else 1, and more only where a host's memory asks for it."""
+    """Pipeline stages; `auto` takes the fewest that fit `memory_per_rank`. Without that limit it
+    takes 2 if 2 divides the ranks, else 1, and more only if the host's memory requires it."""
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / g_inter."""
     g_inter_pruned: Count | Auto | None = None
-    """Pipeline stages from when a method that prunes on the way has drawn its last masks: the run
-    saves there and goes on at once, on the same ranks, as if resumed under this layout. `auto`
+    """Pipeline stages after a method that prunes during training has drawn its last masks: the run
+    saves there and continues at once, on the same ranks, as if resumed under this layout. `auto`
     plans again, with what is kept. null keeps the layout."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit `memory_per_rank`."""
     memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """GB (10⁹ bytes) that model state and activations of a rank may take; `auto` sets no limit.
-    The memory of Python, torch and MPI (some 0.3 GB) comes on top."""
+    Python, torch and MPI take some 0.3 GB more."""
     cluster: str | None = None
     """A cluster file (`axsparse calibrate` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
@@ -147,28 +127,20 @@ class PipelineConfig(Section):
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: what runs when a forward and a backward have both arrived."""
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 where
-    memory asks for it. With `layout.cluster`: what the simulated step gains by, if it fits."""
+    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
+    memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False
-    """Let torch.compile fuse what every layer does, in the first step, which takes minutes for a
-    large model; needs a compiler. Rounds otherwise than without, and draws other dropouts."""
+    """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
+    for a large model; needs a compiler. Changes rounding and the random numbers of dropout."""
 
 
 class PruningConfig(Section):
     """Which weights are kept."""
 
     method: Literal[
-        "magnitude",
-        "random",
-        "custom",
-        "snip",
-        "early-bird",
-        "gradual",
-        "iterative",
-        "set",
-        "rigl",
+        "magnitude", "random", "custom", "snip", "early-bird", "gradual", "iterative", "set", "rigl"
     ] = "magnitude"
     """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
     `custom` what the Python API's `score` says, `snip` the largest |weight × gradient| of one
@@ -177,56 +149,55 @@ class PruningConfig(Section):
     tickets). `set` and `rigl` keep the number of entries and replace some every `interval`
     steps, at random or where the gradient is largest; they start from a random mask."""
     sparsity: Rate = 0.9
-    """Fraction of the pruned tensors that is removed; 0 prunes nothing."""
+    """Fraction of the entries of the pruned tensors that is removed; 0 prunes nothing."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
-    """How it is spread over tensors. `uniform`: the same everywhere, which keeps stages
-    balanced; `erk` (Erdős–Rényi kernel): thin tensors keep more; `global`: one threshold
+    """How the sparsity is spread over tensors. `uniform`: the same everywhere, which keeps
+    stages balanced; `erk` (Erdős–Rényi kernel): thin tensors keep more; `global`: one threshold
     for all scores."""
     pattern: str | None = None
     """`2:4` keeps 2 of every 4 consecutive inputs of each output, for sparse tensor cores; it
-    decides the sparsity by itself."""
+    replaces `sparsity`."""
     include: Literal["blocks", "all"] = "blocks"
     """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
     exclude: Annotated[tuple[str, ...], FromList] = ()
     """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
     layers: Annotated[tuple[str, ...], FromList] = ()
-    """Sparsities of their own for some parameters, as `block0.*=0.5`; where several patterns fit,
-    the last one counts. `sparsity` is that of all others."""
+    """Sparsities of some parameters, such as `block0.*=0.5`; if several patterns fit a name, the
+    last one counts. All other parameters have `sparsity`."""
     at_step: Annotated[int, Field(ge=0)] = 0
-    """Steps done before the first pruning, or before the search begins (which waits for the end of
-    the warm-up). 0 prunes while building and never holds dense state, where the method looks at
-    nothing but weights."""
+    """Steps before the first pruning, or before the search of early-bird begins (which also waits
+    for the end of the warm-up). With 0, a method that needs nothing but weights prunes while the
+    model is built, and never holds dense state."""
     interval: Count = 100
-    """Steps between two looks (early-bird), prunings (gradual, iterative) or changes of the mask
-    (set, rigl)."""
+    """Steps between two comparisons of masks (early-bird), two prunings (gradual, iterative) or
+    two changes of the mask (set, rigl)."""
     until_step: Count | Auto = "auto"
     """Steps done at the last pruning (gradual, iterative), at the end of the search (early-bird)
     or after which the mask stays (set, rigl); `auto` is half of `train.steps`, for set and rigl
     three quarters."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """early-bird: the ticket is drawn once five masks in a row differ by less."""
+    """early-bird: the ticket is drawn once five distances between masks in a row are below it."""
     metric: Literal["churn", "hamming"] = "churn"
     """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
     `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
     undrawn: Literal["fail", "draw"] = "fail"
     """early-bird: what happens if no mask has settled by `until_step`."""
     rewind_step: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = "auto"
-    """Back to the weights of which step the kept entries go after each pruning; warm-up and decay
-    of the learning rate begin anew. 0: the initial weights; any other costs 4 bytes an entry until
-    then. `auto` is 0 for iterative and never for others."""
+    """Step whose weights the kept entries return to after each pruning; warm-up and decay of the
+    learning rate then begin anew. 0: the initial weights; any other step costs 4 bytes an entry
+    until then. `auto` is 0 for iterative and never for others."""
     rewarm_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises again after each pruning, from 0."""
     drop_fraction: Fraction = 0.3
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""
     ticket: str | None = None
-    """A ticket file, whose masks are used from the start, under any layout. It decides: what this
-    section says of methods and sparsities is not looked at, except that `set` and `rigl` go on
-    from there."""
+    """A ticket file, whose masks are used from the start, under any layout. It replaces method
+    and sparsities of this section, except that `set` and `rigl` go on changing its masks."""
 
 
 def prunes(pruning: PruningConfig) -> bool:
-    """Whether anything is to be pruned at all."""
+    """Whether these settings prune anything at all."""
     return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.ticket)
 
 
@@ -247,18 +218,18 @@ class SamoConfig(Section):
     """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
     same bits in 2 bytes fewer a kept entry."""
     shard_optimizer: bool = False
-    """Each replica holds and updates its share of master weights and moments only (ZeRO stage
-    1 over compressed state). The same losses, and as many bytes on the wire."""
+    """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1
+    over compressed state). The same losses, and as many bytes sent."""
     offload: bool = False
-    """On GPUs: master weights and moments rest in the memory of the host, and are on the GPU for
-    their layer's update only. The same losses; every step moves them there and back."""
+    """On GPUs: master weights and moments stay in the host's memory, and are on the GPU only while
+    their layer is updated. The same losses; every step moves them there and back."""
 
 
 class OptimizerConfig(Section):
     """How weights follow gradients."""
 
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
-    """Optimizer; its recurrence stands on top of its file in `axsparse/samo/`."""
+    """Optimizer; its recurrence is at the top of its file in `axsparse/samo/optim/`."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: Annotated[tuple[Rate, Rate], FromList] = (0.9, 0.95)
@@ -286,24 +257,24 @@ class LossScaleConfig(Section):
     floor: Annotated[float, Field(ge=1.0)] = 1.0
     """The scale never falls below it."""
     patience: Count = 10
-    """Skipped steps in a row at the floor (always, in bf16 and fp32) that end the run."""
+    """Skipped steps in a row at the floor (in bf16 and fp32: any) after which the run ends."""
 
 
 class SpikesConfig(Section):
     """What happens when the loss jumps, though it is a number."""
 
     rule: Literal["none", "skip", "back"] = "none"
-    """`skip`: nobody updates in such a step. `back`: the run goes back to its last checkpoint and
-    jumps over the batches from there to the spike; before the first checkpoint it skips."""
+    """`skip`: such a step updates nothing. `back`: the run goes back to its last checkpoint and
+    leaves out the batches from there to the spike; before the first checkpoint it skips."""
     ratio: Annotated[float, Field(gt=1.0)] = 2.0
-    """A step spikes if exp(loss), for texts the perplexity, is so many times what is usual: a loss
-    that is ln(ratio) above the median of the good steps before."""
+    """A step is a spike if exp(loss), the perplexity of a text, is more than this many times the
+    usual one, which means a loss more than ln(ratio) above the median of recent good steps."""
     window: Annotated[int, Field(ge=2, le=10_000)] = 50
-    """Good steps that say what is usual; nothing is a spike before there are so many, or so many
-    since masks changed."""
+    """Good steps that the median is taken of; nothing is a spike before there are so many, or so
+    many since the masks changed."""
     patience: Count = 5
-    """Spikes in a row that are skipped, or the times that the run goes back without reaching
-    another checkpoint, before it ends."""
+    """Spikes in a row that are skipped, or times that the run goes back without reaching another
+    checkpoint, before it ends."""
 
 
 class ScheduleConfig(Section):
@@ -338,55 +309,55 @@ class TrainConfig(Section):
     log_every: Count = 10
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
     threads: Count = 1
-    """Torch's CPU threads in each rank; part of the numerics, hence fixed."""
+    """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
     trace: Annotated[int, Field(ge=0)] = 0
-    """Steps after the first one whose every moment goes to `trace/` of the run directory, for
-    Perfetto and `axsparse trace compare`."""
+    """Steps, after the first one, that are recorded in `trace/` of the run directory, for Perfetto
+    and `axsparse trace compare`."""
     nvtx: bool = False
     """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
     memory_history: bool = False
-    """Whether the snapshot that is left when GPU memory runs out says where in the code each block
-    was taken; GPUs only."""
+    """Whether the snapshot that is written when GPU memory runs out says where in the code each
+    block was allocated; GPUs only."""
 
 
 class CheckpointConfig(Section):
-    """What a run saves of itself to go on from, in `checkpoints/` of its run directory."""
+    """What a run saves in `checkpoints/` of its run directory, to be resumed from."""
 
     every: Annotated[int, Field(ge=0)] = 500
-    """Steps between two checkpoints; the last step is saved, too. 0 saves only when the run is
+    """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
     told to stop (SIGUSR1, SIGTERM)."""
     keep_last: Count = 3
-    """Newest checkpoints that stay; those that are not whole do not count."""
+    """Newest checkpoints that are kept; incomplete ones do not count."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints at multiples of so many steps stay for good; 0: no others than `keep_last`."""
+    """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
     buffer: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
-    the disk only where a rank has more to save."""
+    the disk only if a rank has more to save."""
 
 
 class WatchdogConfig(Section):
     """When a run counts as hung, and a rank as slow."""
 
     timeout: Annotated[float, Field(ge=0.0)] = 600.0
-    """Seconds in which no rank gets on with anything, after which the run is reported as hung and
-    ends with 70; five times as many until the first step is done. Longer than the longest forward
-    or backward, or work of one's own between two steps. 0 never."""
+    """Seconds without progress on any rank after which the run is reported as hung and ends with
+    70; five times as many until the first step is done. It has to be longer than the longest
+    forward or backward, and than your own work between two steps. 0 never ends a run."""
     slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
-    """A rank that computes so many times as long as others do for the same work is warned of; null
-    never."""
+    """A warning names a rank that computes so many times as long as others for the same work; null
+    never warns."""
     slow_steps: Count = 20
-    """Steps whose compute times are added up for that."""
+    """Steps whose compute times are added up for `slow_ratio`."""
 
 
 class Config(Section):
-    """A run, as `config.yaml` in its run directory records it."""
+    """All settings of a run, as `config.yaml` in its run directory records them."""
 
     model: ModelConfig = ModelConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
-    """What it is trained on."""
+    """What the model is trained on."""
     batch: BatchConfig = BatchConfig()
     """How many sequences a step sees."""
     layout: LayoutConfig = LayoutConfig()
@@ -394,7 +365,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """In which order a stage works."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of weights, activations and messages; master weights have fp32 bits always."""
+    """Type of weights, activations and messages; master weights always have the bits of fp32."""
     pruning: PruningConfig = PruningConfig()
     """Which weights are kept."""
     samo: SamoConfig = SamoConfig()
@@ -402,7 +373,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights follow gradients."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """What happens when numbers are not finite."""
+    """What happens when loss or gradients are not finite."""
     spikes: SpikesConfig = SpikesConfig()
     """What happens when the loss jumps."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -410,15 +381,15 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     """How long the run is and what it reports."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What it saves of itself."""
+    """What the run saves."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """When it counts as hung."""
+    """When the run counts as hung, and a rank as slow."""
     transport: Literal["auto", "nccl", "mpi", "cuda-aware-mpi", "local"] = "auto"
-    """How ranks talk: `mpi` (between GPUs by way of pinned host memory), `nccl` for what GPUs send
-    each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a single
-    process without MPI. `auto` takes NCCL where each rank has a GPU of its own, else MPI if there
-    is one."""
+    """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for what
+    GPUs send each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a
+    single process without MPI. `auto` takes NCCL if each rank has a GPU of its own, else MPI if
+    there is a library."""
     seed: Annotated[int, Field(ge=0)] = 1234
-    """Decides initial weights, masks, dropout and the order of the data."""
+    """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""

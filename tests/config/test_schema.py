@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.package import PACKAGE
 
 from axsparse.config.load import load_config, to_yaml
-from axsparse.config.schema import Config, Section
+from axsparse.config.messages import FIELDS
+from axsparse.config.schema import Config
+from axsparse.config.section import Section
 
 SECTIONS: list[type[Section]] = [Config, *(s for s in Section.__subclasses__() if s is not Config)]
 every_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
@@ -159,3 +164,37 @@ def test_the_written_file_is_complete_and_in_the_schemas_order() -> None:
 
 def test_the_written_file_is_readable_in_every_language() -> None:
     assert "run_dir: Läufe/φ\n" in to_yaml(Config(run_dir="Läufe/φ"))
+
+
+AUTO_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "auto.md"
+AUTO_ROW = re.compile(r"\| `(?P<key>[\w.]+)` \| `(?P<file>[\w/]+\.py)` \| `(?P<function>\w+)` \|")
+
+
+def accepts_auto(schema: dict[str, Any]) -> bool:
+    """Whether a setting may be "auto": by its type, or as a text with that default."""
+    members = schema.get("anyOf", [schema])
+    named = [value for one in members for value in (one.get("const"), *one.get("enum", ()))]
+    return "auto" in (*named, schema.get("default"))
+
+
+def auto_rows() -> list[re.Match[str]]:
+    """The rows of the table, by which function each `auto` is decided."""
+    lines = AUTO_PAGE.read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("|")][2:]
+    rows = [AUTO_ROW.match(line) for line in table]
+    assert None not in rows, "setting, file and function"
+    return [row for row in rows if row is not None]
+
+
+def test_one_table_names_every_setting_that_may_be_auto_exactly_once() -> None:
+    settings_of_schema = [key for key, schema in FIELDS.items() if accepts_auto(schema)]
+
+    assert len(settings_of_schema) > 10
+    assert [row["key"] for row in auto_rows()] == settings_of_schema
+
+
+def test_the_functions_that_decide_an_auto_exist() -> None:
+    for row in auto_rows():
+        tree = ast.parse((PACKAGE / row["file"]).read_text(encoding="utf-8"))
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert row["function"] in functions, row["key"]
