@@ -69,13 +69,13 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, and end the process with the exit code of the run."""
-    # Ctrl-C while libraries load ends the process without a word; `run` takes it back.
+    # Ctrl-C ends the process silently while libraries load; `run` restores Python's handling.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
     stop = StopRequest()
     stop.listen()
-    # Late, so that --help costs neither torch nor MPI.
+    # Imported late, so that --help loads neither torch nor MPI.
     try:
         from axsparse.config.load import load_config
         from axsparse.data.sources import open_datasets

@@ -1,1 +1,1 @@
-"""The commands: each reads its options, calls one of the rooms below, and prints what came out."""
+"""The commands: each reads its options, calls the rooms below, and prints the result."""

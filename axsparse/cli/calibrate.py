@@ -20,11 +20,11 @@ ranks, all-reduces, compression. Takes a minute.
   mpirun -n 4 python -m axsparse calibrate --config my.yaml --out my_cluster.yaml
   axsparse plan --config my.yaml --gpus 4 --cluster my_cluster.yaml
 
-Start as many ranks as runs on a node of this machine will have, and let nothing else run.
+Start as many ranks as your runs will have on a node, and let nothing else run meanwhile.
 """
 EPILOG = """\
 Every constant in the file says whether it was measured, fitted or assumed. One node is measured;
-constants between nodes are assumed to be the same and wait for your better knowledge.
+constants between nodes are assumed to be the same; edit them if you know better.
 
 exit codes:
   0 done   65 data do not fit   66 input missing   70 a rank failed   74 output cannot be written
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     """Measure, and end the process with the exit code of the run."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
-    # Late, so that --help costs neither torch nor MPI.
+    # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.config.load import load_config
     from axsparse.runtime.exchange import together
     from axsparse.runtime.job import run

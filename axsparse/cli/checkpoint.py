@@ -1,4 +1,4 @@
-"""`axsparse checkpoint verify | show | prune`: looks at the checkpoints of a run."""
+"""`axsparse checkpoint verify | show | prune`: checks, lists or removes checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ def _carry_out(arguments: argparse.Namespace) -> None:
 
 
 def verify(path: Path) -> None:
-    """Verify one checkpoint or all of a run; raises for the first that is not whole, after a line
-    for each."""
+    """Verify one checkpoint, or all of a run, and print a line for each.
+
+    Raises the error of the first that is damaged or incomplete, after all lines are printed.
+    """
     failures = [failure for one in _checkpoints(path) if (failure := _failure(one)) is not None]
     for left in _unfinished(path):
         say(f"  {left}: not finished, never used; goes with the next checkpoint")
@@ -76,7 +78,7 @@ def verify(path: Path) -> None:
 
 
 def _failure(path: Path) -> AxsparseError | None:
-    """What is wrong with a checkpoint; prints a line."""
+    """Verify one checkpoint and print a line; the error if it is damaged, else None."""
     from axsparse.runtime.console import format_bytes
     from axsparse.training.checkpoint.verification import open_checkpoint
     from axsparse.training.checkpoint.verification import verify as verify_files
@@ -93,7 +95,7 @@ def _failure(path: Path) -> AxsparseError | None:
 
 
 def show(path: Path) -> None:
-    """Print what the manifests say; files are not read."""
+    """Print what the manifests say, without reading the files that they name."""
     from axsparse.runtime.console import format_bytes, format_count
     from axsparse.training.checkpoint.compatibility import flat
     from axsparse.training.checkpoint.verification import open_checkpoint
@@ -121,7 +123,10 @@ def show(path: Path) -> None:
 
 
 def prune(path: Path, keep_last: int | None, after: int | None) -> None:
-    """Remove what is not to be kept; the run must not be in use."""
+    """Remove all but the newest `keep_last` whole checkpoints, or those of steps after `after`.
+
+    The run must not be in use, and one whole checkpoint always stays.
+    """
     from axsparse.runtime.errors import OutputError
     from axsparse.runtime.files.run_lock import RunLock
     from axsparse.training.checkpoint.checkpoint_folder import (
@@ -164,7 +169,7 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that are meant, oldest first."""
+    """The checkpoint that `path` is, or all of the run that it is, oldest first."""
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
     from axsparse.training.checkpoint.newest import steps_in
 

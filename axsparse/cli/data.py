@@ -1,4 +1,4 @@
-"""`axsparse data prepare`: turns text files into the tokens that training reads."""
+"""`axsparse data prepare`: turns text files into the files of tokens that training reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Turn text files, folders of them, or JSONL into memory-mapped tokens for trainin
 A killed run goes on where it was when it is started again with the same arguments.
 """
 EPILOG = """\
-what becomes of the text:
+how text is read:
   Files named *.jsonl or *.ndjson hold a record a line, all others are text. Documents that
   cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field) are left
   out, counted and named; they end nothing. A separator follows each document.
@@ -99,7 +99,7 @@ def _add_tokenizer(arguments: CommandParser) -> None:
         "--train-bpe",
         metavar="VOCAB",
         type=int,
-        help="learn byte-pair encoding of so many words; without it and --tokenizer, tokens "
+        help="learn a byte-pair encoding of VOCAB tokens; without it and --tokenizer, tokens "
         "are bytes",
     )
     tokenizer.add_argument(
@@ -109,14 +109,15 @@ def _add_tokenizer(arguments: CommandParser) -> None:
         "--separator",
         metavar="TOKEN",
         default=SEPARATOR,
-        help="--tokenizer: the token after each document (default %(default)s)",
+        help="with --tokenizer: the token after each document (default %(default)s)",
     )
     arguments.add_argument(
         "--bpe-sample-mb",
         metavar="MB",
         type=_count,
         default=Request.bpe_sample_bytes // MEGABYTE,
-        help="--train-bpe: text to learn from, spread over the input (default %(default)s)",
+        help="with --train-bpe: megabytes of text to learn from, spread over the input "
+        "(default %(default)s)",
     )
 
 
@@ -132,8 +133,8 @@ def _add_reading(add: Callable[..., object]) -> None:
         "--split-documents",
         metavar="HOW",
         default=Reading.split_documents,
-        help="documents of a text file: none (the file is one), blank-line (blank lines stand "
-        "between), lines:N (N lines are one), regex:PATTERN (a line in which it is found begins "
+        help="documents of a text file: none (the file is one), blank-line (blank lines separate "
+        "them), lines:N (every N lines are one), regex:PATTERN (each line that matches begins "
         "one) (default %(default)s)",
     )
     add(
@@ -141,7 +142,7 @@ def _add_reading(add: Callable[..., object]) -> None:
         metavar="MB",
         type=_count,
         default=Reading.max_line // MEGABYTE,
-        help="longest line of a usable document (default %(default)s)",
+        help="megabytes of the longest line that a usable document may have (default %(default)s)",
     )
 
 

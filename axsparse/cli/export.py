@@ -1,4 +1,4 @@
-"""`axsparse export`: a checkpoint as weights that other libraries read."""
+"""`axsparse export`: writes the weights of a checkpoint in formats that other libraries read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ checkpoint is taken, or one checkpoint in it:
   axsparse export runs/my_run --step 500 --to torch --out weights.safetensors
   axsparse export runs/my_run/checkpoints/step-500 --sparse --out pruned.safetensors
 
-Values are the fp32 master weights. The checkpoint is verified, and may be of a run that goes on.
+Values are the fp32 master weights. The checkpoint is verified first; its run may still go on.
 """
 EPILOG = """\
 exit codes:
@@ -40,7 +40,7 @@ def parser() -> CommandParser:
         "--to",
         choices=("hf", "torch"),
         help="hf: a folder that GPT2LMHeadModel.from_pretrained loads; torch: a safetensors file "
-        "of dense tensors by our names",
+        "of dense tensors, named as axsparse names them",
     )
     form.add_argument(
         "--sparse",
@@ -51,7 +51,7 @@ def parser() -> CommandParser:
     arguments.add_argument(
         "--trained",
         action="store_true",
-        help="the weights as training multiplied with them, in its precision, instead of masters",
+        help="the weights that training computes with, in its precision, instead of the masters",
     )
     arguments.add_argument("--force", action="store_true", help="replace an earlier export")
     return arguments

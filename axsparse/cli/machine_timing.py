@@ -1,4 +1,4 @@
-"""Measures a machine for the planner: a model in one stage, messages, all-reduces, a copy."""
+"""Measures this machine for the planner: steps in one stage, messages, all-reduces, a copy."""
 
 from __future__ import annotations
 
@@ -34,22 +34,26 @@ from axsparse.training.trainer import Trainer
 
 MICROBATCHES = 4
 OTHER_SIZE = 1
-"""Microbatches of this size, beside the configuration's, tell what does not depend on size."""
+"""A second microbatch size, which separates the time that depends on the size from the rest."""
 COPY_BYTES = 1 << 26
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
-"""Bytes of messages and all-reduces."""
+"""Bytes of the messages and all-reduces that are timed."""
 REPEATS = 7
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of the steps of one stage on this rank, and what was timed."""
+    """What training in one stage took on this rank; each step has `MICROBATCHES` microbatches."""
 
     trainer: Trainer
     compute: float
+    """Median seconds a step computes."""
     compress: float
+    """Median seconds a step compresses gradients."""
     forwards: list[float]
+    """Seconds of every single forward."""
     overhead: float
+    """Bytes that the process holds besides the model state."""
 
 
 def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int) -> Cluster:
@@ -81,7 +85,7 @@ def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int)
     kept = {} if live is None else live.targets.kept()
     subject = workload(config, survey, loaded.name, kept, optimizer_of(config.optimizer))
     loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
-    assert loads is not None, "there is no limit"
+    assert loads is not None, "without a memory limit one stage always fits"
     seen = Measurements(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
@@ -111,7 +115,7 @@ def _refuse_several_hosts(transport: Transport) -> None:
 
 
 def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
-    """Train in one stage with microbatches of a size, on every rank for itself and all at once."""
+    """Train in one stage with microbatches of `size`; each rank by itself, all at the same time."""
     config = loaded.config
     alone = config.model_copy(
         update={
@@ -124,7 +128,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
                     **{"split": "auto", "memory_per_rank": "auto"},
                 }
             ),
-            "spikes": SpikesConfig(),  # without a place to save, nothing goes back
+            "spikes": SpikesConfig(),  # nothing is saved that a run could go back to
             "transport": "auto",
         }
     )
@@ -136,7 +140,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
     )
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
     phases = trainer.parts.phases
-    trainer.step()  # it allocates and compiles
+    trainer.step()  # not timed, since it allocates and compiles
     compute, compress, forwards = [], [], []
     for _ in range(steps):
         phases.start_spans()
@@ -155,13 +159,14 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
 
 
 def _copy_bandwidth() -> float:
-    """Bytes read and written a second."""
+    """Bytes per second of a copy in memory, counting those read and those written."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     return 2 * COPY_BYTES / _best(lambda: target.copy_(source))
 
 
 def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of several repetitions."""
     found = math.inf
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -187,7 +192,7 @@ def _messages(transport: Transport) -> list[tuple[float, float]]:
 def _round_trip(transport: Transport, link: Link, size: int, number: int) -> float:
     """Seconds of a message to rank 1 and back; other ranks take part in no message."""
     tensor = torch.zeros(size // 4)
-    sum_by_owner(transport.world, transport.backoff, [0.0])  # all are there
+    sum_by_owner(transport.world, transport.backoff, [0.0])  # waits for all ranks
     began = time.perf_counter()
     if transport.rank == 0:
         link.send(Message(Direction.FORWARD, number, (tensor,), (False,)))
@@ -201,13 +206,14 @@ def _round_trip(transport: Transport, link: Link, size: int, number: int) -> flo
 
 
 def _all_reduces(transport: Transport) -> list[tuple[float, float]]:
-    """Bytes and seconds of sums over all ranks."""
+    """Bytes and seconds of all-reduces over all ranks, the same on all ranks."""
     if transport.size == 1:
         return []
     return [(float(size), _all_reduce(transport, transport.world, size)) for size in SIZES]
 
 
 def _all_reduce(transport: Transport, world: Collective, size: int) -> float:
+    """Median seconds of an all-reduce of `size` bytes, on the slowest rank."""
     buffer = torch.zeros(size // 4)
     times = []
     for _ in range(REPEATS):

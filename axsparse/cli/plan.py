@@ -1,4 +1,4 @@
-"""`axsparse plan`: which layout a model should train in, why, and how fast, before it runs."""
+"""`axsparse plan`: predicts in which layout a model should train, why, and how fast."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ def parser() -> CommandParser:
     )
     add = arguments.add_argument
     add_configuration(add)
-    add("--gpus", metavar="N[,N…]", required=True, help="devices; several are a scaling study")
+    add(
+        "--gpus",
+        metavar="N[,N…]",
+        required=True,
+        help="number of devices; several numbers make a scaling study",
+    )
     add(
         "--cluster",
         metavar="NAME",

@@ -1,4 +1,4 @@
-"""`axsparse ticket show`: says what a ticket file holds."""
+"""`axsparse ticket show`: checks a ticket file and prints what it holds."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _lines(manifest: TicketManifest) -> Iterator[str]:
+    """The printed lines: origin, hashes, then a table of the tensors."""
     yield (
         f"{manifest.algorithm}, step {manifest.step}, seed {manifest.seed}, "
         f"axsparse {manifest.axsparse}"

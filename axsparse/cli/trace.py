@@ -1,4 +1,4 @@
-"""`axsparse trace compare`: lays two traces side by side and tells where they differ most."""
+"""`axsparse trace compare`: prints where two traces of steps differ most."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parser() -> CommandParser:
         description=DESCRIPTION,
     )
     arguments.add_argument("first", metavar="A", type=Path, help="a trace")
-    arguments.add_argument("second", metavar="B", type=Path, help="another")
+    arguments.add_argument("second", metavar="B", type=Path, help="the trace to compare with A")
     arguments.add_argument(
         "--most", metavar="N", default="10", help="differences to show (default %(default)s)"
     )
@@ -60,7 +60,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def lines(first: Sequence[Span], second: Sequence[Span], most: int) -> Iterator[str]:
-    """The steps as a whole, then the phases of stages that differ most."""
+    """The printed lines: whole steps first, then the phases of stages that differ most."""
     ours, theirs = step_seconds(first), step_seconds(second)
     relative = f" ({100 * (theirs / ours - 1):+.1f} %)" if ours else ""
     yield f"step: A {ours:.4g} s, B {theirs:.4g} s{relative}"

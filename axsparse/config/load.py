@@ -1,7 +1,7 @@
-"""Reads a configuration: strict YAML, then `--set` overrides; each mistake is told in one line.
+"""Reads a configuration: strict YAML, then `--set` overrides; every mistake is one line.
 
 Plain scalars follow YAML 1.2's core schema with decimal numbers: `1e-4` is a number,
-`yes` is text. Values are read off the composed nodes, since only nodes know their lines.
+`yes` is text. Values are taken from YAML's nodes, because only nodes know their lines.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from axsparse.runtime.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""Where bundled files live in an installed wheel, and in a source tree."""
+"""The folder of the bundled files in an installed wheel, and in a source tree."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where each of its keys was set."""
+    """A configuration, and where each of its keys was set."""
 
     config: Config
     name: str
@@ -49,7 +49,7 @@ class LoadedConfig:
     """Dotted key -> "quickstart.yaml:12", "--set", "configure"; keys that nobody set are absent."""
 
     def where(self, key: str) -> str:
-        """A key and its origin, as error messages begin with."""
+        """A key and its origin, as at the beginning of an error message."""
         return f"{key} ({self.origins.get(key, 'default')})"
 
 
@@ -71,7 +71,7 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConf
 
 
 def configure(values: Mapping[str, Any]) -> Config:
-    """A configuration from nested dictionaries in Python, as strict and as clear as a file's."""
+    """A configuration from nested dictionaries, checked like a file; ConfigError as for one."""
     settings: dict[str, Setting] = {}
     for section, given in values.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
@@ -84,7 +84,7 @@ def configure(values: Mapping[str, Any]) -> Config:
 
 
 def made_in_python(config: Config, name: str) -> LoadedConfig:
-    """A configuration of the Python API, with the keys that were given a value there."""
+    """A configuration made by the Python API, with "configure" as origin of the keys set there."""
     origins: dict[str, str] = {}
     for section in config.model_fields_set:
         given = getattr(config, section)
@@ -122,7 +122,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _bundled_folder() -> Path:
-    # Only one is ever read: beside an installed package, "configs" is somebody else's.
+    # Beside an installed package, a folder "configs" belongs to somebody else.
     installed, source_tree = _BUNDLED
     return installed if installed.is_dir() else source_tree
 
@@ -206,7 +206,7 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
     f"{_TAG}null": re.compile(r"(~|null|Null|NULL|)\Z"),
     f"{_TAG}bool": re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"),
-    # Longer whole numbers fall through to float, where they are infinite and refused.
+    # Longer whole numbers match as floats, become infinite and are refused.
     f"{_TAG}int": re.compile(r"[-+]?[0-9]{1,999}\Z"),
     f"{_TAG}float": re.compile(
         r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
@@ -214,7 +214,7 @@ _SCALARS = {
     ),
 }
 _RESOLVERS = {None: list(_SCALARS.items())}
-"""PyYAML's form of "try these for a plain scalar, whatever its first character"."""
+"""The patterns in PyYAML's form: None tries them whatever a scalar's first character is."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -222,7 +222,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not take for text, and keeps lists on one line."""
+    """Quotes text that `_Loader` would read as something else, and keeps lists on one line."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
@@ -233,7 +233,7 @@ _Dumper.add_representer(
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Rare line breaks survive between double quotes only, as escapes."""
+    """Rare line breaks are kept only as escapes between double quotes."""
     style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
@@ -242,7 +242,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
-    """The root node, None for an empty text; `at(line)` says where an error stands."""
+    """The root node, or None for an empty text; `at(line)` names the place of an error."""
     try:
         loader = _Loader(text)
     except ReaderError as error:
@@ -257,7 +257,7 @@ def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; correct it there") from None
     except (ValueError, OverflowError, RecursionError) as error:
-        # PyYAML lets these through: escapes beyond Unicode, nesting beyond the stack.
+        # PyYAML does not catch these: escapes beyond Unicode, nesting beyond the stack.
         raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
     return node
 
@@ -265,7 +265,7 @@ def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
 def _entries(
     node: yaml.Node, prefix: str, here: str, file: str
 ) -> Iterator[tuple[str, str, yaml.Node]]:
-    """The known keys of a mapping: dotted key, origin, value node."""
+    """The keys of a mapping as (dotted key, origin, value node); ConfigError for unknown ones."""
     _refuse_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
         given = "a list" if isinstance(node, yaml.SequenceNode) else show(_scalar(node, here))
@@ -294,7 +294,7 @@ def _entries(
 
 
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
-    """A scalar or a flat list of scalars; the schema has nothing deeper."""
+    """The value of a node: a scalar or a flat list of scalars, since the schema has no other."""
     here = f"{key} ({origin})"
     _refuse_tag(node, here)
     if isinstance(node, yaml.ScalarNode):
@@ -310,7 +310,7 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
 
 
 def _refuse_tag(node: yaml.Node, here: str) -> None:
-    """Pass only the tags that a node of this shape has by itself."""
+    """ConfigError for a tag that a node of this shape would not have without writing it."""
     if isinstance(node, yaml.ScalarNode):
         pattern = _SCALARS.get(node.tag)
         passes = node.tag == f"{_TAG}str" or (

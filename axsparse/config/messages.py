@@ -1,4 +1,4 @@
-"""What the schema says, in words: refusals of unknown keys and of values that cannot be."""
+"""The error messages about settings: unknown keys, and values that the schema forbids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from axsparse.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
+    """A value that somebody gave a key, before it is checked."""
+
     value: Any
     origin: str
+    """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -25,6 +28,7 @@ SECTIONS: dict[str, type[Section]] = {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
+"""Name -> class of every section."""
 
 
 def _fields() -> dict[str, Any]:
@@ -42,7 +46,7 @@ FIELDS = _fields()
 """Dotted key -> JSON schema of its values, in the schema's order."""
 
 CLOSE = 0.6
-"""Likeness from which on a name may be what was meant; difflib's own measure."""
+"""Names that are at least this alike may be what was meant; the default of difflib."""
 
 _BROKEN_BOUNDS = {
     "greater_than_equal": "is below {ge:g}",
@@ -61,10 +65,10 @@ _BOUNDS = {
 
 
 def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
-    """The first key at fault in one line, and how many others there are."""
+    """The error about the first wrong key, in one line, and how many others are wrong."""
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
-        # Below a key pydantic names list entries and members of unions.
+        # Behind the key, pydantic also names list entries and members of unions.
         top, dotted = str(problem["loc"][0]), ".".join(map(str, problem["loc"][:2]))
         problems.setdefault(dotted if dotted in FIELDS else top, []).append(problem)
     key, found = next(iter(problems.items()))
@@ -72,7 +76,7 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
 
     value, rule = settings[key].value, f"is not {domain(schema, bounds=False)}"
     for problem in found:
-        # A broken bound says more than the other member's "is not auto".
+        # A broken bound says more than that the value is not "auto" either.
         if problem["type"] in _BROKEN_BOUNDS:
             value = problem["input"]
             rule = _BROKEN_BOUNDS[problem["type"]].format(**problem["ctx"])
@@ -88,7 +92,7 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
 
 
 def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False) -> str:
-    """The values of a JSON schema in words: "a whole number of at least 1 or auto"."""
+    """The values that a JSON schema allows, in words: "a whole number of at least 1 or auto"."""
     if "anyOf" in schema:
         return " or ".join(domain(member, bounds=bounds) for member in schema["anyOf"])
     if "const" in schema:
@@ -116,14 +120,14 @@ def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False
 
 
 def unknown_key(key: str, origin: str) -> ConfigError:
-    """The refusal of a key that is not in the schema, with the nearest one that is."""
-    key = shorten(key)  # Nearness takes the square of its length.
+    """The error about a key that is not in the schema, with the nearest one that is."""
+    key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
 
     def nearness(known: str) -> tuple[float, float]:
         known_section, _, known_leaf = known.rpartition(".")
         whole, part = likeness(key, known), likeness(leaf, known_leaf)
-        # Within one section the shared name of the section says nothing.
+        # If both name the same section, only the rest can tell them apart.
         return (part if section == known_section else max(whole, part)), whole
 
     nearest = max((*FIELDS, *([] if section else SECTIONS)), key=nearness)
@@ -142,7 +146,7 @@ def likeness(one: str, other: str) -> float:
 
 
 def show(value: object) -> str:
-    """A value as YAML would have it, in at most 60 characters."""
+    """A value as YAML writes it, in at most 60 characters."""
     if value is None:
         return "null"
     return shorten(str(value).lower() if isinstance(value, bool) else repr(value))

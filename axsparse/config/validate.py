@@ -1,4 +1,4 @@
-"""Rules between fields, and between a configuration and the ranks and data that it meets."""
+"""Rules between fields, and between a configuration and the ranks and data of its run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
 DISTANCES = 5
-"""Between masks, which have to be small for an Early-Bird ticket to be drawn."""
+"""Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
 ONCE = ("magnitude", "random", "custom", "snip")
 """Pruning methods that draw one mask and keep it."""
 
 
 def check_config(loaded: LoadedConfig) -> None:
-    """The rules that need nothing but the configuration; ConfigError for the first broken one."""
+    """ConfigError for the first broken rule that needs nothing but the configuration."""
     config = loaded.config
     model, schedule = config.model, config.schedule
     _check_model_fields(loaded)
@@ -45,7 +45,7 @@ def check_config(loaded: LoadedConfig) -> None:
             "prepare` wrote; set data.path"
         )
     _check_source_fits_model(loaded)
-    # A short trial of a long run, --steps 5 say, may well end within its warm-up.
+    # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
     if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
             f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
@@ -79,7 +79,7 @@ def check_config(loaded: LoadedConfig) -> None:
 
 
 def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
-    """ConfigError for the first setting that is for GPUs where ranks train without one."""
+    """ConfigError for the first setting that needs a GPU, if ranks train without one."""
     train = loaded.config.train
     for name, is_set in (("nvtx", train.nvtx), ("memory_history", train.memory_history)):
         if is_set and not has_gpu:
@@ -91,7 +91,7 @@ def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
 
 
 def check_offload(loaded: LoadedConfig, *, has_gpu: bool) -> None:
-    """ConfigError if state is to be offloaded from where there is no GPU."""
+    """ConfigError if state is to be offloaded from a GPU and there is none."""
     if loaded.config.samo.offload and not has_gpu:
         raise ConfigError(
             f"{loaded.where('samo.offload')}: true takes state off a GPU, and there is none; "
@@ -153,9 +153,9 @@ def _check_pruning(loaded: LoadedConfig) -> None:
 
 
 def check_rounds(loaded: LoadedConfig, config: Config) -> None:
-    """Whether steps and intervals leave pruning over time something to do; `config` is resolved.
+    """ConfigError if steps and intervals leave pruning over time nothing to do.
 
-    Raises ConfigError if not.
+    `config` is that of `loaded` with every `auto` decided.
     """
     pruning, where = config.pruning, loaded.where("pruning.interval")
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
@@ -181,7 +181,7 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
 
 
 def check_split(loaded: LoadedConfig, g_inter: int, num_layers: int) -> None:
-    """ConfigError unless a split by hand is for so many stages and places every layer."""
+    """ConfigError unless a given split has `g_inter` entries and places every layer."""
     _check_split_length(loaded, g_inter)
     split = loaded.config.layout.split
     if split != "auto" and sum(split) != num_layers:
@@ -193,7 +193,7 @@ def check_split(loaded: LoadedConfig, g_inter: int, num_layers: int) -> None:
 
 
 def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
-    """Every replica sees the same number of whole microbatches, else ConfigError."""
+    """ConfigError unless every replica gets the same number of whole microbatches."""
     total, size = loaded.config.batch.global_batch_size, loaded.config.batch.microbatch_size
     replicas = counted(grid.g_data, "replica")
     share, rest = divmod(total, grid.g_data)
@@ -216,10 +216,10 @@ def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
 def check_data(
     loaded: LoadedConfig, *, source: str, words: int | None, vocab_size: int, num_samples: int
 ) -> None:
-    """The data's vocabulary fits the model (ConfigError), and fills a step (DataError).
+    """ConfigError for a vocabulary larger than the model's, DataError for less than one step.
 
-    `source` names the data in messages; `words` are those that the model knows, if it says so;
-    `num_samples` are the training sequences.
+    `source` names the data in messages; `words` is the size of the model's vocabulary, if it
+    has one; `num_samples` counts the training sequences.
     """
     batch = loaded.config.batch.global_batch_size
     if words is not None and words < vocab_size:
@@ -236,7 +236,7 @@ def check_data(
 
 
 def _check_model_fields(loaded: LoadedConfig) -> None:
-    """Only what the named model has is set."""
+    """ConfigError for a field that the named model does not have."""
     model = loaded.config.model
     has = MODEL_FIELDS[model.name]
     for field in ModelConfig.model_fields:
@@ -251,7 +251,7 @@ def _check_model_fields(loaded: LoadedConfig) -> None:
 
 
 def _check_source_fits_model(loaded: LoadedConfig) -> None:
-    """Texts for language models, images for the others; grey ones have one channel."""
+    """ConfigError for texts with an image model, or images with other channels than the model's."""
     model, source = loaded.config.model, loaded.config.data.source
     wanted = ("stdlib", "tokens") if model.name == "gpt" else ("digits", "images")
     if source not in wanted:
@@ -282,6 +282,7 @@ def _check_split_length(loaded: LoadedConfig, g_inter: int) -> None:
 def check_divides_ranks(
     loaded: LoadedConfig, key: str, count: int, ranks: int, choices: Iterable[int]
 ) -> None:
+    """ConfigError unless `count`, the value of `key`, divides the ranks; `choices` would."""
     if ranks % count:
         more = ranks + -ranks % count
         raise ConfigError(
@@ -291,18 +292,19 @@ def check_divides_ranks(
 
 
 def divisors(number: int) -> list[int]:
-    """All of a number of up to ten digits; of a larger one, which nobody meant, some."""
+    """All divisors of a number of up to ten digits, in order; some of a larger one."""
     most = min(isqrt(number), 100_000)
     small = [divisor for divisor in range(1, most + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def one_of(choices: Iterable[int], *, near: int) -> str:
-    """The eight choices nearest to a value, in words."""
+    """The eight choices nearest to `near`, in words."""
     nearest = sorted(sorted(choices, key=lambda choice: abs(choice - near))[:8])
     listed = ", ".join(map(str, nearest))
     return f"one of {listed}" if len(nearest) > 1 else listed
 
 
 def counted(number: int, noun: str) -> str:
+    """A number and its noun, such as "1 rank" or "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""What `axsparse doctor` makes of the facts of all ranks: findings, each with its mend."""
+"""What `axsparse doctor` concludes from the facts of all ranks: findings, each with its mend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from axsparse.runtime.console import format_bytes
 Mark = Literal["ok", "wrong", "slow", "absent"]
 SIGNS: dict[Mark, str] = {"ok": "✓", "wrong": "✗", "slow": "!", "absent": "–"}
 LEAST_ROOM = 10**9
-"""Bytes that logs and a small checkpoint may take."""
+"""Free bytes that are enough for logs and a small checkpoint."""
 
 SHOWN = 3
-"""Files that a line names."""
+"""How many leftover files a line names."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report."""
+
     mark: Mark
     name: str
     said: str
@@ -34,7 +36,7 @@ class Finding:
 
 
 def findings(ranks: Sequence[MachineFacts]) -> list[Finding]:
-    """All findings; `ranks` in rank order."""
+    """All findings, in the order in which they are printed; `ranks` is in rank order."""
     return [
         _same("Python", ranks, lambda rank: rank.python),
         _same("axsparse", ranks, lambda rank: rank.axsparse),
@@ -54,7 +56,7 @@ def findings(ranks: Sequence[MachineFacts]) -> list[Finding]:
 
 
 def device_map(ranks: Sequence[MachineFacts]) -> list[str]:
-    """A line a host: its ranks, and the device of each."""
+    """A line for each host with its ranks, and the device that each of them uses."""
     lines = []
     for host, own in _by_host(ranks).items():
         devices = [f"{rank.rank} → {_device(rank, place)}" for place, rank in enumerate(own)]
@@ -63,10 +65,10 @@ def device_map(ranks: Sequence[MachineFacts]) -> list[str]:
 
 
 def _device(rank: MachineFacts, place: int) -> str:
-    """That of the `place`-th rank of its host."""
+    """The device of the `place`-th rank of its host."""
     if not rank.gpus:
         return "cpu"
-    # A rank that was given a single device by its launcher sees it as the first.
+    # If the launcher showed this rank a single device only, that is its number 0.
     number = place % len(rank.gpus)
     return f"cuda:{number} ({rank.gpus[number]})"
 
@@ -74,7 +76,7 @@ def _device(rank: MachineFacts, place: int) -> str:
 def _same(
     name: str, ranks: Sequence[MachineFacts], value: Callable[[MachineFacts], str | None]
 ) -> Finding:
-    """That all ranks say the same; names the first that does not."""
+    """Whether all ranks have the same value; if not, the first rank that differs is named."""
     values = [value(rank) for rank in ranks]
     common = max(values, key=values.count)
     for rank, own in zip(ranks, values, strict=True):
@@ -114,7 +116,7 @@ def _thread_level(ranks: Sequence[MachineFacts]) -> Finding:
 def _cuda_aware(ranks: Sequence[MachineFacts]) -> Finding:
     words = {True: "yes", False: "no", None: "not said"}
     found = _same("CUDA-aware MPI", ranks, lambda rank: words[rank.cuda_aware])
-    # Both will do: tensors of GPUs go by NCCL, or by pinned memory of the host.
+    # Neither is wrong: without it, tensors of GPUs go by NCCL or by pinned host memory.
     return found if found.said == "yes" or found.mark == "wrong" else _absent(found)
 
 
@@ -172,7 +174,7 @@ def _major(version: str | None) -> str | None:
 
 
 def _placement(ranks: Sequence[MachineFacts]) -> Finding:
-    """Neighbouring ranks are neighbouring stages, which send each other the most."""
+    """Whether neighbouring ranks share hosts: they are neighbouring stages, which send the most."""
     hosts = [rank.host for rank in ranks]
     changes = sum(one != other for one, other in itertools.pairwise(hosts))
     count = len(set(hosts))
@@ -189,7 +191,7 @@ def _placement(ranks: Sequence[MachineFacts]) -> Finding:
 
 def _devices(ranks: Sequence[MachineFacts]) -> Finding:
     for host, own in _by_host(ranks).items():
-        # A launcher may show each rank one of its own.
+        # Counted by UUID, since a launcher may show each rank a different device as its first.
         gpus = len({uuid for rank in own for uuid in rank.uuids})
         if gpus and len(own) > gpus:
             return Finding(

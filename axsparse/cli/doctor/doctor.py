@@ -1,4 +1,4 @@
-"""`axsparse doctor`: looks whether a machine, or all ranks of a launcher, can train."""
+"""`axsparse doctor`: checks whether a machine, or all ranks of a launcher, can train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXIT_WRONG = 1
 DESCRIPTION = """\
-Look whether this machine is fit for training; under a launcher, whether all ranks are.
+Check whether this machine is fit for training; under a launcher, whether all ranks are.
 
   axsparse doctor
   mpirun -n 4 axsparse doctor
@@ -52,9 +52,9 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Look, print, and end the process; all ranks of a launcher call this together."""
+    """Examine, print, and end the process; all ranks of a launcher call this together."""
     arguments = parser().parse_args(argv)
-    # Late, so that --help costs neither torch nor MPI.
+    # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.cli.doctor.machine import MachineFacts, Mpi, look
     from axsparse.runtime.connection import connect
     from axsparse.runtime.exchange import gather_texts
@@ -67,13 +67,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         mpi = Mpi(mpi_library(), thread_level()) if transport.name != "local" else Mpi()
         alone = False
     except ConfigError as error:
-        # The ranks do not find each other: one of them speaks for itself.
+        # The ranks cannot connect, so that each looks at itself and only the first one prints.
         transport, alone = LocalTransport(LocalWorld(1), 0), True
         mpi = Mpi(problem=str(error))
     try:
         own = json.dumps(asdict(look(transport.rank, transport.size, mpi, arguments.run_dir)))
         texts = gather_texts(transport.world, transport.backoff, own)
-    except Exception as failure:  # whatever it is, the other ranks are waiting
+    except Exception as failure:  # any failure has to end the other ranks, which wait
         print(f"axsparse: error: doctor: rank {transport.rank}: {failure}", file=sys.stderr)
         transport.abort(EXIT_INTERNAL)
     ranks = [MachineFacts(**_tuples(json.loads(text))) for text in texts]
@@ -87,11 +87,12 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where facts have tuples."""
+    """The fields of `MachineFacts` from JSON, whose lists become tuples."""
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 
 def _tell(found: Sequence[Finding], ranks: Sequence[MachineFacts], *, as_json: bool) -> None:
+    """Print findings and devices as lines, or everything as JSON."""
     from axsparse.cli.doctor.checkup import device_map
 
     if as_json:
@@ -103,6 +104,6 @@ def _tell(found: Sequence[Finding], ranks: Sequence[MachineFacts], *, as_json: b
         return
     lines = [*map(str, found), *(f"  {line}" for line in device_map(ranks))]
     text = "\n".join(lines) + "\n"
-    # A terminal without "✓" must not end the command.
+    # A terminal whose encoding lacks "✓" must not end the command.
     sys.stdout.buffer.write(text.encode(sys.stdout.encoding or "utf-8", errors="replace"))
     sys.stdout.flush()

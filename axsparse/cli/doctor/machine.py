@@ -1,4 +1,4 @@
-"""What one process can learn of its machine without changing it, for `axsparse doctor`."""
+"""Facts that one process finds out about its machine without changing it, for `axsparse doctor`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from axsparse.runtime.mpi.mpi_library import cuda_aware
 SEGMENTS = re.compile(
     r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
 )
-"""How shared memory of MPI libraries, NCCL and torch is called in /dev/shm."""
+"""Matches the names in /dev/shm of the shared memory of MPI libraries, NCCL and torch."""
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a rank sees; None where there is nothing to be seen."""
+    """What one rank sees of its machine; None for what it does not have."""
 
     rank: int
     size: int
@@ -32,32 +32,33 @@ class MachineFacts:
     axsparse: str
     torch: str
     mpi: str | None
-    """Vendor and version."""
+    """Vendor and version of the MPI library."""
     mpi_problem: str | None
-    """Why there is no MPI, or none that agrees with the launcher."""
+    """Why MPI cannot be used, or does not agree with the launcher."""
     thread_level: str | None
     cuda_aware: bool | None
     cuda: str | None
-    """That torch was built for."""
+    """The CUDA version that torch was built for."""
     gpus: tuple[str, ...]
     """Names of the devices that this rank may use, in torch's order."""
     uuids: tuple[str, ...]
-    """Of the same devices; equal for all ranks, whatever each of them may see."""
+    """UUIDs of the same devices, which name a device alike on all ranks."""
     nccl: str | None
     cupy: str | None
     cupy_cuda: str | None
     cupy_nccl: str | None
     threads_wanted: str | None
-    """OMP_NUM_THREADS."""
+    """The value of OMP_NUM_THREADS."""
     cores: tuple[int, ...]
-    """That this rank may run on."""
+    """The cores that this rank may run on."""
     leftovers: tuple[str, ...]
-    """Files in /dev/shm that no process holds any more."""
+    """Files in /dev/shm that no process uses any more."""
     room: int
-    """Bytes free where runs go."""
+    """Bytes free in the folder `where`."""
     writable: bool
+    """Whether the folder `where` can be written."""
     where: str
-    """The folder that `room` was read of."""
+    """The run directory, or the nearest existing folder above it."""
 
 
 def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
@@ -90,7 +91,7 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
         cupy_nccl=cupy_nccl,
         threads_wanted=os.environ.get("OMP_NUM_THREADS"),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        leftovers=tuple(leftovers(Path("/dev/shm"), Path("/proc"))),  # noqa: S108 - is looked at
+        leftovers=tuple(leftovers(Path("/dev/shm"), Path("/proc"))),  # noqa: S108 - nothing is written there
         room=shutil.disk_usage(where).free,
         writable=os.access(where, os.W_OK | os.X_OK),
         where=str(where),
@@ -99,7 +100,7 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
 
 @dataclass(frozen=True)
 class Mpi:
-    """What the transport says of the MPI library."""
+    """What the transport knows about the MPI library."""
 
     library: str | None = None
     thread_level: str | None = None
@@ -107,9 +108,9 @@ class Mpi:
 
 
 def leftovers(shared: Path, processes: Path) -> list[str]:
-    """Names of shared-memory files of ours that no process maps or has open.
+    """Names of shared-memory files of this user that no process maps or has open.
 
-    Of other users' processes nothing can be seen, hence only files of this user count.
+    Files of other users do not count, since their processes cannot be looked into.
     """
     found = {}
     with contextlib.suppress(OSError):
@@ -133,7 +134,7 @@ def leftovers(shared: Path, processes: Path) -> list[str]:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """The folder itself, or the nearest existing one above it."""
     here = path.absolute()
     while not here.is_dir():
         here = here.parent
@@ -141,9 +142,9 @@ def _nearest(path: Path) -> Path:
 
 
 def _cupy() -> tuple[str | None, str | None, str | None]:
-    """Version of CuPy, and of the CUDA and NCCL that it uses."""
+    """The versions of CuPy, and of the CUDA and NCCL that it uses."""
     if "torch" not in sys.modules:
-        raise AssertionError("torch first: both then use one libnccl")
+        raise AssertionError("torch has to be imported first, so that both use its libnccl")
     try:
         cupy = importlib.import_module("cupy")
     except ImportError:

@@ -1,8 +1,8 @@
 """What a job asks a scheduler for, checked before anything is written.
 
-A script is read twice, by the scheduler (directives) and by a shell. What goes into a
-directive is confined to letters that neither of them gives a meaning; what goes into a
-command is quoted.
+A script is read twice: the scheduler reads its directives, a shell reads its commands. Texts
+in a directive may hold only letters without a meaning for either; texts in a command are
+quoted.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from pathlib import Path
 from axsparse.runtime.errors import ConfigError
 
 MOST = 10_000_000
-"""Above any count that a cluster has, and within the 32 bits of schedulers."""
+"""The largest count accepted: more than any cluster has, and within 32 bits."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@:/+-]*")
 _DURATION = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 _LIVE = frozenset("$`\"'\\%")
-"""What shells or schedulers replace in a directive, even between quotes."""
+"""Letters that shells or schedulers replace in a directive, even between quotes."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job, as every scheduler can be asked for it."""
+    """A job, in terms that every scheduler has."""
 
     name: str
     nodes: int
     ranks: int
-    """Over all nodes; the same number on each."""
+    """Ranks over all nodes; each node has the same number."""
     cpus_per_rank: int
     threads: int
-    """That a rank computes with."""
+    """Threads that a rank computes with (`train.threads`)."""
     gpus_per_node: int
     seconds: int
-    """Time limit of one start."""
+    """Time limit of each start, in seconds."""
     margin: int
     """Seconds before the limit at which the ranks are told to save."""
     account: str | None
     queue: str | None
-    """Partition, in SLURM's words."""
+    """The queue; SLURM calls it a partition."""
     directives: tuple[str, ...]
-    """What the site asks for besides, as the scheduler writes it: "--constraint=gpu"."""
+    """More options that the site requires, written as for its scheduler: "--constraint=gpu"."""
     chain: int
-    """Jobs that go on one after another; of 1, the scheduler starts the same one again."""
+    """Number of jobs that continue one another; if 1, the scheduler restarts the same job."""
     launcher: str
     mpi: str | None
-    """srun's --mpi."""
+    """The value of srun's --mpi; None leaves it to the site."""
     mpirun: str
-    """mpirun's path or name."""
+    """Path or name of mpirun."""
     folder: Path
-    """Where it runs; absolute, as all paths."""
+    """The working folder of the job; absolute, like all paths here."""
     run_dir: Path
-    """Logs go there."""
+    """The run directory, where logs go as well."""
     setup: Path | None
-    """A file that the shell reads first: modules, variables."""
+    """A file that the job's shell sources first, for modules and variables."""
     python: Path
     prefix: Path
     """The environment that holds `python`."""
     copy_to: Path | None
-    """A folder on each node that takes a copy of the environment; None runs from where it is."""
+    """A folder on each node to copy the environment into; None runs it from where it is."""
     train: tuple[str, ...]
-    """What python runs: "-m", "axsparse.train", …"""
+    """The arguments of python: "-m", "axsparse.train", …"""
 
     @property
     def ranks_per_node(self) -> int:
@@ -70,7 +70,7 @@ class JobRequest:
 
 
 def check(request: JobRequest) -> None:
-    """ConfigError for numbers that do not fit together, or what no script can carry."""
+    """ConfigError for numbers that do not fit together, and for texts that no script can hold."""
     if request.ranks % request.nodes:
         below = request.ranks - request.ranks % request.nodes
         choices = f"{below} or {below + request.nodes}" if below else f"{request.nodes}"
@@ -128,7 +128,7 @@ def _check_copy(request: JobRequest, place: Path) -> None:
 
 
 def count(flag: str, text: str, *, least: int = 1) -> int:
-    """A whole number; ConfigError otherwise."""
+    """The whole number that an option holds; ConfigError if it holds none."""
     if text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= MOST:
         return int(text)
     raise ConfigError(
@@ -137,7 +137,7 @@ def count(flag: str, text: str, *, least: int = 1) -> int:
 
 
 def duration(flag: str, text: str) -> int:
-    """Seconds of "H:MM:SS" or "D-HH:MM:SS"; ConfigError otherwise.
+    """The seconds of "H:MM:SS" or "D-HH:MM:SS"; ConfigError for other texts.
 
     Shorter forms are refused, since schedulers disagree: 2:00 is two minutes for SLURM and
     two hours for LSF.
@@ -155,7 +155,7 @@ def duration(flag: str, text: str) -> int:
 
 
 def name(flag: str, text: str) -> str:
-    """A name of a job, an account, a queue; ConfigError for letters with a meaning."""
+    """The name of a job, an account or a queue; ConfigError for letters with a special meaning."""
     if _NAME.fullmatch(text) is None or len(text) > 200:
         raise ConfigError(
             f"{flag}: {_short(text)} is no name; use letters, digits and _ . @ : / + -, "
@@ -165,7 +165,7 @@ def name(flag: str, text: str) -> str:
 
 
 def directive(text: str) -> str:
-    """A directive of the site's, as it stands behind #SBATCH or #BSUB; ConfigError otherwise."""
+    """A directive, as written after #SBATCH or #BSUB; ConfigError for other texts."""
     one_line("--directive", text)
     if {"$", "`", "\\"} & set(text):
         raise ConfigError(
@@ -185,8 +185,8 @@ def directive(text: str) -> str:
 
 
 def one_line(flag: str, text: str) -> str:
-    """A text without control characters; ConfigError otherwise."""
-    # Also those by which no shell, but an editor or terminal ends a line.
+    """A text on one line; ConfigError if it holds control characters."""
+    # Also those that end a line in editors and terminals, though not in a shell.
     if any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in text):
         raise ConfigError(
             f"{flag}: {_short(text)} holds a line break or another control character; remove it"
@@ -200,6 +200,6 @@ def clock(seconds: int) -> str:
 
 
 def _short(text: str) -> str:
-    """A value on one line, in at most 60 characters."""
+    """The repr of a value, cut to 60 characters."""
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

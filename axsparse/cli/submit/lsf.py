@@ -1,4 +1,4 @@
-"""A request as a script for LSF's bsub."""
+"""Job scripts for LSF's bsub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ esac"""
 
 
 def check_lsf(request: JobRequest) -> None:
-    """ConfigError for what LSF's launchers cannot do."""
+    """ConfigError for what a launcher under LSF cannot do."""
     per_node, gpus = request.ranks_per_node, request.gpus_per_node
     if request.launcher == "jsrun" and gpus not in (0, per_node):
         raise ConfigError(
@@ -48,7 +48,7 @@ def render(request: JobRequest) -> str:
         f'-J "{request.name}[1-{request.chain}]%1"' if chained else f"-J {request.name}",
         *size,
         f"-W {_hours_minutes(request.seconds)}",
-        # A warning time of whole minutes, rounded up.
+        # The time between warning and end is in whole minutes, rounded up.
         "-wa USR1",
         f"-wt {-(-request.margin // 60)}",
         *([] if chained else ["-r", "-Q 75"]),
@@ -70,6 +70,6 @@ def render(request: JobRequest) -> str:
 
 
 def _hours_minutes(seconds: int) -> str:
-    """LSF knows no seconds; rounded up."""
+    """The time as "H:MM", rounded up, since LSF has no seconds."""
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02}"

@@ -1,4 +1,4 @@
-"""A request as a script for SLURM's sbatch."""
+"""Job scripts for SLURM's sbatch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def render(request: JobRequest) -> str:
 def _launch(request: JobRequest) -> str:
     if request.launcher == "mpirun":
         return words([request.mpirun, "-n", str(request.ranks)])
-    # Without -K1 the others wait for a killed rank until the time limit.
+    # Without -K1 the other ranks would wait for a killed one until the time limit.
     mpi = [] if request.mpi is None else [f"--mpi={request.mpi}"]
     size = [f"--ntasks={request.ranks}", f"--cpus-per-task={request.cpus_per_rank}"]
     return words(["srun", "-K1", *mpi, *size]) + ' sh -c "$rank" "$left"'

@@ -38,9 +38,9 @@ from axsparse.runtime.grid import Grid
 from axsparse.training.run_names import automatic_run_dirs
 
 SCRIPT = "job.sh"
-"""In the run directory, beside the logs."""
+"""Name of the script in the run directory."""
 TRAIN = ("-m", "axsparse.train")
-"""What python runs."""
+"""The arguments of python that start training."""
 DESCRIPTION = """\
 Submit a training run to a cluster's scheduler.
 
@@ -100,25 +100,31 @@ def _add_request(add: Callable[..., object]) -> None:
         "--margin",
         metavar="H:MM:SS",
         default="0:05:00",
-        help="before the limit, when the ranks begin to save: longer than a step and a save "
-        "take (default %(default)s)",
+        help="time before the limit at which the ranks begin to save; longer than a step and a "
+        "save take (default %(default)s)",
     )
-    add("--account", metavar="NAME", help="who pays")
-    add("--partition", "--queue", metavar="NAME", dest="queue", help="where it waits")
-    add("--job-name", metavar="NAME", help="by default that of the configuration")
+    add("--account", metavar="NAME", help="the account that is charged")
+    add(
+        "--partition",
+        "--queue",
+        metavar="NAME",
+        dest="queue",
+        help="the queue that the job waits in",
+    )
+    add("--job-name", metavar="NAME", help="by default the name of the configuration")
     add(
         "--directive",
         metavar="OPTION",
         action="append",
         default=[],
-        help="an option of the scheduler's for which there is none here, such as "
+        help="an option of the scheduler that is missing here, such as "
         "--directive=--constraint=gpu; may be repeated",
     )
     add(
         "--chain",
         metavar="K",
         default="1",
-        help="K jobs that go on one after another, instead of one that is started again",
+        help="submit K jobs that continue one another, instead of one that is restarted",
     )
 
 
@@ -130,7 +136,11 @@ def _add_start(add: Callable[..., object]) -> None:
         help="SLURM: mpirun (default) or srun; LSF: jsrun (default) or mpirun",
     )
     add("--mpi", metavar="TYPE", help="srun's --mpi, such as pmi2; by default the site's")
-    add("--setup", metavar="FILE", help="read by the job's shell first: module load …, export …")
+    add(
+        "--setup",
+        metavar="FILE",
+        help="a file that the job's shell sources first: module load …, export …",
+    )
     add(
         "--copy-environment",
         metavar="FOLDER",
@@ -178,7 +188,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 
 
 def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequest:
-    """The job that a command line asks for, checked but for the configuration's own rules.
+    """The job that a command line asks for, checked except for the rules of the configuration.
 
     Raises ConfigError, and MissingInputError for a --setup that is not there.
     """
@@ -189,7 +199,7 @@ def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequ
     ranks = nodes * gpus if arguments.ranks is None else count("--ranks", arguments.ranks)
     folder = Path.cwd()
     run_dir = folder / _run_dir(loaded, folder)
-    # Else every start would make a folder of its own.
+    # Otherwise every start would make a new folder.
     options = [f"--run-dir={run_dir}"] if loaded.config.run_dir == "auto" else []
     options += [] if arguments.config is None else [f"--config={arguments.config}"]
     options += [f"--set={pair}" for pair in overrides_of(arguments)]
@@ -227,9 +237,9 @@ def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequ
 
 
 def check_ranks(loaded: LoadedConfig, ranks: int) -> Grid:
-    """The grid of a run on so many ranks; ConfigError if the configuration cannot be run on them.
+    """The grid of a run on `ranks` ranks; ConfigError if the configuration cannot be run on them.
 
-    The rules are those that training starts with, which would be a night in the queue later.
+    Training checks the same rules when it starts, which may be a night in the queue later.
     """
     from axsparse.models.zoo.model_registry import named_model
 
@@ -240,13 +250,13 @@ def check_ranks(loaded: LoadedConfig, ranks: int) -> Grid:
 
 
 def script(request: JobRequest, *, lsf_job: bool) -> bytes:
-    """The job's script; what the shell handed over comes out the same, UTF-8 or not."""
+    """The job's script. Arguments keep their bytes, even if they are not UTF-8."""
     text = lsf.render(request) if lsf_job else slurm.render(request)
     return text.encode(errors="surrogateescape")
 
 
 def hand_over(path: Path, *, lsf_job: bool) -> str:
-    """Submit a script; what the scheduler says to it. ConfigError if it refuses."""
+    """Submit a script and return what the scheduler prints; ConfigError if it refuses."""
     command = ["bsub"] if lsf_job else ["sbatch", str(path)]
     if shutil.which(command[0]) is None:
         raise MissingInputError(
@@ -267,14 +277,14 @@ def hand_over(path: Path, *, lsf_job: bool) -> str:
 
 
 def _run_dir(loaded: LoadedConfig, folder: Path) -> Path:
-    """The configuration's, or the first of runs/<name>, runs/<name>-2, … that is not there."""
+    """The configured run directory, or the first free one of runs/<name>, runs/<name>-2, …"""
     if loaded.config.run_dir != "auto":
         return Path(loaded.config.run_dir)
     return next(path for path in automatic_run_dirs(loaded.name) if not (folder / path).exists())
 
 
 def _make(run_dir: Path, *, must_be_new: bool) -> bool:
-    """Make the run directory; whether it was not there before."""
+    """Make the run directory; False if it existed before, which `must_be_new` refuses."""
     if run_dir.is_dir() and not must_be_new:
         return False
     try:
@@ -288,7 +298,7 @@ def _make(run_dir: Path, *, must_be_new: bool) -> bool:
 
 
 def _name_of(loaded: LoadedConfig) -> str:
-    """That of the configuration, in the letters that a name may have."""
+    """The name of the configuration, in the letters that the name of a job may have."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", loaded.name).lstrip("_.-") or "axsparse"
 
 

@@ -1,4 +1,4 @@
-"""Fills the templates of `launch/`."""
+"""Fills the templates of job scripts in `launch/`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from axsparse.cli.submit.job_request import JobRequest
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _PLACES = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
-"""Where templates live in an installed wheel, and in a source tree."""
+"""The folder of the templates in an installed wheel, and in a source tree."""
 _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """The template of a file name with every placeholder replaced once.
+    """The text of a template with each placeholder replaced by its value.
 
-    A line of which nothing is left is dropped; what a value holds is never replaced again.
+    A line that becomes empty is dropped. Placeholders within a value are not replaced.
     """
     installed, source_tree = _PLACES
     folder = installed if installed.is_dir() else source_tree
@@ -31,7 +31,7 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def common(request: JobRequest) -> dict[str, str]:
-    """What both schedulers' templates say alike."""
+    """The values that the templates of both schedulers share."""
     return {
         "folder": quote(request.folder),
         "setup": "" if request.setup is None else f". {quote(request.setup)} || exit 78",
@@ -73,7 +73,7 @@ def copying(request: JobRequest, on_every_node: str, job: str) -> dict[str, str]
 
 
 def directives(prefix: str, options: Sequence[str]) -> str:
-    """A line each, as a scheduler reads them."""
+    """Options as directives of a scheduler, a line each."""
     return "\n".join(f"{prefix} {option}" for option in options)
 
 
@@ -83,10 +83,10 @@ def in_directive(text: str) -> str:
 
 
 def quote(path: Path) -> str:
-    """A path as one word of a shell."""
+    """A path as one word for a shell."""
     return shlex.quote(str(path))
 
 
 def words(command: Sequence[str]) -> str:
-    """A command as a shell reads it."""
+    """A command, quoted for a shell."""
     return shlex.join(command)
