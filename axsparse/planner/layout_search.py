@@ -171,8 +171,8 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     rejected: list[Rejection] = []
     for stages in question.g_inter or [n for n in range(1, gpus + 1) if gpus % n == 0]:
         if gpus % stages:
-            why = f"{stages} does not divide {counted(gpus, 'device')}"
-            rejected.append(Rejection(stages, 0, None, why))
+            uneven = f"{stages} does not divide {counted(gpus, 'device')}"
+            rejected.append(Rejection(stages, 0, None, uneven))
             continue
         grid = Grid(stages, gpus // stages)
         why = _impossible(question, grid)

@@ -1,1 +1,1 @@
-"""axsparse doctor: whether a machine, or all ranks of a launcher, can train."""
+"""`axsparse doctor`: whether a machine, or all ranks of a launcher, can train."""
