@@ -13,6 +13,7 @@ import torch
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import SpikesConfig
+from axsparse.config.validate import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
@@ -101,7 +102,8 @@ def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int)
         messages=messages,
         all_reduces=all_reduces,
     )
-    source = f"{steps} steps of {loaded.name} in one stage, on {transport.size} ranks at once"
+    ranks = counted(transport.size, "rank")
+    source = f"{counted(steps, 'step')} of {loaded.name} in one stage, on {ranks} at once"
     return together(transport, lambda: fitted(name, loads[0], config.precision, seen, source))
 
 

@@ -108,7 +108,7 @@ def add_configuration(add: Callable[..., object]) -> None:
         "--config",
         metavar="FILE",
         help="a path, or the name of a bundled configuration such as quickstart.yaml; without it, "
-        "the defaults",
+        "the defaults (a training run then needs a --set)",
     )
     add(
         "--set",

@@ -80,7 +80,7 @@ class DataConfig(Section):
     """images: height and width of the model's input, in pixels. Training crops and mirrors at
     random; validation takes the middle."""
     workers: Annotated[int, Field(ge=0)] = 2
-    """images: processes that decode images for each rank of the first stage; 0 needs none."""
+    """images: processes that decode for a rank of the first stage; 0 decodes in the rank itself."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
 
