@@ -15,7 +15,7 @@ from support.mpirun import LONGEST_SECONDS
 from support.tickets import PARAMETERS, small_ticket, some_masks
 from support.unread import unread
 
-from axsparse.cli import ticket as ticket_command
+from axsparse.cli import ticket
 from axsparse.pruning.ticket.ticket_reader import open_ticket
 
 Show = Callable[..., tuple[int, str, str]]
@@ -44,7 +44,7 @@ def show(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
-            ticket_command.main([*arguments])
+            ticket.main([*arguments])
         said = capsys.readouterr()
         assert isinstance(end.value.code, int)
         return end.value.code, said.out, said.err

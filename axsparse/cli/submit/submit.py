@@ -32,7 +32,6 @@ from axsparse.cli.submit.job_request import (
 )
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_batch, check_config, counted
-from axsparse.planner.auto_layout import resolve_grid
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.training.run_names import automatic_run_dirs
@@ -241,7 +240,9 @@ def check_ranks(loaded: LoadedConfig, ranks: int) -> Grid:
 
     Training checks the same rules when it starts, which may be a night in the queue later.
     """
+    # Imported late, so that --help does not load torch.
     from axsparse.models.zoo.model_registry import named_model
+    from axsparse.planner.auto_layout import resolve_grid
 
     check_config(loaded)
     grid = resolve_grid(loaded, ranks, len(named_model(loaded).layers))
