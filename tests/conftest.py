@@ -1,12 +1,24 @@
-"""The order of the tests."""
+"""The order of the tests, and what every file of them begins with."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
-LONGEST = ("test_mpirun.py", "test_train.py", "test_enforced_memory.py", "test_split_master.py")
+LONGEST = (
+    *("test_train.py", "test_failures.py", "test_mpirun.py", "test_checkpoint_faults.py"),
+    *("test_command_faults.py", "test_enforced_memory.py", "test_resume.py", "test_on_device.py"),
+)
 """Files that would keep one process busy while the others have come to the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _objects_at_rest() -> None:
+    """Thousands of tests and whole libraries need not be looked through for garbage every time."""
+    gc.collect()
+    gc.freeze()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.config.load import load_config
@@ -33,11 +34,25 @@ ONE_STAGE = ("--set", "layout.g_inter=1")
 DENSE = ("--set", "samo.enabled=false")
 
 
+LOADED = """
+import sys
+from axsparse.train import main
+
+try:
+    main()
+finally:
+    loaded = [name for name in ("torch._dynamo", "sympy") if name in sys.modules]
+    print(sorted(loaded), file=sys.stderr)
+"""
+"""The command, and what it has loaded when it ends."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a run of three steps leaves."""
 
     screen: str
+    errors: str
     folder: Path
     """Its run directory."""
 
@@ -57,10 +72,10 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
     def run(ranks: int, *options: str) -> Trained:
         folder = tmp_path_factory.mktemp("train")
-        command = ["-m", "axsparse.train", *SMALL, "--steps", "3", *options]
+        command = ["-c", LOADED, *SMALL, "--steps", "3", *options]
         done = run_mpirun(ranks, [*command, "--run-dir", str(folder / "run")], cwd=folder)
         assert done.returncode == 0, done.stderr
-        return Trained(done.stdout, folder / "run")
+        return Trained(done.stdout, done.stderr, folder / "run")
 
     return run
 
@@ -119,7 +134,11 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
 
 
 @pytest.mark.parametrize(
-    ("precision", "entry"), [((), 2), (("--set", "precision=fp32"), 4)], ids=["bf16", "fp32"]
+    ("precision", "entry"),
+    [
+        pytest.param((), 2, id="bf16"),
+        pytest.param(("--set", "precision=fp32"), 4, id="fp32", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_gradient_bytes_are_those_of_the_kept_entries_alone(
     precision: tuple[str, ...], entry: int, train: Train
@@ -137,27 +156,17 @@ def test_gradient_bytes_are_those_of_the_kept_entries_alone(
     assert kept / sum(matrices) <= 0.11
 
 
-LOADED = """
-import sys
-from axsparse.train import main
-
-try:
-    main()
-finally:
-    loaded = [name for name in ("torch._dynamo", "sympy") if name in sys.modules]
-    print(sorted(loaded), file=sys.stderr)
-"""
-
-
-def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -> None:
+def test_ranks_that_only_train_load_no_compiler_and_no_algebra(train: Train) -> None:
     """A second and 80 MB. The first rank has torch find what layers cost, which takes both."""
-    done = run_mpirun(3, ["-c", LOADED, *SMALL, *ONE_STAGE, "--steps", "1"], cwd=tmp_path)
+    run = train(3)
 
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stderr.splitlines())[-2:] == ["[]"] * 2
+    assert sorted(run.errors.splitlines())[-2:] == ["[]"] * 2
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    by_default([(1, 1), (2, 2), (3, 1), (4, 2)], [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)]),
+)
 def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
     run, alone = train(ranks), train(1)
 
@@ -191,31 +200,23 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(trai
     assert "step 2/3  pruned  sparsity 90 %  model state/rank " in run.screen
 
 
-def test_one_process_trains_without_a_launcher(tmp_path: Path) -> None:
+def test_one_process_trains_without_a_launcher_and_a_second_in_a_directory_of_its_own(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-m", "axsparse", "train", *SMALL, "--steps", "1"]
-
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_SECONDS
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "1 rank = 1 stage × 1 replica" in done.stdout
-    assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").exists()
-
-
-def test_a_second_run_gets_a_directory_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
-    for _ in range(2):
-        subprocess.run(
-            command, cwd=tmp_path, capture_output=True, check=True, timeout=LONGEST_SECONDS
+    for name in ("quickstart", "quickstart-2"):
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_SECONDS
         )
 
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        *("quickstart", "quickstart-2"),
-    ]
+        assert done.returncode == 0, done.stderr
+        assert "1 rank = 1 stage × 1 replica" in done.stdout
+        assert (tmp_path / "runs" / name / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("screen", [">&-", ">/dev/full", "2>&-", "| head -n 1"])
+@pytest.mark.parametrize(
+    "screen", by_default([">&-", "| head -n 1"], [">&-", ">/dev/full", "2>&-", "| head -n 1"])
+)
 def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "2", "--run-dir", "run"]
     # PIPESTATUS would be bash's; a file tells the code of a command before a pipe as well.

@@ -55,8 +55,8 @@ print(json.dumps({"above": resident("VmHWM") - resident("VmRSS"), "largest": 16 
     ("score", "index", "split"),
     [
         ("magnitude", "int32", "whole"),
-        ("random", "uint16", "whole"),
-        ("magnitude", "uint16", "split"),
+        pytest.param("random", "uint16", "whole", marks=pytest.mark.exhaustive),
+        pytest.param("magnitude", "uint16", "split", marks=pytest.mark.exhaustive),
         ("random", "mask", "split"),
     ],
 )

@@ -10,6 +10,8 @@ FUSED_TOLERANCE = 1e-5
 """Of an fp32 loss: operations are fused, in another order (2e-7 seen)."""
 
 
+# Half a minute of torch's compiler.
+@pytest.mark.exhaustive
 # Of torch itself, while it loads its compiler and looks at weights.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 @pytest.mark.skipif(compiler() is None, reason="torch.compile needs a C++ compiler")

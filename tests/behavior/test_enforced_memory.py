@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.exhaustive import by_default
 from support.mpirun import TESTS, Finished, run_mpirun
 
 GPT = (
@@ -33,7 +34,7 @@ def trained(model: str, part: float) -> Finished:
     return run_mpirun(2, command)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", by_default(["pruned GPT in bf16"], MODELS))
 def test_a_tenth_beyond_the_predicted_peak_is_enough(model: str) -> None:
     job = trained(model, 1.1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.exhaustive import by_default, each_once
 from support.oracle import Oracle
 from support.runs import (
     assert_bitwise,
@@ -26,11 +27,13 @@ FP16_TOLERANCE = 3e-4
 """fp16 has three more bits than bf16 (1e-5 seen)."""
 
 
-@pytest.mark.parametrize(("g_inter", "g_data"), PIPELINES + REPLICAS)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "tied"), each_once(PIPELINES + REPLICAS, [False, True]), ids=str
+)
 def test_every_layout_is_bitwise_the_oracle_that_adds_in_its_order(
-    g_inter: int, g_data: int, tied: bool
+    layout: tuple[int, int], tied: bool
 ) -> None:
+    g_inter, g_data = layout
     config = tiny_config(model={"tie_embeddings": tied})
     data = token_data()
     oracle = Oracle(tiny_gpt(config), config, data, g_data).run(8)
@@ -41,7 +44,7 @@ def test_every_layout_is_bitwise_the_oracle_that_adds_in_its_order(
         assert_bitwise(trace, oracle)
 
 
-@pytest.mark.parametrize("order", range(6))
+@pytest.mark.parametrize("order", by_default(range(3), range(6)))
 def test_no_arrival_order_changes_a_bit(order: int) -> None:
     config = tiny_config(train={"steps": 3}, pipeline={"slack": order % 3})
     data = token_data()
@@ -61,22 +64,23 @@ def test_no_preference_changes_a_bit(prefer: str) -> None:
         assert_bitwise(trace, oracle)
 
 
+PRUNING: list[dict[str, object]] = [
+    {"method": "random"},
+    {"include": "all"},
+    {"sparsity": 0.0},
+    {"sparsity": 0.99},
+    {"at_step": 3},
+    {"at_step": 3, "include": "all"},
+]
+
+
 @pytest.mark.parametrize(
-    "pruning",
-    [
-        {"method": "random"},
-        {"include": "all"},
-        {"sparsity": 0.0},
-        {"sparsity": 0.99},
-        {"at_step": 3},
-        {"at_step": 3, "include": "all"},
-    ],
-    ids=str,
+    ("layout", "pruning"), each_once([(1, 1), (2, 1), (2, 2)], PRUNING), ids=str
 )
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])
 def test_every_way_of_pruning_is_bitwise_the_oracle(
-    g_inter: int, g_data: int, pruning: dict[str, object]
+    layout: tuple[int, int], pruning: dict[str, object]
 ) -> None:
+    g_inter, g_data = layout
     config = tiny_config(train={"steps": 6}, pruning=pruning)
     data = token_data()
     oracle = Oracle(tiny_gpt(config), config, data, g_data).run(6)
@@ -112,9 +116,8 @@ def test_a_step_with_an_overflow_is_skipped_by_all_ranks_alike(g_inter: int, g_d
             assert torch.equal(weight, oracle.weights[name])
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1)])
-def test_recomputed_activations_change_no_bit(every: int, g_inter: int, g_data: int) -> None:
+@pytest.mark.parametrize(("every", "g_inter"), each_once([1, 2], [1, 2]))
+def test_recomputed_activations_change_no_bit(every: int, g_inter: int) -> None:
     settings = {"train": {"steps": 3}, "model": {"dropout": 0.2}}
     kept, recomputed = (
         tiny_config(**settings, pipeline={"checkpoint_activations": k}) for k in (0, every)
@@ -122,7 +125,7 @@ def test_recomputed_activations_change_no_bit(every: int, g_inter: int, g_data: 
     data = token_data()
     [(_, reference)] = train_in_process(1, 1, tiny_gpt(kept), kept, data)
 
-    for _, trace in train_in_process(g_inter, g_data, tiny_gpt(kept), recomputed, data):
+    for _, trace in train_in_process(g_inter, 1, tiny_gpt(kept), recomputed, data):
         assert_bitwise(trace, reference)
 
 
@@ -162,9 +165,13 @@ def test_replicas_agree_with_one_replica_to_the_rounding_of_their_sums(g_data: i
     assert many.norms == pytest.approx(one.norms, rel=REPLICAS_TOLERANCE)
 
 
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
-def test_bf16_follows_the_fp32_oracle(g_inter: int, g_data: int, gradient: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "gradient"),
+    each_once([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)], ["half", "fp32"]),
+    ids=str,
+)
+def test_bf16_follows_the_fp32_oracle(layout: tuple[int, int], gradient: str) -> None:
+    g_inter, g_data = layout
     config = tiny_config(precision="bf16", samo={"gradient": gradient})
     data = token_data()
     oracle = Oracle(tiny_gpt(config), config, data, 1).run(8)
@@ -174,11 +181,13 @@ def test_bf16_follows_the_fp32_oracle(g_inter: int, g_data: int, gradient: str) 
         assert trace.losses != oracle.losses
 
 
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
+@pytest.mark.parametrize(
+    ("layout", "gradient"), each_once([(1, 1), (2, 1), (2, 2)], ["half", "fp32"]), ids=str
+)
 def test_fp16_follows_the_fp32_oracle_under_any_loss_scale(
-    g_inter: int, g_data: int, gradient: str
+    layout: tuple[int, int], gradient: str
 ) -> None:
+    g_inter, g_data = layout
     samo = {"gradient": gradient}
     config = tiny_config(precision="fp16", samo=samo, loss_scale={"growth_interval": 2})
     data = token_data()

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from support.exhaustive import each_once
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("pruning", [{}, {"include": "all"}, {"at_step": 2}], ids=str)
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "pruning", "precision"),
+    each_once([(1, 1), (2, 2)], [{}, {"include": "all"}, {"at_step": 2}], ["fp32", "bf16"]),
+    ids=str,
+)
 def test_training_with_every_encoding_is_bitwise_training_with_int32(
-    g_inter: int, g_data: int, pruning: Mapping[str, object], precision: str
+    layout: tuple[int, int], pruning: Mapping[str, object], precision: str
 ) -> None:
     data = token_data()
     ranks = {}
@@ -20,7 +23,7 @@ def test_training_with_every_encoding_is_bitwise_training_with_int32(
         config = tiny_config(
             precision=precision, samo={"index": kind}, pruning=pruning, train={"steps": 4}
         )
-        ranks[kind] = train_in_process(g_inter, g_data, tiny_gpt(config), config, data)
+        ranks[kind] = train_in_process(*layout, tiny_gpt(config), config, data)
 
     used = {kind: sum(t.state_bytes().index for t, _ in runs) for kind, runs in ranks.items()}
     assert used["mask"] < used["uint16"] < used["int32"]

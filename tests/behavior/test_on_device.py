@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import pretend_gpu
 from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.exhaustive import each_once
 from support.images import image_config, image_data, small_wide_resnet
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
 from support.oracle import Oracle, sgd
@@ -228,8 +229,7 @@ def test_the_host_asks_its_device_once_a_step(
     assert steps[1:] == [["aten::_to_copy"]] * 2
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
+@pytest.mark.parametrize(("split", "gradient"), each_once([False, True], ["half", "fp32"]))
 def test_bf16_is_bitwise_what_the_cpu_computes(
     split: bool, gradient: str, on_device: Placing
 ) -> None:
@@ -311,12 +311,15 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
     "pruning",
     [
         {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
-        {"method": "set", "interval": 2},
+        pytest.param({"method": "set", "interval": 2}, marks=pytest.mark.exhaustive),
         {"method": "rigl", "interval": 2},
-        {"method": "snip"},
+        pytest.param({"method": "snip"}, marks=pytest.mark.exhaustive),
         {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
         {"method": "magnitude", "at_step": 3, "rewind_step": 2},
-        {"method": "magnitude", "distribution": "global", "include": "all"},
+        pytest.param(
+            {"method": "magnitude", "distribution": "global", "include": "all"},
+            marks=pytest.mark.exhaustive,
+        ),
         {"sparsity": 0.0},
     ],
     ids=lambda pruning: str(pruning.get("method", "dense")),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.dense_lamb import lamb
+from support.exhaustive import each_once
 from support.oracle import Oracle, Trace, sgd
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 
@@ -15,6 +16,7 @@ from axsparse.config.schema import Config
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 STEPS = 6
 SGD: list[dict[str, Any]] = [{"momentum": 0.0}, {"momentum": 0.9}, {"nesterov": True}]
+PRUNING: list[dict[str, Any]] = [{}, {"at_step": 3}]
 LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
 LAMB_TOLERANCE = 1e-4
 """fp32 steps against fp64 ones: 1e-7 each, which early steps, where the update is about the
@@ -35,12 +37,13 @@ def run(g_inter: int, g_data: int, config: Config) -> list[Trace]:
     return [trace for _, trace in ranks]
 
 
-@pytest.mark.parametrize("pruning", [{}, {"at_step": 3}], ids=str)
-@pytest.mark.parametrize("settings", SGD, ids=str)
-@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "settings", "pruning"), each_once(LAYOUTS, SGD, PRUNING), ids=str
+)
 def test_sgd_is_bitwise_torchs_in_every_layout(
-    g_inter: int, g_data: int, settings: dict[str, Any], pruning: dict[str, Any]
+    layout: tuple[int, int], settings: dict[str, Any], pruning: dict[str, Any]
 ) -> None:
+    g_inter, g_data = layout
     optimizer = {"name": "sgd", "learning_rate": 0.5, **settings}
     config = config_of(optimizer, pruning=pruning)
     oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=sgd).run(STEPS)
@@ -50,11 +53,11 @@ def test_sgd_is_bitwise_torchs_in_every_layout(
         assert_bitwise(trace, oracle)
 
 
-@pytest.mark.parametrize("pruning", [{}, {"at_step": 3}], ids=str)
-@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "pruning"), each_once(LAYOUTS, PRUNING), ids=str)
 def test_lamb_follows_the_paper_in_every_layout(
-    g_inter: int, g_data: int, pruning: dict[str, Any]
+    layout: tuple[int, int], pruning: dict[str, Any]
 ) -> None:
+    g_inter, g_data = layout
     config = config_of(LAMB, pruning=pruning)
     oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=lamb).run(STEPS)
     assert oracle.losses[-1] < oracle.losses[0]

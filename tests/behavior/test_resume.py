@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exhaustive import by_default, each_once
 from support.resuming import Layout, Ran, note_state, ran, same, same_state, settings
 from support.runs import random_init, summed_loss, tiny_config, token_data, vector_data
 from torch import Tensor, nn
@@ -46,8 +47,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Ran]:
     return {layout: ran(layout, config_of(), folder / f"{layout}") for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    by_default(
+        list(zip(LAYOUTS, reversed(LAYOUTS), strict=True)), itertools.product(LAYOUTS, LAYOUTS)
+    ),
+)
 def test_every_layout_goes_on_from_a_checkpoint_of_every_other(
     before: Layout,
     after: Layout,
@@ -126,13 +131,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", PRECISIONS)
+@pytest.mark.parametrize(
+    "what",
+    by_default(["fp16", "bf16, split masters", "bf16, lamb", "dense", "dropout"], PRECISIONS),
+)
 def test_every_kind_of_state_goes_on_as_if_nothing_had_been(what: str, tmp_path: Path) -> None:
     resumes(tmp_path, config_of(**PRECISIONS[what]))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("shards", ["before", "after", "both"])
+@pytest.mark.parametrize(
+    ("shards", "precision"), each_once(["before", "after", "both"], ["bf16", "fp32"])
+)
 def test_shards_of_optimizer_state_are_whole_in_the_files(
     shards: str, precision: str, tmp_path: Path
 ) -> None:
@@ -177,7 +186,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+USUAL = ["once, later", "snip", "gradual", "iterative to step 1", "early-bird to step 1", "set"]
+
+
+@pytest.mark.parametrize("method", by_default([*USUAL, "rigl, armed"], METHODS))
 def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
     reference = resumes(tmp_path, over_time(method), stop=4)
 
@@ -192,14 +204,19 @@ def over_time(method: str) -> Config:
     return config_of(pruning=METHODS[method], schedule={"warmup_steps": 1}, train={"steps": 10})
 
 
-@pytest.mark.parametrize("method", ["gradual", "iterative to step 1", "rigl", "early-bird"])
+@pytest.mark.parametrize(
+    "method",
+    by_default(["rigl", "early-bird"], ["gradual", "iterative to step 1", "rigl", "early-bird"]),
+)
 def test_pruning_methods_go_on_with_shards(method: str, tmp_path: Path) -> None:
     config = settings(over_time(method), samo={"shard_optimizer": True})
 
     resumes(tmp_path, config, before=(1, 2), after=(2, 2), stop=5)
 
 
-@pytest.mark.parametrize("method", ["early-bird", "rigl", "iterative to step 1"])
+@pytest.mark.parametrize(
+    "method", by_default(["iterative to step 1"], ["early-bird", "rigl", "iterative to step 1"])
+)
 def test_it_does_not_matter_when_a_run_stops(method: str, tmp_path: Path) -> None:
     """At every step of one run after the other, each of them under another layout."""
     config = over_time(method)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.exhaustive import by_default, each_once
 from support.pruned import matrices
 from support.runs import (
     assert_bitwise,
@@ -27,19 +28,20 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import StateBytes
 
 
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("at_step", [0, 3])
+@pytest.mark.parametrize(
+    ("layout", "at_step"), each_once([(1, 1), (2, 1), (2, 2)], [0, 3]), ids=str
+)
 def test_a_split_master_trains_bitwise_as_an_fp32_master(
-    g_inter: int, g_data: int, at_step: int
+    layout: tuple[int, int], at_step: int
 ) -> None:
     usual, split = (
         tiny_config(precision="bf16", samo={"split_master": on}, pruning={"at_step": at_step})
         for on in (False, True)
     )
     data = token_data()
-    reference = train_in_process(g_inter, g_data, tiny_gpt(usual), usual, data)
+    reference = train_in_process(*layout, tiny_gpt(usual), usual, data)
 
-    ranks = train_in_process(g_inter, g_data, tiny_gpt(split), split, data)
+    ranks = train_in_process(*layout, tiny_gpt(split), split, data)
 
     for (ours, trace), (theirs, expected) in zip(ranks, reference, strict=True):
         assert_bitwise(trace, expected)
@@ -51,8 +53,8 @@ def test_a_split_master_trains_bitwise_as_an_fp32_master(
         assert 2 * ours.state_bytes().master == theirs.state_bytes().master
 
 
-def test_many_steps_of_a_small_model_keep_weights_and_masters_bitwise() -> None:
-    steps = 500
+@pytest.mark.parametrize("steps", by_default([50], [50, 500]))
+def test_many_steps_of_a_small_model_keep_weights_and_masters_bitwise(steps: int) -> None:
     usual, split = (
         tiny_config(
             model={"num_layers": 1, "hidden_size": 16, "sequence_length": 4},

@@ -79,6 +79,7 @@ def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
     assert profile.trainer.steps_done == 2
 
 
+@pytest.mark.exhaustive
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     out = ["--out", "nowhere/mine.yaml", "--steps", "1"]
     done = run_mpirun(1, ["-m", "axsparse", "calibrate", *SMALL, *out], cwd=tmp_path)

@@ -71,6 +71,7 @@ def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path) -> Non
     assert records[-1]["eval_loss"] < records[0]["loss"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
     assert prepare(tmp_path, "--validation-fraction", "0.2").returncode == 0
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.exhaustive import by_default
 from support.unread import unread
 
 from axsparse.cli.plan import main
@@ -157,7 +158,10 @@ def test_one_of_many_ranks_speaks(
     assert told(capsys, "--gpus", "2") == (0, "", "")
 
 
-@pytest.mark.parametrize("asked", [["--gpus", "2"], ["--gpus", "2", "--json"], ["--gpus", "1,2"]])
+ASKED = [["--gpus", "2"], ["--gpus", "2", "--json"], ["--gpus", "1,2"]]
+
+
+@pytest.mark.parametrize("asked", by_default(ASKED[:1], ASKED))
 def test_a_reader_that_goes_away_is_no_mistake(asked: list[str], tmp_path: Path) -> None:
     page = ("--html", "plan.html")
 

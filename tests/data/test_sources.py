@@ -163,6 +163,7 @@ def test_a_worker_that_dies_ends_the_job(root: Path, tmp_path: Path) -> None:
     assert signal.Signals.SIGKILL.name in line
 
 
+@pytest.mark.exhaustive
 def test_the_bundled_digits_configuration_trains_prunes_and_evaluates(tmp_path: Path) -> None:
     settings = [
         *("train.steps=6", "pruning.at_step=3", "schedule.warmup_steps=1", "train.eval_every=3"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exhaustive import each_once
 from support.oracle import Trace
 from support.pruned import kept
 from support.runs import (
@@ -85,34 +86,30 @@ def test_shares_of_these_layers_split_a_tensor() -> None:
     assert 0 < first.stop == second.start < weight.kept
 
 
-@pytest.mark.parametrize(("g_inter", "g_data"), LAYOUTS)
-@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize(("layout", "at_step"), each_once(LAYOUTS, [0, 2]), ids=str)
 def test_losses_weights_and_state_are_bitwise_those_of_whole_state(
-    g_inter: int, g_data: int, at_step: int
+    layout: tuple[int, int], at_step: int
 ) -> None:
     pruning = {"sparsity": 0.4, "at_step": at_step}
     whole, sharded = (
-        wide_run(g_inter, g_data, wide_config(shard=shard, pruning=pruning))
-        for shard in (False, True)
+        wide_run(*layout, wide_config(shard=shard, pruning=pruning)) for shard in (False, True)
     )
 
     assert_same_training(sharded, whole)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"precision": "bf16"},
-        {"precision": "bf16", "samo": {"split_master": True, "gradient": "fp32"}},
-        {"precision": "bf16", "samo": {"index": "mask", "gradient": "half"}},
-        {"precision": "fp16", "loss_scale": {"initial": 1024.0}},
-        {"optimizer": {"name": "lamb", "learning_rate": 1e-3}},
-        {"optimizer": {"name": "sgd", "nesterov": True}},
-        {"samo": {"enabled": False}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("at_step", [0, 2])
+SECTIONS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "bf16", "samo": {"split_master": True, "gradient": "fp32"}},
+    {"precision": "bf16", "samo": {"index": "mask", "gradient": "half"}},
+    {"precision": "fp16", "loss_scale": {"initial": 1024.0}},
+    {"optimizer": {"name": "lamb", "learning_rate": 1e-3}},
+    {"optimizer": {"name": "sgd", "nesterov": True}},
+    {"samo": {"enabled": False}},
+]
+
+
+@pytest.mark.parametrize(("sections", "at_step"), each_once(SECTIONS, [0, 2]), ids=str)
 def test_every_precision_and_optimizer_shards_bitwise(
     sections: dict[str, Any], at_step: int
 ) -> None:
@@ -125,10 +122,11 @@ def test_every_precision_and_optimizer_shards_bitwise(
     assert_same_training(sharded, whole)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("layout", "tied"), each_once([(1, 2), (2, 2), (1, 4)], [False, True]), ids=str
+)
 def test_layers_with_fewer_blocks_than_replicas_and_ties_shard_bitwise(
-    g_inter: int, g_data: int, tied: bool
+    layout: tuple[int, int], tied: bool
 ) -> None:
     pruning = {"include": "all", "at_step": 2}
     runs = []
@@ -136,7 +134,7 @@ def test_layers_with_fewer_blocks_than_replicas_and_ties_shard_bitwise(
         config = tiny_config(
             model={"tie_embeddings": tied}, pruning=pruning, samo={"shard_optimizer": shard}
         )
-        runs.append(train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data()))
+        runs.append(train_in_process(*layout, tiny_gpt(config), config, token_data()))
 
     assert_same_training(runs[1], runs[0])
 
@@ -162,8 +160,7 @@ def test_all_replicas_end_with_the_same_weights() -> None:
             assert torch.equal(weight, ranks[0][1].weights[name])
 
 
-@pytest.mark.parametrize("g_data", [2, 3])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
+@pytest.mark.parametrize(("g_data", "gradient"), each_once([2, 3], ["half", "fp32"]))
 def test_as_many_bytes_travel_as_in_an_all_reduce(g_data: int, gradient: str) -> None:
     sent = []
     for shard in (False, True):
@@ -194,8 +191,9 @@ def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None
     ).total
 
 
-@pytest.mark.parametrize("at_step", [0, 2])
-@pytest.mark.parametrize("samo", [{}, {"split_master": True}], ids=str)
+@pytest.mark.parametrize(
+    ("at_step", "samo"), each_once([0, 2], [{}, {"split_master": True}]), ids=str
+)
 def test_every_rank_holds_what_the_formula_says(at_step: int, samo: dict[str, Any]) -> None:
     pruning = {"sparsity": 0.4, "at_step": at_step}
     config = wide_config(shard=True, precision="bf16", samo=samo, pruning=pruning)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FILES = [*sorted((TESTS / "faults").glob("test_*.py")), TESTS / "test_failures.py"]
+FILES = [*sorted((TESTS / "faults").glob("test_*.py")), TESTS / "behavior" / "test_failures.py"]
 """Where `make test-faults` looks."""
 LIST = TESTS.parent / "docs" / "howto" / "faults.md"
 

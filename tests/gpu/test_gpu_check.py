@@ -223,6 +223,7 @@ def test_tests_are_rows_with_their_failures_and_reasons(check: ModuleType, tmp_p
     ]
 
 
+@pytest.mark.exhaustive
 def test_tests_are_started_and_those_without_a_gpu_are_skipped(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

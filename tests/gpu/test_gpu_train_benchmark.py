@@ -67,6 +67,7 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
     assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
 
 
+@pytest.mark.exhaustive
 def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_path: Path) -> None:
     rows, detail = benchmark.compare(tiny(benchmark), place(benchmark, tmp_path), rounds=3)
 
@@ -77,6 +78,7 @@ def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_pat
     assert rows[-1].outcome == ("pass" if sorted(detail["ratios"])[1] <= aim else "fail")
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_has_to_say_so(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ STEPS = 3
 SETTINGS = {"train": {"steps": STEPS}}
 
 
+@pytest.mark.exhaustive
 def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

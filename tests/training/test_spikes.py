@@ -296,10 +296,10 @@ def test_a_run_that_goes_back_is_one_that_never_saw_the_data(
 @pytest.mark.parametrize(
     ("rule", "layout", "stops"),
     [
-        ("skip", (1, 1), [SPIKE, SPIKE + 1]),
+        pytest.param("skip", (1, 1), [SPIKE, SPIKE + 1], marks=pytest.mark.exhaustive),
         ("skip", (2, 2), [SPIKE]),
         ("back", (1, 1), [2, 4, 5, SPIKE, SPIKE + 1, 9]),
-        ("back", (2, 1), [5]),
+        pytest.param("back", (2, 1), [5], marks=pytest.mark.exhaustive),
         ("back", (2, 2), [SPIKE]),
     ],
     ids=str,

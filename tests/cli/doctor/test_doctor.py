@@ -38,11 +38,11 @@ def test_one_process_looks_at_its_machine(tmp_path: Path) -> None:
 
 
 def test_under_mpirun_one_rank_speaks_for_all(tmp_path: Path) -> None:
-    job = run_mpirun(4, ["-m", "axsparse", "doctor", "--json", "--run-dir", str(tmp_path)])
+    job = run_mpirun(2, ["-m", "axsparse", "doctor", "--json", "--run-dir", str(tmp_path)])
 
     told = json.loads(job.stdout)
-    assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2, 3], str(job)
-    assert {rank["size"] for rank in told["ranks"]} == {4}
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1], str(job)
+    assert {rank["size"] for rank in told["ranks"]} == {2}
     assert {rank["thread_level"] for rank in told["ranks"]} == {"multiple"}
     names = {finding["name"]: finding["mark"] for finding in told["findings"]}
     assert names["placement"] == names["MPI"] == names["disk"] == "ok"
