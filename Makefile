@@ -1,6 +1,6 @@
 # make train   set up and train the quickstart model on 4 ranks
-# make test    set up and run the tests, but for the faults and the rest of large matrices
-# make test-all    all of them
+# make test    set up and run the tests, without the faults and the exhaustive cases
+# make test-all     set up and run all tests
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)

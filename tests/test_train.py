@@ -228,6 +228,7 @@ def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.exhaustive
 def test_runs_started_at_once_write_into_directories_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
     runs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
