@@ -60,11 +60,12 @@ def assert_refused(job: Finished, code: int, line: str) -> None:
             "1, 3 and layout.g_data to auto",
             marks=pytest.mark.fault(12),
         ),
-        (
+        pytest.param(
             3,
             "layout.g_inter=2",
             "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one "
             "of 1, 3",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             2,
