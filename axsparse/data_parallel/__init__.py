@@ -1,1 +1,1 @@
-"""Data parallelism: how the replicas of a stage agree on gradients, weights and verdicts."""
+"""Sums gradients and gathers weights over replicas; all ranks agree on a step's outcome."""

@@ -27,7 +27,10 @@ def versions() -> dict[str, str]:
 
 
 def git_hash() -> str | None:
-    """The commit of the checkout that axsparse runs from; None if it is installed, or git fails."""
+    """The commit of the checkout that axsparse runs from, with "-dirty" if files differ from it.
+
+    None if the package is installed, or git fails.
+    """
     if not (CHECKOUT / ".git").exists():
         return None
     try:

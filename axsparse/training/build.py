@@ -1,4 +1,4 @@
-"""From a configuration, a model and data to a trainer: at its beginning, or where a run stood."""
+"""Builds a trainer from a configuration, a model and data, new or resumed from a checkpoint."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def build(
 def _check_settings(
     job: Job, model: Model, open_datasets: object, config: Config | LoadedConfig, grid: object
 ) -> LoadedConfig:
-    """The configuration, once it and the other arguments are what they should be."""
+    """Check the arguments of `build`; returns the configuration and where each value is from."""
     together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
     loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
@@ -146,7 +146,7 @@ def _refuse_other_types(model: object, open_datasets: object, config: object, gr
 
 
 def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
-    """ConfigError for what needs a place to save, where there is none."""
+    """ConfigError for settings that need a run directory, since a quiet run has none."""
     if resume is not None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
@@ -164,7 +164,7 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
 
 
 def _settings_from(point: ResumePoint, loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration, with the layout for pruned networks once the masks are final."""
+    """The configuration; once the masks are final, with the layout of `layout.g_inter_pruned`."""
     if loaded.config.layout.g_inter_pruned is None or point.checkpoint is None:
         return loaded
     return pruned_layout(loaded) if point.checkpoint.manifest.standing.is_done else loaded
@@ -174,7 +174,7 @@ def _settings_from(point: ResumePoint, loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _place(job: Job, loaded: LoadedConfig) -> Placement:
-    """Where this rank computes, with a transport that belongs to the coming trainer alone."""
+    """This rank's device, and a new transport that only the coming trainer uses."""
     placement = job.placement
     if not isinstance(placement, Placement):
         job.placement = placement = place(job.transport, loaded)
@@ -189,7 +189,7 @@ def _place(job: Job, loaded: LoadedConfig) -> Placement:
 def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     """The survey on every rank.
 
-    Only rank 0 runs the layers to find what they cost, since that takes a process a second.
+    Only rank 0 runs the layers to find what they cost, which costs about one second per process.
     """
     runs = transport.rank == 0
     seen = model if runs else replace(model, example=None)
@@ -230,7 +230,7 @@ def _facts(run: RunSpec, data: Data) -> RunFacts:
 def _open_run_directory(
     job: Job, run: RunSpec, loaded: LoadedConfig, facts: RunFacts, point: ResumePoint
 ) -> RunDir:
-    """The run directory, with all that is known at the start in it; signals save from here on.
+    """Open the run directory and write what is known at the start; from now on signals save.
 
     A checkpoint that does not fit is refused before anything in the directory changes.
     """
@@ -264,7 +264,7 @@ def _open_run_directory(
 def _build_state(
     run: RunSpec, placement: Placement, checkpoint: Checkpoint | None, run_dir: Path | None
 ) -> StageState:
-    """The layers of this rank's stage, pruned where the run starts pruned.
+    """The layers of this rank's stage, compressed if the run has masks from the start.
 
     TrainingError on all ranks where a GPU has no room for them.
     """
@@ -292,6 +292,7 @@ def _build_state(
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
+    """How the state of every layer is stored, before there are masks."""
     backend = placement.backend
     if run.config.samo.offload:
         assert placement.gpu is not None, "the settings were checked"
@@ -315,8 +316,7 @@ def _first_masks(
 ) -> Masks | None:
     """The masks that state is built with; None where it starts dense.
 
-    This is not done `together`: ranks agree on a common threshold on the way, so that a rank
-    which fails has to end all others.
+    `together` cannot be used here, because ranks communicate inside; one that fails ends the job.
     """
     if not run.starts_pruned or run.ticket is not None:
         return run.ticket
@@ -352,7 +352,7 @@ def _make_trainer(
     point: ResumePoint,
     facts: RunFacts,
 ) -> Trainer:
-    """The trainer, with what saves and what watches it where there is a run directory."""
+    """The trainer; with a run directory it also gets a saver and a watchdog."""
     if directory is None:
         return Trainer(run.config, parts)
     watchdog = open_watchdog(

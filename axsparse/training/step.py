@@ -28,7 +28,7 @@ from axsparse.training.replica_check import refuse_unequal_masks, refuse_unequal
 from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
-"""Parameters without a gradient that a warning names; a mixture of experts has hundreds."""
+"""The warning about parameters without a gradient names at most this many."""
 
 
 class Step:
@@ -53,10 +53,10 @@ class Step:
         self._agreement = self._make_agreement()
 
     def train_step(self, notice: Notice = NOTHING) -> Verdict:
-        """Train on the next batch; loss and norm of the result are those before the update.
+        """Train on the next batch; the loss and norm returned were measured before the update.
 
         If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
-        `notice` reaches all ranks with the agreement. TrainingError on all ranks once too many
+        All ranks receive `notice` with the agreement. TrainingError on all ranks once too many
         steps in a row could not update.
         """
         batch = self._next_batch()
@@ -85,13 +85,13 @@ class Step:
             return self._prefetcher.get(self.position.batch)
 
     def _zero_grad(self) -> None:
-        """The first gradient of each parameter replaces what is left of the last step's."""
+        """Open a step; the first gradient of each parameter then overwrites that of the last."""
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
-        """Run all microbatches through this stage; their losses on the last stage.
+        """Run all microbatches; returns their losses on the last stage, nothing elsewhere.
 
         Hooks compress every gradient as it appears (`samo/gradient_hooks.py`).
         """
@@ -115,7 +115,7 @@ class Step:
         with parts.phases("optimizer"):
             squares = norm_partials([layer.state for layer in parts.layers], self._counted)
             extremes = parts.sync.own_extremes
-            # This is the one time in a step that the host waits for a GPU.
+            # Losses, extremes and squares reach the host in one copy.
             found = to_host([*losses, *extremes, *squares.values()])
         loss = sum(map(float, found[: len(losses)]))
         sums = found[len(found) - len(squares) :]
@@ -151,9 +151,9 @@ class Step:
     # -- between steps --------------------------------------------------------------------
 
     def score_gradients(self) -> None:
-        """Leave the gradients of the coming step's batch in the state; nothing is updated.
+        """Compute the gradients of the coming step's batch and leave them in the state.
 
-        A loss scale under which they are not finite is lowered until they are.
+        Nothing is updated. The loss scale is lowered until the gradients are finite.
         """
         batch = self._read_ahead = self._next_batch()
         while True:
@@ -167,14 +167,18 @@ class Step:
             self.skips.rescale(verdict)
 
     def follow_masks(self, change: Change) -> None:
-        """Go on with other masks; all ranks call this together after every change of masks."""
+        """Adapt counters and the agreement; all ranks call this together after masks changed."""
         self.position.follow_masks(rewound=change.rewound, changed=change.changed)
         if change.changed:
             self._agreement = self._make_agreement()
             self.skips.spikes.forget()
 
     def progress(self, *, evaluated: bool, masked: bool) -> Progress:
-        """Where training stands, for a checkpoint; the arguments are those of `Progress`."""
+        """Where training stands, for a checkpoint between two steps.
+
+        `evaluated` says that the evaluation after the last step is done, `masked` that the masks
+        have been changed for the coming step.
+        """
         position, skips, scale = self.position, self.skips, self._parts.loss_scale
         return Progress(
             step=position.steps_done,
@@ -218,8 +222,10 @@ class Step:
     # -- details --------------------------------------------------------------------------
 
     def _count_targets(self, batch: Batch) -> float:
-        """The number of targets of the whole step on the last stage, by which losses are divided;
-        1 on other stages, which divide nothing."""
+        """The step's global number of targets, by which the last stage divides its losses.
+
+        Other stages divide nothing and get 1.
+        """
         parts = self._parts
         if not parts.place.is_last:
             return 1.0

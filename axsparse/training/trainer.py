@@ -33,7 +33,7 @@ from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
 
 TICKET_FILE = "ticket.safetensors"
-"""The file in the run directory with the masks that the run's method has found."""
+"""The file in the run directory with the masks that the pruning method has found, as a ticket."""
 
 
 class Trainer:
@@ -52,8 +52,8 @@ class Trainer:
         """`config` has every `auto` resolved.
 
         Without `saver` nothing is saved, without `stop` no signal ends training, and without
-        `watchdog` a hang lasts for ever. `progress` says where the run stood whose state the parts
-        have.
+        `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
+        for a new one.
         """
         self.config = config
         self.parts = parts
@@ -66,7 +66,8 @@ class Trainer:
         self._watchdog = watchdog
         self._is_stopped = False
         self.hands_over = False
-        """Whether training ended where another layout goes on (`layout.g_inter_pruned`)."""
+        """Whether training ended early so that the run continues in another layout
+        (`layout.g_inter_pruned`)."""
         self._closed = False
         if progress is not None:
             self._step.restore(progress)
@@ -124,7 +125,7 @@ class Trainer:
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,
             ):
-                while self._is_next():
+                while self._between_steps():
                     self._recorded_step(on_step)
             parts.recorder.flush()
             if self._saver is not None:
@@ -134,20 +135,20 @@ class Trainer:
                 self._refuse_bad_end()
                 self._sum_up()
         except AxsparseError as failure:
-            # All ranks are here, so that what they were saving can still become whole.
+            # Every rank raises this error, so the checkpoint under way can still be finished.
             if failure.on_all_ranks and self._saver is not None:
                 self._saver.finish()
             raise
         finally:
             self.close()
 
-    def _is_next(self) -> bool:
+    def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
         if self.rewind_order is not None:
             return False
         is_over = self.steps_done >= self.config.train.steps
         stops = self._is_stopped and not is_over
-        # Even if a signal waits, since what is saved may already have other masks.
+        # Evaluate even if a signal asked to stop, since what is saved may have new masks.
         if self._evaluation_is_due() and (not stops or self.parts.masking is not None):
             self._recorded_evaluation()
         if not is_over and self._masked_at != self.steps_done:

@@ -26,31 +26,34 @@ class Masking(Protocol):
 
             def __init__(self, live: LiveMasks) -> None:
                 self._live = live
+                self._is_done = False
 
             def before_step(self, now: Moment) -> Change | None:
                 if now.step != 100:
                     return None
                 masks = self._live.masks(Criterion("magnitude"), lambda final: final)
                 self._live.prune(masks)
+                self._is_done = True
                 return Change("pruned", self._live.figures(), is_ticket=True)
 
             def state(self) -> MaskingState:
-                return MaskingState(MethodState())
+                return MaskingState(MethodState(is_done=self._is_done))
 
             def restore(self, standing: MethodState, read: Read) -> None:
-                pass
+                self._is_done = standing.is_done
 
     To add a method:
 
     1. Write the class in a file of its own in `pruning/methods/`; `one_shot.py` is a short one.
        What it must know after a resume goes into `MethodState` (numbers that all ranks share) and
-       into the tensors of `MaskingState`.
+       into the tensors of `MaskingState`. `is_done` is True from the moment that a `Change` has
+       `is_ticket`: `layout.g_inter_pruned` depends on it.
     2. Add its name to `PruningConfig.method` in `config/schema.py` and say there what it does;
        rules between its settings stand in `config/validate.py` (`check_rounds`, `ONCE`).
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
-       mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and only
-       methods that move masks later are constructed.
-    4. Teach it to the dense oracle in `tests/support/methods.py` and add it to the `METHODS` of
+       mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
+       `choose_masking` returns None unless the method moves masks later.
+    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py` and add it to the `METHODS` of
        `tests/pruning/methods/test_methods.py` (bitwise the oracle in every layout) and of
        `tests/behavior/test_resume.py` (bitwise the same after a stop at any step).
     5. Add it to the table in `docs/howto/prune.md`.

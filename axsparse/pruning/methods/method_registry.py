@@ -20,6 +20,10 @@ from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.ties import StageTie
 
 
+ONE_SHOT = ("magnitude", "random", "custom", "snip")
+"""Methods that draw one mask in the middle of a run, by weights or by gradients."""
+
+
 def choose_masking(
     config: Config,
     criterion: Criterion,
@@ -76,5 +80,6 @@ def choose_masking(
             geometric=pruning.method == "iterative",
             rewinder=rewinder,
         )
+    assert pruning.method in ONE_SHOT, f"no class for the method {pruning.method}"
     by_weights = None if pruning.method == "snip" else criterion
     return OneShot(live, by_weights, pruning.at_step, rewinder)

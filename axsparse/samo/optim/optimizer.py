@@ -8,13 +8,20 @@ Adding an optimizer:
   1. Write `samo/optim/<name>.py` with the functions and one `Optimizer` (`adamw.py` is elementwise,
      `lamb.py` needs sums over whole tensors). The recurrence stands in its module docstring.
   2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
-     it needs. Its functions get those of `Hyper`; others it gets when it is made, as `sgd(...)`.
-  3. Register it in `samo/optim/optimizer_registry.py`.
+     it needs. Settings that `Hyper` has reach the functions at every call; others are passed when
+     the `Optimizer` is made, as `sgd(momentum, nesterov=…)` does.
+  3. Register it in `samo/optim/optimizer_registry.py`: in `OPTIMIZERS`, or as a branch of
+     `optimizer_of` if it is made from settings.
   4. Write `tests/samo/optim/test_<name>.py`, which holds kept entries against a dense masked run,
-     and add the name to `tests/support/oracle.py`, `tests/behavior/test_optimizers.py`,
+     write the dense rule into `tests/support/oracle.py` (LAMB's is `tests/support/dense_lamb.py`)
+     and a test of it into `tests/behavior/test_optimizers.py`, and add the name to the lists in
      `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
-  5. A kernel for GPUs is optional (`fused`). If there is one, it is added to
-     `tests/support/kernel_machine.py`, and `tests/samo/cuda/test_kernels_emulated.py` must pass.
+  5. A kernel for GPUs is optional (`fused`). Its source goes into `samo/cuda/source/step.cuh` and
+     `samo/cuda/step_kernel.py`, its reference into `tests/support/kernel_reference.py`, and
+     `tests/samo/cuda/test_kernels_emulated.py` must pass.
+
+The names of moments are names in files: mask, master, value and buffer are taken. An example, the
+sign of the gradient without weight decay:
 
     def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
         block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
