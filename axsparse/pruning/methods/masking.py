@@ -53,9 +53,9 @@ class Masking(Protocol):
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
        `choose_masking` returns None unless the method moves masks later.
-    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py` and add it to the `METHODS` of
-       `tests/pruning/methods/test_methods.py` (bitwise the oracle in every layout) and of
-       `tests/behavior/test_resume.py` (bitwise the same after a stop at any step).
+    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py` and add it to
+       the `METHODS` of `tests/pruning/methods/test_methods.py` (bitwise the oracle in every
+       layout) and of `tests/behavior/test_resume.py` (bitwise the same after a stop at any step).
     5. Add it to the table in `docs/howto/prune.md`.
     """
 

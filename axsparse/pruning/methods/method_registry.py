@@ -19,7 +19,6 @@ from axsparse.pruning.methods.rewind import Rewinder
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.ties import StageTie
 
-
 ONE_SHOT = ("magnitude", "random", "custom", "snip")
 """Methods that draw one mask in the middle of a run, by weights or by gradients."""
 
