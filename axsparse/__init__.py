@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from axsparse.training.run_training import run_training as run_training
     from axsparse.training.trainer import Trainer as Trainer
 
+# The module that defines each public name.
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
     "Config": "axsparse.config.schema",

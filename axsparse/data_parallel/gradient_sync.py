@@ -1,11 +1,16 @@
 """Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas.
 
-There is one bucket a layer. The layer's flat gradient buffer itself travels, without a copy if
-its type is the one that is sent. The way of a gradient: the backward reports a layer as `ready`;
-once the backward is over, tied weights sum their two uses; a bucket starts when its layer is
-ready, its ties are summed and all buckets before it have started; the sum comes back into the
-gradient buffer. The order of the buckets is fixed (last layer first, layers with ties at the
-end), so that all replicas start them alike. Where the optimizer state is sharded, a replica
+There is one bucket for each layer. The layer's flat gradient buffer itself travels, without a copy
+if its type is the one that is sent. The way of a gradient:
+
+1. The backward reports its layer as `ready`.
+2. Once the backward is over, tied weights sum their two uses.
+3. The bucket starts when its layer is ready, its ties are summed and all buckets before it have
+   started.
+4. The sum comes back into the gradient buffer.
+
+The order of the buckets is fixed (last layer first, layers with ties at the end), so that all
+replicas start them alike. Where the optimizer state is sharded, a replica
 receives only the sums of its own share.
 """
 
@@ -26,6 +31,8 @@ from axsparse.samo.ties import StageTie
 
 @dataclass
 class _Bucket:
+    """The gradient buffer of one layer on its way to the other replicas."""
+
     layer: LayerState
     wire: Tensor | None = None
     """The copy that travels, if the gradients have a wider type than what is sent."""

@@ -45,12 +45,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 ASSUMED_CLUSTER = "laptop"
-"""Its constants are used if no cluster is named: memory alone decides then, and no time is told."""
+"""The cluster that is used if none is named; then memory alone decides, and no time is predicted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout that `auto` takes, and why."""
+    """The layout that `auto` takes, and why it takes this number of stages."""
 
     row: Row
     room: float
@@ -80,8 +80,9 @@ def chosen_layout(
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
     `found_memory` is what the machine leaves to each rank, in bytes, if that is known. None if
-    the configuration gives g_inter, g_data or a split, or if nothing limits the memory of a rank:
-    `resolve_grid` decides then. ConfigError if nothing fits.
+    the configuration gives g_inter, g_data or a split, if nothing limits the memory of a rank, or if
+    no number of stages divides ranks and batch: `resolve_grid` decides then. Memory that was only
+    found on the machine may add stages and never takes fewer than 2. ConfigError if nothing fits.
     """
     config = loaded.config
     layout = config.layout
@@ -90,6 +91,7 @@ def chosen_layout(
     batch = config.batch
 
     def divides(stages: int) -> bool:
+        """Whether each replica gets whole microbatches."""
         share, rest = divmod(batch.global_batch_size, ranks // stages)
         return not rest and share % batch.microbatch_size == 0
 
@@ -97,8 +99,7 @@ def chosen_layout(
     if layout.memory_per_rank != "auto":
         room = layout.memory_per_rank * 1e9
     elif found_memory is not None:
-        # Others on the host may take some of the memory found, so it never makes the pipeline
-        # shorter than it is without a limit.
+        # Others on the host may take some of the memory that was found.
         room, usual = found_memory, _usual_stages(stages)
         if not divides(usual):
             return None

@@ -1,4 +1,4 @@
-"""What ranks need of each other, as protocols; this page is for whoever adds an adapter.
+"""The protocols by which ranks communicate; read this before you add a transport.
 
 A `Transport` connects one rank to the others and makes two things: a `Link` between
 neighbouring stages of a pipeline, and a `Collective` over a group of ranks. Both only start
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from axsparse.runtime.grid import Place
 
 MAX_CALL_BYTES = 1 << 30
-"""No MPI call sends or receives more: counts are 32-bit in older site libraries."""
+"""One MPI call carries at most this many bytes, since older libraries count in 32 bits."""
 
 
 class Direction(IntEnum):
@@ -41,7 +41,7 @@ class Direction(IntEnum):
 
 
 class Event(Protocol):
-    """Something under way whose end can be asked after: device work, a send, a receive.
+    """Work under way (device work, a send, a receive); `query` tells whether it is complete.
 
     The memory that it works on stays alive and is not written to until it is complete.
     """
@@ -55,7 +55,7 @@ class Event(Protocol):
 class Message:
     """One microbatch's tensors between neighbouring stages.
 
-    The microbatch number is the message's identity. `tensors` may hold None in a
+    A message is identified by its direction and its microbatch number. `tensors` may hold None in a
     backward message: a tensor that asked for a gradient and got none.
     `requires_grad` says, per tensor of a forward message, whether its gradient is
     to come back; empty means that none is.
@@ -96,7 +96,7 @@ class Link(Protocol):
         ...
 
     def arrivals(self) -> list[Message]:
-        """The messages that are complete and were not returned before; sends move on, too.
+        """The messages that are complete and were not returned before; it also makes progress on sends.
 
         What had arrived when the call began is in it. Tensors are contiguous leaves in memory of
         their own, may be read at once, and belong to the caller.
@@ -104,7 +104,7 @@ class Link(Protocol):
         ...
 
     def push(self) -> None:
-        """Move the sends on, as `arrivals` does, without taking anything in."""
+        """Make progress on sends without receiving anything."""
         ...
 
     @property
@@ -175,7 +175,7 @@ class Collective(Protocol):
 
 
 class Backoff(Protocol):
-    """How a rank waits: `reset`, then `pause` between polls, longer the longer nothing happens.
+    """How a rank waits: call `reset`, then `pause` between polls; pauses get longer with time.
 
     It is the only way to wait in this package, so that a transport may do in `pause` whatever
     has to be done while its rank waits. One object serves all waits of a rank.
@@ -226,7 +226,7 @@ class Transport(Protocol):
     """All ranks; used for small agreements only."""
 
     def link(self, place: Place) -> Link:
-        """A new link of this rank to its neighbours, apart from all others.
+        """A new link of this rank to its neighbours, independent of all other links.
 
         All ranks of the grid, which are all ranks of the job, call this together.
         """
