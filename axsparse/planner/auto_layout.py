@@ -45,7 +45,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 ASSUMED_CLUSTER = "laptop"
-"""The cluster that is used if none is named; then memory alone decides, and no time is predicted."""
+"""The cluster used if none is named; then memory alone decides, and no time is predicted."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,10 @@ def chosen_layout(
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
     `found_memory` is what the machine leaves to each rank, in bytes, if that is known. None if
-    the configuration gives g_inter, g_data or a split, if nothing limits the memory of a rank, or if
-    no number of stages divides ranks and batch: `resolve_grid` decides then. Memory that was only
-    found on the machine may add stages and never takes fewer than 2. ConfigError if nothing fits.
+    the configuration gives g_inter, g_data or a split, if nothing limits the memory of a rank, or
+    if no number of stages divides ranks and batch: `resolve_grid` decides then. Memory that was
+    only found on the machine may add stages and never takes fewer than 2. ConfigError if nothing
+    fits.
     """
     config = loaded.config
     layout = config.layout

@@ -96,7 +96,7 @@ class Link(Protocol):
         ...
 
     def arrivals(self) -> list[Message]:
-        """The messages that are complete and were not returned before; it also makes progress on sends.
+        """The messages that are complete and new; sends make progress as well.
 
         What had arrived when the call began is in it. Tensors are contiguous leaves in memory of
         their own, may be read at once, and belong to the caller.
