@@ -64,6 +64,8 @@ def pretend() -> torch.device:
     """The device; torch knows it from the first call on, for as long as the process lives."""
     if not _library:
         backend_registration._setup_privateuseone_for_python_backend(NAME)
+        # torch's recomputation asks every device for these, also in later tests of the process.
+        getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         library = torch.library.Library("_", "IMPL")
         # Operations without a tensor among their arguments, which make one.
         library.fallback(
