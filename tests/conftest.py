@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
+
+# Before torch is imported: the bits of sums depend on the number of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     *("test_train.py", "test_failures.py", "test_mpirun.py", "test_checkpoint_faults.py"),
