@@ -19,7 +19,7 @@ class Unreachable:
 
     rank = 3
 
-    def group(self, name: str, ranks: Sequence[int]) -> nccl.Backend:
+    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> nccl.Backend:
         raise RuntimeError("NCCL error: unhandled system error\nLast error:\nConnection refused")
 
 
