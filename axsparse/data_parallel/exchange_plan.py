@@ -27,7 +27,7 @@ def replica_exchanges(layers: Sequence[BuiltLayer], wire_dtype: torch.dtype) -> 
         exchanges.append(Exchange(Op.ALL_REDUCE, wire_dtype, whole))
     sharded = [state.bounds for state in states if state.is_sharded and state.bounds[-1]]
     if sharded:
-        bounds = tuple(max(sharded, key=lambda bounds: bounds[-1]))
+        bounds = tuple(max(sharded, key=max))
         exchanges.append(Exchange(Op.REDUCE_SCATTER, wire_dtype, bounds[-1], bounds))
         exchanges.append(Exchange(Op.ALL_GATHER, torch.float32, bounds[-1], bounds))
         # LAMB sums two numbers for each block.

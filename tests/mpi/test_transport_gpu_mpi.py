@@ -93,7 +93,7 @@ def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
         ]
         for name, ranks in groups:
             if transport.rank in ranks:
-                rendezvous.group(name, ranks)
+                rendezvous.group(name, ranks, 1)
         # The first rank has the store.
         here = torch.zeros(1, dtype=torch.float64)
         wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)

@@ -75,19 +75,19 @@ class Backend(Protocol):
     """What is used of a process group of torch's. Roots and peers are members' numbers in the
     group."""
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> _Work: ...
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work: ...
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> _Work: ...
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work: ...
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> _Work: ...
+    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> Work: ...
 
-    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> _Work: ...
+    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> Work: ...
 
 
 MakeBackend = Callable[[Store, int, int, int], Backend]
@@ -153,7 +153,7 @@ def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Backend:
     options._timeout = TIMEOUT
     options.is_high_priority_stream = True
     # A torch that is built for NCCL before 2.17 has none, and NCCL_MAX_CTAS bounds them there.
-    config = getattr(options, "config", None)
+    config: Any = getattr(options, "config", None)
     if hasattr(config, "max_ctas"):
         config.max_ctas = max_ctas
     return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, options))
@@ -194,8 +194,8 @@ class Operation:
 
 def _failure(what: str) -> TrainingError:
     return TrainingError(
-        f"transport: nccl: an exchange between GPUs failed on host {socket.gethostname()} ({what}); "
-        "NCCL_DEBUG=INFO says more; or choose transport: mpi"
+        f"transport: nccl: an exchange between GPUs failed on host {socket.gethostname()} "
+        f"({what}); NCCL_DEBUG=INFO says more; or choose transport: mpi"
     )
 
 

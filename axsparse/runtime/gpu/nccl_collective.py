@@ -28,7 +28,6 @@ from axsparse.runtime.communication import (
 from axsparse.runtime.gpu.device_protocol import Communicator, Device
 from axsparse.runtime.rank_order import exchanged_bytes
 
-
 SMALLER = 8
 """How much smaller each size is than the one before it that is tried when a group connects."""
 

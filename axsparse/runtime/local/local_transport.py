@@ -38,7 +38,10 @@ class LocalTransport:
         return LocalLink(self._local, place)
 
     def collective(
-        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+        self,
+        name: str,
+        ranks: Sequence[int],
+        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
     ) -> Collective:
         from axsparse.runtime.local.local_collective import LocalCollective
 

@@ -57,7 +57,10 @@ class MpiTransport:
         return link
 
     def collective(
-        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+        self,
+        name: str,
+        ranks: Sequence[int],
+        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
     ) -> Collective:
         from axsparse.runtime.mpi.mpi_collective import MpiCollective
 

@@ -142,7 +142,7 @@ def test_torch_is_told_how_many_thread_blocks_nccl_may_take(
 
         Options = SimpleNamespace if config is None else lambda: SimpleNamespace(config=config)
 
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
 
     group: Any = nccl.nccl_backend(cast("Any", None), 0, 2, 4)
 
