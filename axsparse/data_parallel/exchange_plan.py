@@ -21,17 +21,17 @@ def replica_exchanges(layers: Sequence[BuiltLayer], wire_dtype: torch.dtype) -> 
     running statistics.
     """
     exchanges = []
-    states = [layer.state for layer in layers]
-    whole = max((state.bounds[-1] for state in states if not state.is_sharded), default=0)
+    shares = [layer.state.shares for layer in layers]
+    whole = max((share.bounds[-1] for share in shares if not share.is_sharded), default=0)
     if whole:
         exchanges.append(Exchange(Op.ALL_REDUCE, wire_dtype, whole))
-    sharded = [state.bounds for state in states if state.is_sharded and state.bounds[-1]]
+    sharded = [share.bounds for share in shares if share.is_sharded and share.bounds[-1]]
     if sharded:
         bounds = tuple(max(sharded, key=max))
         exchanges.append(Exchange(Op.REDUCE_SCATTER, wire_dtype, bounds[-1], bounds))
         exchanges.append(Exchange(Op.ALL_GATHER, torch.float32, bounds[-1], bounds))
         # LAMB sums two numbers for each block.
-        blocks = sum(-(-tensor.kept // BLOCK) for state in states for tensor in state.owned)
+        blocks = sum(-(-tensor.kept // BLOCK) for share in shares for tensor in share.owned)
         exchanges.append(Exchange(Op.ALL_REDUCE, torch.float64, 2 * blocks))
     buffers = max((_saved_bytes(layer) for layer in layers), default=0)
     if buffers:

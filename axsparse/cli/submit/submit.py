@@ -39,9 +39,9 @@ from axsparse.training.run_names import automatic_run_dirs
 SCRIPT = "job.sh"
 """Name of the script in the run directory."""
 CORES_PER_GPU = 7
-"""What a rank takes for each GPU that it has: Python, the threads that fetch batches, those of NCCL
-and those of torch share them. No node with GPUs that we know of has fewer: Summit 42 for 6,
-Frontier 56 for 8, others 10 to 16 for each."""
+"""The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
+those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
+cores for 6 GPUs, and Frontier's, with 56 for 8; where they are not, --cpus-per-rank says less."""
 TRAIN = ("-m", "axsparse.train")
 """The arguments of python that start training."""
 DESCRIPTION = """\
