@@ -278,8 +278,8 @@ def _cores_for_gpus(ranks: Sequence[MachineFacts]) -> Finding:
                 "slow",
                 "cores",
                 f"{each:.3g} a rank with a GPU on host {host}",
-                "ask for more, such as by axsparse submit --cpus-per-rank 7, srun --cpus-per-task=7 "
-                "or mpirun --bind-to none",
+                "ask for more: axsparse submit --cpus-per-rank 7, srun --cpus-per-task=7, or "
+                "mpirun --bind-to none",
             )
     if least is None:
         return Finding("absent", "cores", "no GPU that would need some beside")
