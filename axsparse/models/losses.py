@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 2**21
 """Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""
+GPU_CHUNK_LOGITS = 2**25
+"""The same on a GPU, where launches count and not caches: 128 MB in fp32. Not measured."""
 CHUNK_WORDS = 1_024
 """Least number of words in a chunk; narrower matrix products are inefficient."""
 IGNORED = -100
@@ -30,13 +32,13 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """`summed_cross_entropy(hidden @ weight.T, targets)` from (…, H), (V, H) and (…).
 
-    More than CHUNK_LOGITS logits are computed by chunks of words, and again in the backward.
+    More logits than one chunk has are computed by chunks of words, and again in the backward.
     Each row of the weight's gradient is one product over all tokens, never a sum of rounded
     parts. Raises IndexError for a target that is not a word; on a GPU, a later call raises
     torch's own error.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if flat.shape[0] * weight.shape[0] <= CHUNK_LOGITS:
+    if flat.shape[0] * weight.shape[0] <= _most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
     return in_chunks(flat, weight, targets.reshape(-1))
@@ -96,9 +98,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None
 
 
+def _most_logits(device: torch.device) -> int:
+    """How many logits exist at a time."""
+    return CHUNK_LOGITS if device.type == "cpu" else GPU_CHUNK_LOGITS
+
+
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of words."""
-    words = max(CHUNK_WORDS, CHUNK_LOGITS // targets.numel())
+    words = max(CHUNK_WORDS, _most_logits(weight.device) // targets.numel())
     for start in range(0, weight.shape[0], words):
         yield start, min(start + words, weight.shape[0])
 

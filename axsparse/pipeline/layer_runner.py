@@ -23,6 +23,9 @@ from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
 
 Tensors = tuple[Tensor, ...]
+GRAPHS = 4
+"""The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
+again for a last microbatch that is smaller."""
 
 
 class LayerRunner:
@@ -54,6 +57,8 @@ class LayerRunner:
         self._is_proven = self._is_random
         """Whether the layer is known to be random, or its first call has drawn no random number."""
         self._widened = _half_parameters_of_norms(module)
+        if is_compiled:
+            _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
     def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
@@ -193,6 +198,27 @@ class LayerRunner:
                 output = output.view_as(output)
             apart.append(output)
         return tuple(apart)
+
+
+def _allow_graphs(more: int) -> None:
+    """Let torch.compile make more graphs of one function.
+
+    All layers run the same function, and torch counts its graphs. From the ninth on it would, but
+    for a warning, run what it was not asked to: layers that are not fused.
+    """
+    from torch._dynamo import config
+
+    # Torch before 2.6 has the older names.
+    names = (
+        ("recompile_limit", "cache_size_limit"),
+        (
+            "accumulated_recompile_limit",
+            "accumulated_cache_size_limit",
+        ),
+    )
+    for name, older in names:
+        known = name if hasattr(config, name) else older
+        setattr(config, known, getattr(config, known) + more)
 
 
 def _has_dropout(module: nn.Module) -> bool:

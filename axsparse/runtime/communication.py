@@ -25,6 +25,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from axsparse.runtime.grid import Place
@@ -134,6 +135,17 @@ class Op(Enum):
     BROADCAST = "broadcast"
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """An operation that a group will carry out, on a buffer as large as the largest one."""
+
+    op: Op
+    dtype: torch.dtype
+    numel: int
+    bounds: tuple[int, ...] | None = None
+    """As of `Collective.start`."""
+
+
 class Work(Protocol):
     """A collective operation under way; keeps its buffer alive until it is complete."""
 
@@ -205,6 +217,13 @@ def wait(work: Work, backoff: Backoff) -> None:
         backoff.pause()
 
 
+def wait_for(event: Event, backoff: Backoff) -> None:
+    """Ask after an event until it is complete, pausing in between."""
+    backoff.reset()
+    while not event.query():
+        backoff.pause()
+
+
 class Closable(Protocol):
     """What a transport has made and releases when it is closed."""
 
@@ -232,11 +251,14 @@ class Transport(Protocol):
         """
         ...
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+    def collective(
+        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+    ) -> Collective:
         """A new group of ranks in this order, of which this rank is one.
 
-        Its members call this together, with the same name and order, and make all groups that
-        they share in the same order.
+        Its members call this together, with the same name, order and plans, and make all groups
+        that they share in the same order. A transport may connect here what `planned` needs, so
+        that no operation has to later.
         """
         ...
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axsparse.config.schema import Config
+from axsparse.data_parallel.exchange_plan import replica_exchanges, tie_exchange
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
@@ -55,7 +56,8 @@ def assemble(
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
     column = place.grid.column(place.stage)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column)
+    planned = replica_exchanges(state.layers, run.dtype)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
     ties = _stage_ties(run, state.layers, transport)
     sync = _gradient_sync(run, states, ties, gradients, transport.backoff, phases)
     collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
@@ -180,6 +182,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks)
+            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
         found.append(StageTie(uses, pairs.get(stages)))
     return found

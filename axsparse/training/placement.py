@@ -7,7 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device_protocol import Connections, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.gpu.nccl_memory import free_beside_nccl
 from axsparse.runtime.gpu.seats import (
     Gpu,
     Seat,
@@ -113,6 +114,8 @@ def place(transport: Transport, loaded: LoadedConfig) -> Placement:
 
         rendezvous = Rendezvous(transport, nccl_backend)
         connections = NcclConnections(rendezvous, gpu, transport.backoff)
+        if _is_memory_found(loaded.config):
+            room = _room_beside_nccl(room, transport, connections, gpu)
     return Placement(
         GpuTransport(
             transport,
@@ -147,7 +150,29 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     backend = Backend(device, CupyLauncher(number))
-    return backend, CudaDevice(device), MemoryRoom(torch.cuda.mem_get_info(device)[0], uuid)
+    gpu = CudaDevice(device)
+    return backend, gpu, MemoryRoom(gpu.free_bytes(), uuid)
+
+
+def _room_beside_nccl(
+    room: MemoryRoom, transport: Transport, connections: Connections, gpu: CudaDevice
+) -> MemoryRoom:
+    """What is left once the connections are there that a rank has at most.
+
+    Each rank tries them with one neighbour; the least of all counts, so that a last rank without
+    one may be left out.
+    """
+    first = transport.rank // 2 * 2
+    if first + 1 == transport.size:
+        return room
+    free = free_beside_nccl(connections, gpu, (first, first + 1), transport.backoff, gpu.free_bytes)
+    return replace(room, nbytes=free)
+
+
+def _is_memory_found(config: Config) -> bool:
+    """Whether the memory that is found here may decide the layout."""
+    layout = config.layout
+    return layout.memory_per_rank == "auto" and "auto" in (layout.g_inter, layout.g_inter_pruned)
 
 
 def _read(text: str) -> Seat:

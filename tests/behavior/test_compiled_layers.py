@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from support.cuda_on_cpu import compiler
 from support.runs import mlp, tiny_config, train_in_process, vector_data
+from torch import nn
+
+from axsparse.pipeline.layer_runner import LayerRunner
 
 FUSED_TOLERANCE = 1e-5
 """Of an fp32 loss: operations are fused, in another order (2e-7 seen)."""
@@ -28,3 +34,39 @@ def test_fused_layers_train_as_others_do() -> None:
     calls = trainer.parts.engine._stage._layers
     # A bound method is a new object whenever it is asked for.
     assert all(call._run != call._call for call in calls)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All layers run one function, of which torch by itself fuses eight, and says so in a warning
+    only."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    widths = range(3, 3 + 14)
+    runners = [
+        LayerRunner(
+            f"layer {width}",
+            nn.Linear(width, 2),
+            is_random=False,
+            is_recomputed=False,
+            is_compiled=True,
+        )
+        for width in widths
+    ]
+
+    for width, runner in zip(widths, runners, strict=True):
+        for rows in (4, 1):
+            runner.train((torch.ones(rows, width),), ("step", 0))
+            with torch.no_grad():
+                runner.evaluate((torch.ones(rows, width),))
+
+    assert len(graphs) == 4 * 14

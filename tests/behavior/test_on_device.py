@@ -194,7 +194,8 @@ def test_the_host_asks_its_device_once_a_step(
     on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever needs a number of the device waits for all that was enqueued before."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 16)  # as for a large vocabulary
+    for name in ("CHUNK_LOGITS", "GPU_CHUNK_LOGITS"):
+        monkeypatch.setattr(losses, name, 16)  # as for a large vocabulary
     asked: list[str] = []
     run = pretend_gpu._run
 

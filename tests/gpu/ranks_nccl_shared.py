@@ -12,7 +12,7 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from support.on_gpu import GPU, MovedCollective, MovedLink
 
-from axsparse.runtime.communication import Collective, Link, Transport
+from axsparse.runtime.communication import Collective, Exchange, Link, Transport
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
@@ -32,8 +32,10 @@ class ByNccl(GpuTransport):
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        return MovedCollective(super().collective(name, ranks))
+    def collective(
+        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+    ) -> Collective:
+        return MovedCollective(super().collective(name, ranks, planned))
 
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)

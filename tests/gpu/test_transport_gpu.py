@@ -77,6 +77,7 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
+    from axsparse.runtime.communication import wait_for
     from axsparse.runtime.gpu.cuda_device import CudaDevice
     from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
     from axsparse.runtime.local.local_transport import LocalTransport
@@ -93,15 +94,17 @@ def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> 
     buffer = torch.arange(100, device="cuda").to(dtype)
     stream.wait(device.compute.record())
 
-    communicator.all_reduce(buffer)
-    communicator.reduce(buffer, 0)
-    communicator.broadcast(buffer, 0)
-    communicator.reduce_scatter(buffer, buffer)
-    communicator.all_gather(buffer, buffer)
-    done = stream.record()
+    calls = [
+        communicator.all_reduce(buffer),
+        communicator.reduce(buffer, 0),
+        communicator.broadcast(buffer, 0),
+        communicator.reduce_scatter(buffer, buffer),
+        communicator.all_gather(buffer, buffer),
+    ]
 
-    assert not done.query(), "compute is still asleep, and no call waits for it"
-    done.synchronize()
+    assert not any(call.query() for call in calls), "compute is still asleep, no call waits for it"
+    for call in calls:
+        wait_for(call, alone.backoff)
     assert torch.equal(buffer.cpu(), torch.arange(100).to(dtype))
     communicator.close()
 
@@ -113,7 +116,7 @@ def test_nccl_sends_bytes_to_itself_in_a_group() -> None:
     from axsparse.runtime.local.local_world import LocalWorld
 
     rendezvous = Rendezvous(LocalTransport(LocalWorld(1), 0), nccl_backend)
-    backend = rendezvous.group("itself", (0,))
+    backend = rendezvous.group("itself", (0,), 4)
     start, end = backend._group_start, backend._group_end  # type: ignore[attr-defined]  # NCCL's
     sent = torch.arange(200, dtype=torch.uint8, device="cuda")
     received = torch.zeros_like(sent)

@@ -63,14 +63,23 @@ class Sizes(TorchDispatchMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self.largest = 0
+        self.operations = 0
+        self._largest: dict[torch.dtype, int] = {}
+
+    @property
+    def largest(self) -> int:
+        return max(self._largest.values(), default=0)
+
+    def largest_of(self, dtype: torch.dtype) -> int:
+        return self._largest.get(dtype, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
+            self._largest[result.dtype] = max(self.largest_of(result.dtype), result.numel())
         return result
 
 
@@ -94,6 +103,36 @@ def test_few_logits_are_made_at_once() -> None:
     assert torch.equal(loss, expected)
     ours, theirs = gradients(loss, hidden, weight), gradients(expected, hidden, weight)
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_chunks_of_a_gpu_are_large_and_few() -> None:
+    """Every operation costs a GPU's host some microseconds. With the chunks of a CPU there are 816
+    in the forward and 1,260 in the backward of GPT-3 2.7B's loss."""
+    tokens, width, words = 2_048, 2_560, 50_304
+    hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta").requires_grad_()
+    weight = torch.empty(words, width, dtype=torch.bfloat16, device="meta").requires_grad_()
+    targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
+
+    with Sizes() as forward:
+        loss = linear_cross_entropy(hidden, weight, targets)
+    with Sizes() as backward:
+        loss.backward()
+
+    assert forward.operations < 120 and backward.operations < 120
+    largest = max(forward.largest_of(torch.float32), backward.largest_of(torch.float32))
+    assert 2**24 < largest <= 2**25
+
+
+def test_chunks_of_a_cpu_fit_into_its_caches_as_ever() -> None:
+    """Another size would change the bits of every loss."""
+    here = torch.device("cpu")
+    targets = torch.zeros(2_048, dtype=torch.int64)
+    sizes = [
+        stop - start for start, stop in losses._chunks(torch.empty(50_304, 0, device=here), targets)
+    ]
+
+    assert sizes == [1_024] * 49 + [128]
+    assert losses.CHUNK_LOGITS == 2**21
 
 
 @pytest.mark.usefixtures("chunked")

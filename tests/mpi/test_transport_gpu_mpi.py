@@ -93,7 +93,7 @@ def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
         ]
         for name, ranks in groups:
             if transport.rank in ranks:
-                rendezvous.group(name, ranks)
+                rendezvous.group(name, ranks, 1)
         # The first rank has the store.
         here = torch.zeros(1, dtype=torch.float64)
         wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
@@ -160,8 +160,11 @@ def test_contents_go_the_way_that_is_asked_for(
     monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
 
+    # With stages given, no memory has to be found.
+    config = tiny_config(transport=wanted, layout={"g_inter": 1})
+
     transport = placing.place(
-        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport=wanted), "test", {})
+        MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {})
     ).transport
 
     assert transport.name.startswith(f"{way}, mpi (")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Collective, Link, Message, Op, Work
+from axsparse.runtime.communication import Collective, Exchange, Link, Message, Op, Work
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport, Staging
 from axsparse.runtime.grid import Place
@@ -91,5 +91,7 @@ class OnGpu(GpuTransport):
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        return MovedCollective(super().collective(name, ranks))
+    def collective(
+        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+    ) -> Collective:
+        return MovedCollective(super().collective(name, ranks, planned))

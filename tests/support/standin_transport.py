@@ -85,6 +85,8 @@ class _Cable:
     """What the two ends of an edge share."""
 
     sends: deque[tuple[Operation, Span]] = field(default_factory=deque)
+    asked: int = 0
+    """Receives that have not run."""
 
 
 class StandInEdge:
@@ -97,26 +99,28 @@ class StandInEdge:
         self._ends = source, target
         self._sends = device.rank == source
         self._cable: _Cable = _shared(device, ("edge", name, source, target), _Cable)
-        self._asked = 0
 
-    def send(self, content: Tensor) -> None:
+    def send(self, content: Tensor) -> Flag:
         if not self._sends:
             raise MisuseError(f"{self._name}: a send at its receiving end")
         span = Span(content)
         operation = Operation("a send of NCCL", lambda: None, lambda: False, reads=[span])
         self._cable.sends.append((operation, span))
-        self.stream.queue.enqueue(operation)
+        flag = self.stream.queue.enqueue(operation)
+        if self._cable.asked >= len(self._cable.sends):
+            self._check_that_it_can_run()
+        return flag
 
-    def receive(self, content: Tensor) -> None:
+    def receive(self, content: Tensor) -> Flag:
         if self._sends:
             raise MisuseError(f"{self._name}: a receive at its sending end")
         self._check_that_it_need_not_spin()
-        self._asked += 1
+        self._cable.asked += 1
         span, what = Span(content), "a receive of NCCL"
 
         def run() -> None:
             send, source = self._cable.sends.popleft()
-            self._asked -= 1
+            self._cable.asked -= 1
             data, memory = source.bytes(send.what), span.bytes(what)
             if data.shape != memory.shape:
                 raise MisuseError(f"{what}: {len(memory)} bytes for {len(data)} that were sent")
@@ -126,7 +130,7 @@ class StandInEdge:
         def may_run() -> bool:
             return bool(self._cable.sends) and _is_head(self._cable.sends[0][0])
 
-        self.stream.queue.enqueue(Operation(what, run, may_run, writes=[span]))
+        return self.stream.queue.enqueue(Operation(what, run, may_run, writes=[span]))
 
     def close(self) -> None:
         assert not self.stream.queue.pending or not self._cable.sends, "closed under way"
@@ -134,16 +138,24 @@ class StandInEdge:
         closed.append(self._ends)
 
     def _check_that_it_need_not_spin(self) -> None:
-        """All that is in front of the send must be sends that are asked for already."""
+        """All that is in front of the send must be sends that are asked for already. A send that
+        is yet to come is looked at when it does."""
         sends = [operation for operation, _ in self._cable.sends]
-        if len(sends) <= self._asked:
-            raise MisuseError(f"{self._name}: a receive of what nobody sends yet")
-        wanted = sends[self._asked]
+        if len(sends) <= self._cable.asked:
+            return
+        wanted = sends[self._cable.asked]
         for operation in wanted.queue.pending:
             if operation is wanted:
                 return
-            if operation not in sends[: self._asked]:
+            if operation not in sends[: self._cable.asked]:
                 raise MisuseError(f"{self._name}: a receive that spins until {operation.what} ran")
+
+    def _check_that_it_can_run(self) -> None:
+        """A send whose receive spins already must wait for nothing but sends."""
+        sends = [operation for operation, _ in self._cable.sends]
+        late = [other for other in self.stream.queue.pending if other not in sends]
+        if late:
+            raise MisuseError(f"{self._name}: a receive that spins until {late[0].what} ran")
 
 
 def _is_head(operation: Operation) -> bool:
@@ -184,28 +196,28 @@ class StandInCommunicator:
         self._all: dict[str, StandInCommunicator] = _shared(device, ("all", device.rank), dict)
         self._all[name] = self
 
-    def all_reduce(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> Flag:
         def run(buffers: list[Tensor]) -> None:
             total = sum_in_rank_order(buffers)
             for one in buffers:
                 one.copy_(total)
 
-        self._enqueue("all_reduce", buffer, run, [buffer])
+        return self._enqueue("all_reduce", buffer, run, [buffer])
 
-    def reduce(self, buffer: Tensor, root: int) -> None:
+    def reduce(self, buffer: Tensor, root: int) -> Flag:
         def run(buffers: list[Tensor]) -> None:
             buffers[root].copy_(sum_in_rank_order(buffers))
 
-        self._enqueue(f"reduce to {root}", buffer, run, [buffer])
+        return self._enqueue(f"reduce to {root}", buffer, run, [buffer])
 
-    def broadcast(self, buffer: Tensor, root: int) -> None:
+    def broadcast(self, buffer: Tensor, root: int) -> Flag:
         def run(buffers: list[Tensor]) -> None:
             for one in buffers:
                 one.copy_(buffers[root])
 
-        self._enqueue(f"broadcast from {root}", buffer, run, [buffer])
+        return self._enqueue(f"broadcast from {root}", buffer, run, [buffer])
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Flag:
         self._check_shard(shard, buffer)
 
         def run(buffers: list[Tensor]) -> None:
@@ -213,9 +225,9 @@ class StandInCommunicator:
             for member, one in enumerate(buffers):
                 one.view(self.size, -1)[member] = total.view(self.size, -1)[member]
 
-        self._enqueue("reduce_scatter", buffer, run, [buffer])
+        return self._enqueue("reduce_scatter", buffer, run, [buffer])
 
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
+    def all_gather(self, buffer: Tensor, shard: Tensor) -> Flag:
         self._check_shard(shard, buffer)
 
         def run(buffers: list[Tensor]) -> None:
@@ -225,7 +237,7 @@ class StandInCommunicator:
             for one in buffers:
                 one.copy_(total)
 
-        self._enqueue("all_gather", buffer, run, [buffer])
+        return self._enqueue("all_gather", buffer, run, [buffer])
 
     def close(self) -> None:
         assert not self.stream.queue.pending, "closed under way"
@@ -240,7 +252,7 @@ class StandInCommunicator:
         buffer: Tensor,
         run: Callable[[list[Tensor]], None],
         touched: Sequence[Tensor],
-    ) -> None:
+    ) -> Flag:
         if buffer.dtype not in NCCL_TYPES:
             raise MisuseError(f"{self._name}: NCCL knows no {buffer.dtype}")
         number = self._count
@@ -268,7 +280,7 @@ class StandInCommunicator:
 
         operation = Operation(f"{what} of NCCL", run_all, may_run, reads=spans, writes=spans)
         this.members[self.rank] = (operation, spans)
-        self.stream.queue.enqueue(operation)
+        return self.stream.queue.enqueue(operation)
 
     def _order(self) -> dict[str, int]:
         """How many operations this rank has begun on each communicator."""

@@ -103,7 +103,7 @@ class ThreadDevice:
         return ThreadMark(self.compute)
 
 
-def gloo_backend(store: Store, rank: int, size: int) -> Backend:
+def gloo_backend(store: Store, rank: int, size: int, _max_ctas: int) -> Backend:
     """A group of torch's that needs no GPU."""
     return cast("Backend", dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
 
@@ -116,11 +116,13 @@ class GlooEdge:
         self._backend = backend
         self._peer = peer
 
-    def send(self, content: Tensor) -> None:
+    def send(self, content: Tensor) -> Reached:
         self.stream.enqueue(lambda: self._backend.send([content], self._peer, 0).wait())
+        return self.stream.record()
 
-    def receive(self, content: Tensor) -> None:
+    def receive(self, content: Tensor) -> Reached:
         self.stream.enqueue(lambda: self._backend.recv([content], self._peer, 0).wait())
+        return self.stream.record()
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -133,7 +135,7 @@ class GlooConnections:
         self._rendezvous = rendezvous
 
     def edge(self, name: str, source: int, target: int) -> GlooEdge:
-        backend = self._rendezvous.group(name, (source, target))
+        backend = self._rendezvous.group(name, (source, target), 1)
         return GlooEdge(backend, 1 if self._rendezvous.rank == source else 0)
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:

@@ -13,6 +13,14 @@ from axsparse.runtime.console import format_bytes
 
 Mark = Literal["ok", "wrong", "slow", "absent"]
 SIGNS: dict[Mark, str] = {"ok": "✓", "wrong": "✗", "slow": "!", "absent": "–"}
+LEAST_CORES = 4
+"""Cores that a rank with a GPU needs: Python, fetching batches, NCCL and torch each keep one busy
+now and then."""
+LEAST_LOCKED = 1 << 30
+"""Bytes that a rank should be allowed to lock where an InfiniBand device is: NCCL and MPI lock
+their buffers for it."""
+LEAST_CUPY = 14
+"""The first major version of CuPy that takes torch's streams."""
 LEAST_ROOM = 10**9
 """Free bytes that are enough for logs and a small checkpoint."""
 
@@ -50,6 +58,9 @@ def findings(ranks: Sequence[MachineFacts]) -> list[Finding]:
         _placement(ranks),
         _devices(ranks),
         _cores(ranks),
+        _cores_for_gpus(ranks),
+        _infiniband(ranks),
+        _locked_memory(ranks),
         _shared_memory(ranks),
         _disk(ranks),
     ]
@@ -154,6 +165,13 @@ def _cupy(ranks: Sequence[MachineFacts]) -> Finding:
         )
     if found.mark != "ok":
         return found
+    if ranks[0].gpus and int(_major(found.said) or 0) < LEAST_CUPY:
+        return Finding(
+            "wrong",
+            "CuPy",
+            f"{found.said} cannot take torch's streams",
+            f"pip install 'cupy-cuda{_major(ranks[0].cuda)}x>={LEAST_CUPY}'",
+        )
     for rank in ranks:
         pairs = (("CUDA", _major(rank.cupy_cuda), _major(rank.cuda)),)
         for what, own, torchs in (*pairs, ("NCCL", rank.cupy_nccl, rank.nccl)):
@@ -245,6 +263,59 @@ def _cores(ranks: Sequence[MachineFacts]) -> Finding:
             )
     wanted = ranks[0].threads_wanted or "not set"
     return Finding("ok", "threads", f"OMP_NUM_THREADS {wanted}, {_most_crowded(ranks)}")
+
+
+def _cores_for_gpus(ranks: Sequence[MachineFacts]) -> Finding:
+    """Whether what feeds a GPU has cores to run on."""
+    least: float | None = None
+    for host, own in _by_host(ranks).items():
+        if not own[0].gpus:
+            continue
+        each = len({core for rank in own for core in rank.cores}) / len(own)
+        least = each if least is None else min(least, each)
+        if each < LEAST_CORES:
+            return Finding(
+                "slow",
+                "cores",
+                f"{each:.3g} a rank with a GPU on host {host}",
+                "ask for more: axsparse submit --cpus-per-rank 7, srun --cpus-per-task=7, or "
+                "mpirun --bind-to none",
+            )
+    if least is None:
+        return Finding("absent", "cores", "no GPU that would need some beside")
+    return Finding("ok", "cores", f"{least:.3g} a rank with a GPU")
+
+
+def _infiniband(ranks: Sequence[MachineFacts]) -> Finding:
+    hosts = {host: own[0].infiniband for host, own in _by_host(ranks).items()}
+    having = [host for host, devices in hosts.items() if devices]
+    if not having:
+        return Finding("absent", "InfiniBand", "no device")
+    for host, devices in hosts.items():
+        if not devices:
+            return Finding(
+                "slow",
+                "InfiniBand",
+                f"host {host} has no device, and host {having[0]} has",
+                "leave that host out, or ask the site why",
+            )
+    return Finding("ok", "InfiniBand", ", ".join(hosts[having[0]]))
+
+
+def _locked_memory(ranks: Sequence[MachineFacts]) -> Finding:
+    """What `ulimit -l` allows; devices of InfiniBand read memory only once it is locked."""
+    for rank in ranks:
+        limit = rank.locked_memory
+        if limit is not None and limit < LEAST_LOCKED and rank.infiniband:
+            return Finding(
+                "slow",
+                "locked memory",
+                f"{format_bytes(limit)} on rank {rank.rank} of host {rank.host}, too little for "
+                "InfiniBand",
+                "ulimit -l unlimited before the launcher, or have the site set it for jobs",
+            )
+    limits = [rank.locked_memory for rank in ranks if rank.locked_memory is not None]
+    return Finding("ok", "locked memory", format_bytes(min(limits)) if limits else "no limit")
 
 
 def _most_crowded(ranks: Sequence[MachineFacts]) -> str:

@@ -7,6 +7,7 @@ import importlib
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -51,6 +52,10 @@ class MachineFacts:
     """The value of OMP_NUM_THREADS."""
     cores: tuple[int, ...]
     """The cores that this rank may run on."""
+    locked_memory: int | None
+    """Bytes of memory that this process may lock, `ulimit -l`; None without a limit."""
+    infiniband: tuple[str, ...]
+    """Names of the host's InfiniBand devices, and of others that are used like them."""
     leftovers: tuple[str, ...]
     """Files in /dev/shm that no process uses any more."""
     room: int
@@ -91,6 +96,8 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
         cupy_nccl=cupy_nccl,
         threads_wanted=os.environ.get("OMP_NUM_THREADS"),
         cores=tuple(sorted(os.sched_getaffinity(0))),
+        locked_memory=_locked_memory(),
+        infiniband=tuple(infiniband(Path("/sys/class/infiniband"))),
         leftovers=tuple(leftovers(Path("/dev/shm"), Path("/proc"))),  # noqa: S108 - nothing is written there
         room=shutil.disk_usage(where).free,
         writable=os.access(where, os.W_OK | os.X_OK),
@@ -131,6 +138,19 @@ def leftovers(shared: Path, processes: Path) -> list[str]:
                     held += f"{descriptor.readlink()}\n"
         found = {path: inode for path, inode in found.items() if f"{path}\n" not in held}
     return sorted(found)
+
+
+def _locked_memory() -> int | None:
+    """Bytes of memory that this process may lock; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def infiniband(devices: Path) -> list[str]:
+    """Names of the devices in a folder of the kernel's; none where it has no such folder."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in devices.iterdir())
+    return []
 
 
 def _nearest(path: Path) -> Path:

@@ -38,6 +38,10 @@ from axsparse.training.run_names import automatic_run_dirs
 
 SCRIPT = "job.sh"
 """Name of the script in the run directory."""
+CORES_PER_GPU = 7
+"""The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
+those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
+cores for 6 GPUs, and Frontier's, with 56 for 8; where they are not, --cpus-per-rank says less."""
 TRAIN = ("-m", "axsparse.train")
 """The arguments of python that start training."""
 DESCRIPTION = """\
@@ -91,8 +95,8 @@ def _add_request(add: Callable[..., object]) -> None:
     add(
         "--cpus-per-rank",
         metavar="N",
-        default="1",
-        help="cores of a rank (default %(default)s); train.threads says how many it uses",
+        help=f"cores of a rank (default 1; {CORES_PER_GPU} for each GPU of its own); "
+        "train.threads says how many it computes with",
     )
     add("--time", metavar="H:MM:SS", required=True, help="limit of one start; or D-HH:MM:SS")
     add(
@@ -209,7 +213,7 @@ def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequ
         name=name("--job-name", arguments.job_name or _name_of(loaded)),
         nodes=nodes,
         ranks=ranks,
-        cpus_per_rank=count("--cpus-per-rank", arguments.cpus_per_rank),
+        cpus_per_rank=_cores(arguments.cpus_per_rank, gpus * nodes / ranks, loaded),
         threads=loaded.config.train.threads,
         gpus_per_node=gpus,
         seconds=duration("--time", arguments.time),
@@ -233,6 +237,15 @@ def make_request(arguments: argparse.Namespace, loaded: LoadedConfig) -> JobRequ
     if arguments.lsf:
         lsf.check_lsf(request)
     return request
+
+
+def _cores(given: str | None, gpus: float, loaded: LoadedConfig) -> int:
+    """The cores of a rank that has so many GPUs, or a share of one."""
+    if given is not None:
+        return count("--cpus-per-rank", given)
+    if not gpus:
+        return 1
+    return max(1, int(CORES_PER_GPU * gpus), loaded.config.train.threads)
 
 
 def check_ranks(loaded: LoadedConfig, ranks: int) -> Grid:

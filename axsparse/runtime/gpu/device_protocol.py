@@ -93,21 +93,24 @@ class Device(Protocol):
 class DeviceEdge(Protocol):
     """One end of a one-way connection between the devices of two ranks.
 
-    Contents move in the order of the edge's own stream; no call but `close` waits. A receive
-    occupies a part of the device until its send runs, so the caller enqueues it only once that
-    send is next in its queue.
+    Contents move in the order of the edge's own stream; no call but `close` waits. Sends and
+    receives occupy a part of the device until the other end runs, so the caller enqueues a receive
+    only once its send is next in its queue, or is about to be enqueued there.
+
+    What a call returns is complete once it has run; TrainingError if it failed. Nothing is
+    enqueued that waits for it.
     """
 
     @property
     def stream(self) -> Stream:
-        """The stream in whose order contents move."""
+        """The stream in whose order contents move, and whose memory they are received into."""
         ...
 
-    def send(self, content: Tensor) -> None:
+    def send(self, content: Tensor) -> Event:
         """Enqueue the sending of bytes, which stay alive and unchanged until it has run."""
         ...
 
-    def receive(self, content: Tensor) -> None:
+    def receive(self, content: Tensor) -> Event:
         """Enqueue the receiving of bytes into memory of the size of what is sent."""
         ...
 
@@ -122,8 +125,9 @@ class DeviceEdge(Protocol):
 class Communicator(Protocol):
     """A group of ranks whose devices add and exchange in the order of a stream of its own.
 
-    All calls but `close` only enqueue. Members make the same calls in the same order, on
-    contiguous buffers of equal length and type.
+    All calls but `close` only enqueue, behind what the stream waits for. Members make the same
+    calls in the same order, on contiguous buffers of equal length and type. What a call returns is
+    complete once it has run; TrainingError if it failed. Nothing is enqueued that waits for it.
     """
 
     rank: int
@@ -136,27 +140,27 @@ class Communicator(Protocol):
         """The stream in whose order operations run."""
         ...
 
-    def all_reduce(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> Event:
         """Leave the sum over all members in every member's buffer."""
         ...
 
-    def reduce(self, buffer: Tensor, root: int) -> None:
+    def reduce(self, buffer: Tensor, root: int) -> Event:
         """Leave the sum over all members in the buffer of member `root`; the buffers of the
         others are undefined afterwards."""
         ...
 
-    def broadcast(self, buffer: Tensor, root: int) -> None:
+    def broadcast(self, buffer: Tensor, root: int) -> Event:
         """Copy the buffer of member `root` to all members."""
         ...
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Event:
         """Leave in `shard` this member's part of the sum of all buffers.
 
         `shard` is a view of that part of `buffer`; parts are equal and in the order of members.
         """
         ...
 
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
+    def all_gather(self, buffer: Tensor, shard: Tensor) -> Event:
         """Fill `buffer` from the shards of all members; `shard` as in `reduce_scatter`."""
         ...
 

@@ -12,8 +12,9 @@ What a GPU does is enqueued on *streams*, CUDA's queues, and its end is asked af
 *events*. `device_protocol.py` describes edges, streams and devices. The tests replace these
 and the wires by stand-ins, and run the link and its lanes without a GPU.
 
-A header is sent once its tensors are ready and all that was sent before is through. The receiver
-asks for contents only once their header is there. Both sequences are first in, first out, so
+A header is sent once its tensors are ready and all that was sent before is through. Contents that
+wait on the GPU for their receiver follow once their header has left. The receiver asks for
+contents only once their header is there. Both sequences are first in, first out, so
 that no message needs a number on the way, and no GPU waits in a receive through the whole
 forward of its neighbour.
 """
@@ -43,6 +44,11 @@ class Departure(Event, Protocol):
 
     def begun(self) -> bool:
         """Whether the contents are ready and next in their queue, so that the header may go."""
+        ...
+
+    def header_left(self) -> None:
+        """Learn that the header is on its way, so that contents may wait for their receiver. It is
+        told again and again."""
         ...
 
 
@@ -180,6 +186,8 @@ class GpuLink:
                     if not one.departure.begun():
                         break
                     one.header_sent = wire.send_header(one.header)
+                if one.header_sent.query():
+                    one.departure.header_left()
 
     def _collect(self, messages: list[Message]) -> bool:
         """Look at both directions once and add what is complete; whether anything moved."""

@@ -19,13 +19,14 @@ from axsparse.runtime.communication import (
     Closable,
     Collective,
     Direction,
+    Exchange,
     Link,
     Op,
     Transport,
     Work,
     wait,
 )
-from axsparse.runtime.gpu.device_protocol import Connections, Device, DeviceEdge
+from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, DeviceEdge
 from axsparse.runtime.gpu.gpu_link import GpuLink, Receiver, Sender
 from axsparse.runtime.gpu.nccl_collective import NcclCollective
 from axsparse.runtime.gpu.nccl_lane import NcclReceiver, NcclSender, connect_edges
@@ -124,10 +125,11 @@ class GpuTransport:
         self._connections = connections
         self._staging = staging
         self._made: list[Closable] = []
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._pushes: list[Callable[[], None]] = []
         # These number links and groups, whose names NCCL wants to be new. Branches share them.
         self._links = itertools.count()
-        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
 
     def link(self, place: Place) -> Link:
         wires = self._host.wires()
@@ -152,16 +154,17 @@ class GpuTransport:
         self._made += [*edges.values(), wires, link]
         return link
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+    def collective(
+        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
+    ) -> Collective:
         hosts = self._host.collective(name, ranks)
         if len(ranks) == 1:
             return hosts  # a group of one exchanges nothing and needs no communicator on the GPU
         devices: NcclCollective | StagedCollective
         if self._connections is not None:
-            key = name, tuple(ranks)
-            number = self._groups[key] = self._groups.get(key, 0) + 1
-            communicator = self._connections.communicator(f"{name} {number}", ranks)
+            communicator = self._communicator(self._connections, name, tuple(ranks))
             devices = NcclCollective(communicator, self._device, self.backoff)
+            devices.warm_up(planned)
         else:
             staged = self._host.collective(f"{name}, staged", ranks)
             devices = StagedCollective(staged, self._device, self.backoff)
@@ -172,7 +175,7 @@ class GpuTransport:
     def branch(self) -> GpuTransport:
         branch = copy.copy(self)
         branch._host = self._host.branch()
-        branch._made, branch._pushes = [], []
+        branch._made, branch._pushes, branch._communicators = [], [], {}
         self._made.append(branch)
         return branch
 
@@ -183,6 +186,7 @@ class GpuTransport:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
+        self._communicators.clear()
         for push in self._pushes:
             self._backoff.pushes.remove(push)
         self._pushes.clear()
@@ -190,6 +194,19 @@ class GpuTransport:
         here = torch.zeros(1, dtype=torch.float64)
         wait(self.world.start(Op.ALL_REDUCE, here), self.backoff)
         self._host.close()
+
+    def _communicator(
+        self, connections: Connections, name: str, ranks: tuple[int, ...]
+    ) -> Communicator:
+        """The one of these ranks, which all their groups share, since each takes memory of the
+        GPU; it has the name of the first group."""
+        found = self._communicators.get(ranks)
+        if found is None:
+            number = self._groups[ranks] = self._groups.get(ranks, 0) + 1
+            found = connections.communicator(f"{name} {number}", ranks)
+            self._communicators[ranks] = found
+            self._made.append(found)
+        return found
 
     def _push_while_waiting(self, push: Callable[[], None]) -> None:
         """Have `push` called whenever the rank waits, until this transport is closed."""

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from axsparse.runtime.communication import Backoff, Event, Transport
+from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.exchange import gather_texts
 from axsparse.runtime.gpu.cuda_device import CudaDevice, CudaStream
@@ -46,36 +46,53 @@ STORE_TIMEOUT = timedelta(minutes=2)
 group there."""
 CONNECT_SECONDS = 600.0
 """How long the members of a group may take to connect; all begin at about the same time."""
+EDGE_CTAS = 4
+"""The most thread blocks with which NCCL moves the contents of one edge; each occupies a
+multiprocessor while it waits for the other end. By default they would be up to 32. Not measured."""
+GROUP_CTAS = 16
+"""The most thread blocks with which NCCL sums over one group. Not measured."""
 ADDRESS = "MASTER_ADDR"
 """The environment variable, torch's own, with the address at which the others reach the first
 rank; its host name if the variable is not set."""
 
 
-class _Work(Protocol):
-    def wait(self) -> object: ...
+class Work(Protocol):
+    """An operation of torch's under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has run or failed; asks NCCL for its errors, and does not wait."""
+        ...
+
+    def wait(self) -> object:
+        """Make the current stream wait for it, not the host, and let go of its tensors.
+
+        Raises RuntimeError if it is known to have failed.
+        """
+        ...
 
 
 class Backend(Protocol):
     """What is used of a process group of torch's. Roots and peers are members' numbers in the
-    group; what a call returns makes the current stream wait, not the host."""
+    group."""
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> _Work: ...
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work: ...
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> _Work: ...
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work: ...
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work: ...
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work: ...
 
-    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> _Work: ...
+    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> Work: ...
 
-    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> _Work: ...
+    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> Work: ...
 
 
-MakeBackend = Callable[[Store, int, int], Backend]
-"""Makes a group from a store of its own, this member's number and the number of members."""
+MakeBackend = Callable[[Store, int, int, int], Backend]
+"""Makes a group from a store of its own, this member's number, the number of members, and the
+most thread blocks that it may occupy."""
 
 
 class Rendezvous:
@@ -87,10 +104,11 @@ class Rendezvous:
         self._make = make
         self._store = _open_store(transport)
 
-    def group(self, name: str, ranks: Sequence[int]) -> Backend:
-        """A group of these ranks, in this order. No other group of theirs has its name."""
+    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> Backend:
+        """A group of these ranks, in this order, that occupies at most `max_ctas`
+        multiprocessors. No other group of theirs has its name."""
         own = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
-        return self._make(own, list(ranks).index(self.rank), len(ranks))
+        return self._make(own, list(ranks).index(self.rank), len(ranks), max_ctas)
 
 
 def _open_store(transport: Transport) -> Store:
@@ -129,19 +147,63 @@ def _open_store(transport: Transport) -> Store:
         ) from reason
 
 
-def nccl_backend(store: Store, rank: int, size: int) -> Backend:
+def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Backend:
     """A group over NCCL, for `Rendezvous`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     options.is_high_priority_stream = True
+    # A torch that is built for NCCL before 2.17 has none, and NCCL_MAX_CTAS bounds them there.
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "max_ctas"):
+        config.max_ctas = max_ctas
     return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+class Operation:
+    """An operation of NCCL under way: an `Event` that the host asks torch after.
+
+    Work of torch's could also make a stream wait for it. But torch's streams share a few queues of
+    the hardware, and a stream that waits for another GPU there could hold up one that must run.
+    """
+
+    def __init__(self, work: Work, backend: Backend, stream: CudaStream) -> None:
+        self._work: Work | None = work
+        self._backend = backend
+        self._stream = stream
+
+    def query(self) -> bool:
+        """Whether it has run; TrainingError if it failed."""
+        if self._work is None:
+            return True
+        try:
+            if not self._work.is_completed():
+                return False
+            # Torch lets go of the tensors in this call; what it makes the stream wait for has run.
+            with torch.cuda.stream(self._stream.stream):
+                self._work.wait()
+        except RuntimeError as reason:
+            raise _failure(" ".join(str(reason).split())) from reason
+        # An operation that failed counts as completed; newer versions of torch say so here.
+        ask = getattr(self._backend, "get_error", None)
+        error = None if ask is None else ask().name
+        if error not in (None, "SUCCESS"):
+            raise _failure(error)
+        self._work = None
+        return True
+
+
+def _failure(what: str) -> TrainingError:
+    return TrainingError(
+        f"transport: nccl: an exchange between GPUs failed on host {socket.gethostname()} "
+        f"({what}); NCCL_DEBUG=INFO says more; or choose transport: mpi"
+    )
 
 
 class NcclEdge:
     """A `DeviceEdge`: a group of two ranks that is used in one direction only.
 
-    Torch gives it a stream inside NCCL. The edge's own stream waits for that one and that one for
-    it, so that both go in step.
+    Contents move on a stream of torch's inside NCCL, which waits for what the edge's own stream
+    has been given. Nothing ever waits there: memory to receive into comes from it.
     """
 
     def __init__(self, backend: Backend, stream: CudaStream, peer: int) -> None:
@@ -150,22 +212,23 @@ class NcclEdge:
         self._backend = backend
         self._peer = peer
 
-    def send(self, content: Tensor) -> None:
+    def send(self, content: Tensor) -> Operation:
         with torch.cuda.stream(self.stream.stream):
-            # NCCL's stream waits for this stream, and `wait` lets this stream wait for NCCL's. The
-            # host waits for neither.
-            self._backend.send([content], self._peer, 0).wait()
+            work = self._backend.send([content], self._peer, 0)
+        return Operation(work, self._backend, self.stream)
 
-    def receive(self, content: Tensor) -> None:
+    def receive(self, content: Tensor) -> Operation:
         with torch.cuda.stream(self.stream.stream):
-            self._backend.recv([content], self._peer, 0).wait()
+            work = self._backend.recv([content], self._peer, 0)
+        return Operation(work, self._backend, self.stream)
 
     def close(self) -> None:
         _shut_down(self._backend)
 
 
 class NcclCommunicator:
-    """A `Communicator`, whose own stream goes in step with NCCL's as that of an edge does."""
+    """A `Communicator`. Operations run on a stream of torch's inside NCCL, which waits for what the
+    communicator's own stream has been given."""
 
     def __init__(self, backend: Backend, stream: CudaStream, rank: int, size: int) -> None:
         self.rank = rank
@@ -173,40 +236,44 @@ class NcclCommunicator:
         self.stream = stream
         self._backend = backend
 
-    def all_reduce(self, buffer: Tensor) -> None:
-        with torch.cuda.stream(self.stream.stream):
-            self._backend.allreduce([buffer], AllreduceOptions()).wait()
+    def all_reduce(self, buffer: Tensor) -> Operation:
+        return self._started(lambda: self._backend.allreduce([buffer], AllreduceOptions()))
 
-    def reduce(self, buffer: Tensor, root: int) -> None:
+    def reduce(self, buffer: Tensor, root: int) -> Operation:
         options = ReduceOptions()
         options.rootRank = root
-        with torch.cuda.stream(self.stream.stream):
-            self._backend.reduce([buffer], options).wait()
+        return self._started(lambda: self._backend.reduce([buffer], options))
 
-    def broadcast(self, buffer: Tensor, root: int) -> None:
+    def broadcast(self, buffer: Tensor, root: int) -> Operation:
         options = BroadcastOptions()
         options.rootRank = root
-        with torch.cuda.stream(self.stream.stream):
-            self._backend.broadcast([buffer], options).wait()
+        return self._started(lambda: self._backend.broadcast([buffer], options))
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> None:
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Operation:
         options = ReduceScatterOptions()
-        with torch.cuda.stream(self.stream.stream):
-            self._backend._reduce_scatter_base(shard, buffer, options).wait()
+        return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer, options))
 
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> None:
+    def all_gather(self, buffer: Tensor, shard: Tensor) -> Operation:
         options = AllgatherOptions()
-        with torch.cuda.stream(self.stream.stream):
-            self._backend._allgather_base(buffer, shard, options).wait()
+        return self._started(lambda: self._backend._allgather_base(buffer, shard, options))
 
     def close(self) -> None:
         _shut_down(self._backend)
+
+    def _started(self, start: Callable[[], Work]) -> Operation:
+        """An operation that runs behind what this communicator's stream has been given."""
+        with torch.cuda.stream(self.stream.stream):
+            work = start()
+        return Operation(work, self._backend, self.stream)
 
 
 class NcclConnections:
     """Makes edges and communicators, and uses each of them once.
 
-    NCCL connects at the first use and then holds up the host until all members join in.
+    NCCL connects at the first use and then holds up the host until all members join in. One byte
+    connects an edge for good, since channels between two GPUs do not depend on how much is sent.
+    A communicator connects each of NCCL's algorithms at its first use, so what it will be used for
+    has to be tried as well (`NcclCollective.warm_up`).
     """
 
     def __init__(self, rendezvous: Rendezvous, device: CudaDevice, backoff: Backoff) -> None:
@@ -216,24 +283,24 @@ class NcclConnections:
 
     def edge(self, name: str, source: int, target: int) -> NcclEdge:
         with self._connecting((source, target)):
-            backend = self._rendezvous.group(name, (source, target))
+            backend = self._rendezvous.group(name, (source, target), EDGE_CTAS)
             sends = self._rendezvous.rank == source
             edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
             content = edge.stream.empty((1,), torch.uint8)
             with warnings.catch_warnings():
                 # Torch warns that this makes a communicator of two, which is intended.
                 warnings.filterwarnings("ignore", message=".*unbatched P2P op")
-                (edge.send if sends else edge.receive)(content)
-            self._wait(edge.stream.record())
+                used = (edge.send if sends else edge.receive)(content)
+            wait_for(used, self._backoff)
             return edge
 
     def communicator(self, name: str, ranks: Sequence[int]) -> NcclCommunicator:
         with self._connecting(ranks):
-            backend = self._rendezvous.group(name, ranks)
+            backend = self._rendezvous.group(name, ranks, GROUP_CTAS)
             own = list(ranks).index(self._rendezvous.rank)
             communicator = NcclCommunicator(backend, self._device.stream(), own, len(ranks))
-            communicator.all_reduce(communicator.stream.empty((1,), torch.uint8))
-            self._wait(communicator.stream.record())
+            content = communicator.stream.empty((1,), torch.uint8)
+            wait_for(communicator.all_reduce(content), self._backoff)
             return communicator
 
     @contextlib.contextmanager
@@ -257,12 +324,6 @@ class NcclConnections:
             ) from reason
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-    def _wait(self, event: Event) -> None:
-        """Let the host wait for an event."""
-        self._backoff.reset()
-        while not event.query():
-            self._backoff.pause()
 
 
 def _shut_down(backend: Backend) -> None:

@@ -12,29 +12,49 @@ tolerance. bf16 and fp16 travel and are added in their own precision.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Backoff, Event, Op, shard_bounds
+from axsparse.runtime.communication import (
+    Backoff,
+    Event,
+    Exchange,
+    Op,
+    shard_bounds,
+    wait_for,
+)
 from axsparse.runtime.gpu.device_protocol import Communicator, Device
 from axsparse.runtime.rank_order import exchanged_bytes
+
+SMALLER = 8
+"""How much smaller each size is than the one before it that is tried when a group connects."""
 
 
 class NcclWork:
     """An operation under way, which keeps its buffer alive."""
 
-    def __init__(self, buffer: Tensor, event: Event) -> None:
+    def __init__(self, buffer: Tensor, calls: list[Event]) -> None:
         self._buffer = buffer
-        self._event = event
+        self._calls = calls
+        """The calls that it consists of, first to last; those that have run are taken off."""
 
     def poll(self) -> bool:
-        return self._event.query()
+        while self._calls and self._calls[0].query():
+            self._calls.pop(0)
+        return not self._calls
+
+    def query(self) -> bool:
+        return self.poll()
 
 
 class NcclCollective:
-    """Operations over the members of one communicator, on buffers in GPU memory."""
+    """Operations over the members of one communicator, on buffers in GPU memory.
+
+    Several of them may share a communicator, since members start the operations of all groups in
+    one order.
+    """
 
     def __init__(self, communicator: Communicator, device: Device, backoff: Backoff) -> None:
         self.rank = communicator.rank
@@ -48,22 +68,37 @@ class NcclCollective:
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> NcclWork:
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
-        stream = self._communicator.stream
-        stream.wait(self._device.compute.record())
-        if self.size > 1 and buffer.numel():
-            self._enqueue(op, buffer, limits)
+        self._last = self._begun(op, buffer, limits)
         self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
-        self._last = NcclWork(buffer, stream.record())
         return self._last
 
-    def close(self) -> None:
-        """Wait for what is under way and release the communicator."""
-        self._backoff.reset()
-        while self._last is not None and not self._last.poll():
-            self._backoff.pause()
-        self._communicator.close()
+    def warm_up(self, planned: Sequence[Exchange]) -> None:
+        """Carry out what is planned, and the same on ever smaller buffers; members call together.
 
-    def _enqueue(self, op: Op, buffer: Tensor, bounds: list[int]) -> None:
+        NCCL chooses its algorithm by operation and size, and connects each at its first use. That
+        holds up the host and takes memory of the GPU, which torch has none left of later.
+        """
+        for one in planned:
+            buffer = self._device.compute.empty((one.numel,), one.dtype)
+            numel, bounds = one.numel, list(one.bounds or shard_bounds(one.numel, self.size))
+            while numel:
+                wait_for(self._begun(one.op, buffer[:numel], bounds), self._backoff)
+                numel //= SMALLER
+                bounds = shard_bounds(numel, self.size)
+
+    def close(self) -> None:
+        """Wait for what is under way; whoever made the communicator closes it."""
+        if self._last is not None:
+            wait_for(self._last, self._backoff)
+
+    def _begun(self, op: Op, buffer: Tensor, bounds: list[int]) -> NcclWork:
+        """An operation that runs once compute has made its buffer."""
+        if self.size == 1 or not buffer.numel():
+            return NcclWork(buffer, [])
+        self._communicator.stream.wait(self._device.compute.record())
+        return NcclWork(buffer, list(self._calls(op, buffer, bounds)))
+
+    def _calls(self, op: Op, buffer: Tensor, bounds: list[int]) -> Iterator[Event]:
         """Enqueue an operation as one or more calls of the communicator."""
         communicator = self._communicator
         if op in (Op.BROADCAST, Op.ALL_GATHER):
@@ -71,19 +106,19 @@ class NcclCollective:
             bounds = [bound * buffer.itemsize for bound in bounds]
             buffer = buffer.view(torch.uint8)
         if op is Op.ALL_REDUCE:
-            communicator.all_reduce(buffer)
+            yield communicator.all_reduce(buffer)
         elif op is Op.BROADCAST:
-            communicator.broadcast(buffer, 0)
+            yield communicator.broadcast(buffer, 0)
         elif len({stop - start for start, stop in itertools.pairwise(bounds)}) == 1:
             own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
             if op is Op.REDUCE_SCATTER:
-                communicator.reduce_scatter(own, buffer)
+                yield communicator.reduce_scatter(own, buffer)
             else:
-                communicator.all_gather(buffer, own)
+                yield communicator.all_gather(buffer, own)
         else:
             # NCCL's own calls take equal shards only. One call for each shard moves as many bytes.
             for root, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 if start < stop and op is Op.REDUCE_SCATTER:
-                    communicator.reduce(buffer[start:stop], root)
+                    yield communicator.reduce(buffer[start:stop], root)
                 elif start < stop:
-                    communicator.broadcast(buffer[start:stop], root)
+                    yield communicator.broadcast(buffer[start:stop], root)

@@ -19,34 +19,48 @@ from axsparse.runtime.wire import as_bytes, neighbours
 
 
 class _Departure:
-    """The contents of one message, which wait for their turn and then for the receiver."""
+    """The contents of one message, which wait for their turn, then until their header has left,
+    and then for the receiver."""
 
-    def __init__(self, tensors: Sequence[Tensor], ready: Event) -> None:
+    def __init__(self, edge: DeviceEdge, tensors: Sequence[Tensor], ready: Event) -> None:
+        self._edge = edge
         self._tensors = tensors
         self._ready = ready
-        self._after: Event | None = None
+        self._is_next = False
+        self._sends: _Transfers | None = None
 
-    def may_begin(self) -> bool:
-        """Whether the tensors are ready."""
-        return self._ready.query()
-
-    def begin(self, edge: DeviceEdge) -> None:
-        """Enqueue the sends on the device."""
-        for tensor in self._tensors:
-            # As bytes, since NCCL knows no int16, and in one piece, since its counts have 64 bits.
-            edge.send(as_bytes(tensor))
-        self._tensors = ()
-        self._after = edge.stream.record()
+    def take_turn(self) -> bool:
+        """Let the header go if the tensors are ready; nothing is in front of them."""
+        self._is_next = self._ready.query()
+        return self._is_next
 
     def begun(self) -> bool:
-        return self._after is not None
+        return self._is_next
+
+    def header_left(self) -> None:
+        if self._sends is None:
+            # As bytes, since NCCL knows no int16, and in one piece, since its counts have 64 bits.
+            self._sends = _Transfers([self._edge.send(as_bytes(t)) for t in self._tensors])
+            self._tensors = ()
 
     def query(self) -> bool:
-        return self._after is not None and self._after.query()
+        return self._sends is not None and self._sends.query()
+
+
+class _Transfers:
+    """What one message consists of on an edge, first to last, as one event."""
+
+    def __init__(self, transfers: list[Event]) -> None:
+        self._left = transfers
+
+    def query(self) -> bool:
+        while self._left and self._left[0].query():
+            self._left.pop(0)
+        return not self._left
 
 
 class NcclSender:
-    """Enqueues a send on the device when its header goes, once nothing is in front of it.
+    """Enqueues a send on the device once its header has left and nothing is in front of it.
 
     A send spins on the device until its receive runs. If it were enqueued earlier, it could begin
     while the host is in a call that waits for the whole device, such as the allocator's last
@@ -58,11 +72,11 @@ class NcclSender:
         self._edge = edge
         self._waiting: deque[_Departure] = deque()
         self._last: _Departure | None = None
-        """The only message on the device, since the host could not tell when one behind it begins
-        there."""
+        """The only message whose header may go, since the host could not tell when a send behind
+        another begins on the device."""
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> _Departure:
-        sent = _Departure(tensors, ready)
+        sent = _Departure(self._edge, tensors, ready)
         self._waiting.append(sent)
         self.advance()
         return sent
@@ -70,9 +84,8 @@ class NcclSender:
     def advance(self) -> None:
         if self._last is not None and self._last.query():
             self._last = None
-        if self._last is None and self._waiting and self._waiting[0].may_begin():
+        if self._last is None and self._waiting and self._waiting[0].take_turn():
             self._last = self._waiting.popleft()
-            self._last.begin(self._edge)
 
 
 class NcclReceiver:
@@ -85,9 +98,7 @@ class NcclReceiver:
         return self._edge.stream.empty(shape, dtype)
 
     def receive(self, tensors: Sequence[Tensor]) -> Event:
-        for tensor in tensors:
-            self._edge.receive(as_bytes(tensor))
-        return self._edge.stream.record()
+        return _Transfers([self._edge.receive(as_bytes(tensor)) for tensor in tensors])
 
     def advance(self) -> None:
         """Do nothing, since nothing waits for the host."""

@@ -35,6 +35,9 @@ class Transit:
     def begun(self) -> bool:
         return self.ready is None or self.ready.query()
 
+    def header_left(self) -> None:
+        """Do nothing, since contents on their way hold up nobody."""
+
     def query(self) -> bool:
         return not self._left
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
-from axsparse.runtime.communication import Backoff, Collective, Link
+from axsparse.runtime.communication import Backoff, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
 from axsparse.runtime.launcher import flush_streams
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
@@ -37,7 +37,12 @@ class LocalTransport:
 
         return LocalLink(self._local, place)
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+    def collective(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
+    ) -> Collective:
         from axsparse.runtime.local.local_collective import LocalCollective
 
         return LocalCollective(self._local, name, tuple(ranks), self.rank)

@@ -77,14 +77,20 @@ class CupyLauncher:
 
 
 def _import_cupy() -> Any:
+    major = (torch.version.cuda or "12").partition(".")[0]
     try:
-        return importlib.import_module("cupy")
+        cupy = importlib.import_module("cupy")
     except ImportError as error:
-        major = (torch.version.cuda or "12").partition(".")[0]
         raise ConfigError(
             f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
             f"pip install cupy-cuda{major}x"
         ) from error
+    if not hasattr(cupy.cuda.Stream, "from_external"):
+        raise ConfigError(
+            f"samo: CuPy {cupy.__version__} cannot take torch's streams, as it can from 14 on; "
+            f"pip install 'cupy-cuda{major}x>=14'"
+        )
+    return cupy
 
 
 def _first_line(error: Exception) -> str:

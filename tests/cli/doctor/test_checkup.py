@@ -29,6 +29,8 @@ LAPTOP = MachineFacts(
     cupy_nccl=None,
     threads_wanted=None,
     cores=(0, 1, 2, 3),
+    locked_memory=8 << 20,
+    infiniband=(),
     leftovers=(),
     room=10**11,
     writable=True,
@@ -40,10 +42,13 @@ GPUS: dict[str, Any] = {
     "cuda": "12.8",
     "gpus": ("H100",) * 2,
     "nccl": "2.27.3",
-    "cupy": "13.4.1",
+    "cupy": "14.2.0",
     "cupy_cuda": "12.6",
     "cupy_nccl": "2.27.3",
     "threads_wanted": "1",
+    "cores": tuple(range(8)),
+    "infiniband": ("mlx5_0",),
+    "locked_memory": None,
 }
 
 
@@ -64,7 +69,8 @@ def test_on_a_laptop_nothing_is_wrong() -> None:
     told = {finding.name: finding.mark for finding in findings([LAPTOP])}
 
     assert {name for name, mark in told.items() if mark == "absent"} == {
-        *("MPI", "MPI threads", "CUDA-aware MPI", "CUDA", "NCCL", "CuPy", "devices")
+        *("MPI", "MPI threads", "CUDA-aware MPI", "CUDA", "NCCL", "CuPy", "devices"),
+        *("cores", "InfiniBand"),
     }
     assert {mark for mark in told.values() if mark != "absent"} == {"ok"}
 
@@ -104,7 +110,7 @@ def test_a_rank_of_another_environment_is_named(name: str, field: str) -> None:
         ("CUDA-aware MPI", {"cuda_aware": False}, "absent", "no"),
         ("CUDA", {"cuda": "12.8"}, "absent", "12.8, but no device"),
         ("CUDA", {"cuda": "12.8", "gpus": ("H100", "H100")}, "ok", "12.8 · H100"),
-        ("CuPy", {"cupy": "13.4.1"}, "ok", "13.4.1"),
+        ("CuPy", {"cupy": "14.2.0"}, "ok", "14.2.0"),
         (
             "CuPy",
             {**GPUS, "cupy": None, "cupy_cuda": None, "cupy_nccl": None},
@@ -115,13 +121,31 @@ def test_a_rank_of_another_environment_is_named(name: str, field: str) -> None:
             "CuPy",
             {**GPUS, "cupy_cuda": "11.8"},
             "wrong",
-            "13.4.1 with CUDA 11, torch with CUDA 12, on host one",
+            "14.2.0 with CUDA 11, torch with CUDA 12, on host one",
         ),
         (
             "CuPy",
             {**GPUS, "cupy_nccl": "2.19.3"},
             "wrong",
-            "13.4.1 with NCCL 2.19.3, torch with NCCL 2.27.3, on host one",
+            "14.2.0 with NCCL 2.19.3, torch with NCCL 2.27.3, on host one",
+        ),
+        (
+            "CuPy",
+            {**GPUS, "cupy": "13.4.1"},
+            "wrong",
+            "13.4.1 cannot take torch's streams",
+        ),
+        ("NCCL", GPUS, "ok", "2.27.3"),
+        ("cores", GPUS, "ok", "8 a rank with a GPU"),
+        ("cores", {**GPUS, "cores": (0,)}, "slow", "1 a rank with a GPU on host one"),
+        ("InfiniBand", {"infiniband": ("mlx5_0", "mlx5_1")}, "ok", "mlx5_0, mlx5_1"),
+        ("locked memory", {}, "ok", "8.4 MB"),
+        ("locked memory", {"locked_memory": None, **GPUS}, "ok", "no limit"),
+        (
+            "locked memory",
+            {"locked_memory": 65_536, "infiniband": ("mlx5_0",)},
+            "slow",
+            "65.5 kB on rank 0 of host one, too little for InfiniBand",
         ),
         ("threads", {"threads_wanted": "4"}, "ok", "OMP_NUM_THREADS 4, 1 rank on 4 cores"),
         (
@@ -209,6 +233,23 @@ def test_more_ranks_than_cores_are_slow() -> None:
     assert found("threads", bound).said == "2 ranks on 1 core of host one"
     assert (
         found("threads", ranks({"cores": (0,)}, {"cores": (1,)}, threads_wanted="1")).mark == "ok"
+    )
+
+
+def test_ranks_that_share_cores_have_a_part_of_them_each() -> None:
+    finding = found("cores", ranks({}, {}, **{**GPUS, "cores": (0, 1, 2)}))
+
+    assert (finding.mark, finding.said) == ("slow", "1.5 a rank with a GPU on host one")
+
+
+def test_a_host_without_the_others_network_is_slow() -> None:
+    own: list[dict[str, Any]] = [{"infiniband": ("mlx5_0",)}, {"host": "two"}]
+
+    finding = found("InfiniBand", ranks(*own))
+
+    assert (finding.mark, finding.said) == (
+        "slow",
+        "host two has no device, and host one has",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import types
@@ -78,6 +79,28 @@ def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:
     assert facts.cores == tuple(sorted(os.sched_getaffinity(0)))
     assert (facts.where, facts.writable) == (str(tmp_path), True)
     assert facts.room > 0
+
+
+def test_infiniband_devices_are_those_that_the_kernel_shows(tmp_path: Path) -> None:
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / "infiniband" / name).mkdir(parents=True)
+
+    assert machine.infiniband(tmp_path / "infiniband") == ["mlx5_0", "mlx5_1"]
+    assert machine.infiniband(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(65_536, 65_536), (resource.RLIM_INFINITY, None)], ids=str
+)
+def test_the_limit_of_locked_memory_is_ulimit_l(
+    limit: int, said: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limits(which: int) -> tuple[int, int]:
+        return (limit, limit) if which == resource.RLIMIT_MEMLOCK else (0, 0)
+
+    monkeypatch.setattr(resource, "getrlimit", limits)
+
+    assert look(0, 1, Mpi(), tmp_path).locked_memory == said
 
 
 def test_cupy_says_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:

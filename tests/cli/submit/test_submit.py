@@ -218,6 +218,28 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "cores"),
+    [
+        (["--ranks", "2"], "1"),
+        (["--gpus-per-node", "2"], "7"),
+        (["--gpus-per-node", "2", "--ranks", "1"], "14"),
+        (["--gpus-per-node", "1", "--ranks", "2"], "3"),
+        (["--gpus-per-node", "2", "--set", "train.threads=9"], "9"),
+        (["--gpus-per-node", "2", "--cpus-per-rank", "1"], "1"),
+    ],
+)
+def test_a_rank_with_a_gpu_gets_cores_for_all_that_feeds_it(
+    arguments: list[str], cores: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python, the threads that fetch batches, those of NCCL and of torch would share one core."""
+    start = ["--slurm", "--time", "1:00:00", "--config", "quickstart.yaml", "--dry-run"]
+
+    assert run(*start, *arguments) == 0
+
+    assert read_slurm(capfd.readouterr().out)["--cpus-per-task"] == cores
+
+
 def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path) -> None:
     assert [run(*SRUN), run(*SRUN), run(*SRUN, "--run-dir", "mine")] == [0, 0, 0]
     assert run(*SRUN, "--set", "run_dir=mine") == 0

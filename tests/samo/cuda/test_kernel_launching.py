@@ -31,6 +31,8 @@ class CompileError(Exception):
 class StandInCupy:
     """Writes down what is compiled and started."""
 
+    __version__ = "13.4.1"
+
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
         self.compiled: list[str] = []
@@ -123,6 +125,18 @@ def test_without_cupy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
         ConfigError, match=r"need CuPy, which cannot be imported .*; pip install cupy-cuda13x"
     ):
         CupyLauncher(3)
+
+
+def test_a_cupy_without_streams_of_others_is_refused_before_the_first_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = StandInCupy()
+    cupy.cuda.Stream = SimpleNamespace()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+    with pytest.raises(ConfigError, match=r"CuPy 13.4.1 cannot .*; pip install 'cupy-cuda12x>=14'"):
+        launcher(monkeypatch, cupy)
+    assert cupy.compiled == []
 
 
 # -- what is refused before a kernel sees it ------------------------------------------------
