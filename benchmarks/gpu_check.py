@@ -1,17 +1,23 @@
 """All that asks for a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
 
-    scripts/gpu_check.sh [--part kernels,numerics,transport,speed,big] [--seconds 560]
+    scripts/gpu_check.sh [--part kernels,step,transport,speed,numerics,compare,big]
+        [--seconds 560]
         [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
     scripts/gpu_check.sh --merge A.json B.json --save benchmarks/results/gpu_check-h200.json
 
     kernels      the kernels' contract; their share of the copy's bandwidth; unfused torch in
                  turn; the paper's Figure 1
-    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
+    step         a training of one rank on the GPU against the same one on the CPU; doctor
     transport    staged links between ranks that share it; streams and phases; NCCL at size 1
-    speed        GPT-3 2.7B and 13B: steps, part of the matrix peak, memory; SAMO against dense
-    big          dense 13B does not fit; the largest GPT that does
+    speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
+                 a profile
+    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
+    compare      SAMO against dense, in turn
+    big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
 
-The environment is looked at ahead of every part. Where an earlier call has saved, the parts that
+Parts run in this order: what we have to know first comes first. Each is begun with what is there,
+and none waits for what another has set up. Only `numerics`, and of `transport` a part, need an MPI
+library. Models are as large as the memory that is there. Where an earlier call has saved, the parts that
 run are replaced and the others stay, so that one machine's checks may be made in several calls.
 Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
 
@@ -49,11 +55,15 @@ from gpu_report import (
 )
 
 HERE = Path(__file__).parent
-PARTS = ("kernels", "numerics", "transport", "speed", "big")
+PARTS = ("kernels", "step", "transport", "speed", "numerics", "compare", "big")
 SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
-TRAININGS = {"speed": ("2.7b", "compare", "13b"), "big": ("dense-13b", "largest")}
+TRAININGS = {
+    "speed": ("2.7b", "2.7b-4"),
+    "compare": ("compare",),
+    "big": ("largest", "13b", "dense-13b"),
+}
 FAILURE_TEXT = 4_000
 """Letters that are kept of what a test that failed said."""
 EXPECTED_SECONDS = 20
@@ -95,6 +105,7 @@ Found = tuple[list[Row], Any]
 
 
 def environment(around: Around) -> Found:
+    """What was seen of the machine; nothing is started for it."""
     part, seen = "environment", around.seen
     rows = [
         Row(part, name, "info", str(seen[name]))
@@ -109,6 +120,11 @@ def environment(around: Around) -> Found:
             rows.append(Row(part, name, "fail", f"cannot be imported; {mend}"))
     if around.host.launcher() is None:
         rows.append(Row(part, "mpirun", "fail", "is not on PATH; give --mpi-wheel"))
+    return rows, None
+
+
+def doctor(around: Around) -> Found:
+    part = "step"
     ended = around.host.run(
         [
             *(sys.executable, "-m", "axsparse", "doctor", "--json"),
@@ -119,11 +135,11 @@ def environment(around: Around) -> Found:
     try:
         told = json.loads(ended.stdout)
     except json.JSONDecodeError:
-        return [*rows, Row(part, "axsparse doctor", "fail", ended.last_words)], None
+        return [Row(part, "axsparse doctor", "fail", ended.last_words)], None
     wrong = [f for f in told["findings"] if f["mark"] == "wrong"]
     said = "; ".join(f"{f['name']}: {f['said']}" for f in wrong) or "nothing is wrong"
-    rows.append(judged(part, "axsparse doctor", said, "nothing wrong", good=not wrong))
-    return rows, told["findings"]
+    row = judged(part, "axsparse doctor", said, "nothing wrong", good=not wrong)
+    return [row], told["findings"]
 
 
 # -- tests ----------------------------------------------------------------------------------
@@ -249,6 +265,12 @@ def figure1(part: str, figure: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def step(around: Around) -> Found:
+    rows, said = pytest(around, "step", ["test_first_steps_gpu"])
+    checked, findings = doctor(around)
+    return [*rows, *checked], {"tests": said, "doctor": findings}
+
+
 def numerics(around: Around) -> Found:
     return pytest(around, "numerics", ["test_training_gpu"])
 
@@ -291,9 +313,11 @@ def trainings(part: str) -> Callable[[Around], Found]:
 KEYS = ("outcome", "measured", "aim")
 RUN: dict[str, Callable[[Around], Found]] = {
     "kernels": kernels,
-    "numerics": numerics,
+    "step": step,
     "transport": transport,
     "speed": trainings("speed"),
+    "numerics": numerics,
+    "compare": trainings("compare"),
     "big": trainings("big"),
 }
 
@@ -316,8 +340,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save", type=Path, help="write JSON here")
     add("--merge", type=Path, nargs="+", metavar="JSON", help="only join these into --save")
     arguments = parser.parse_args(words)
-    arguments.parts = arguments.part.split(",")
-    for part in arguments.parts:
+    wanted = arguments.part.split(",")
+    arguments.parts = [part for part in PARTS if part in wanted]
+    for part in wanted:
         if part not in PARTS:
             parser.error(f"--part {part}: no part; choose of {', '.join(PARTS)}")
     wheels = [arguments.mpi_wheel] if arguments.mpi_wheel else []

@@ -14,6 +14,7 @@ from torch import Tensor
 from axsparse.config.load import load_config
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, subject
+from axsparse.planner.run_workload import predict
 from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
 from axsparse.runtime.errors import ConfigError
@@ -23,7 +24,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.state_bytes import StateBytes
 
 CLUSTER = "h200-node"
-"""Whose memory beside torch's own the plan takes; its speeds are not used."""
+"""Whose memory beside torch's own the plan takes, and whose speeds it predicts seconds from."""
 MICROBATCHES = 4
 SIZES = (8, 4, 2, 1)
 """Of microbatches, to try."""
@@ -50,6 +51,12 @@ class Training:
     def with_(self, *more: str, steps: int | None = None) -> Training:
         return Training(self.config, (*self.overrides, *more), steps or self.steps)
 
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        batch = load_config(self.config, self.all()).config.batch
+        return batch.global_batch_size // batch.microbatch_size
+
     def all(self, *more: str) -> list[str]:
         return [*COMMON, *self.overrides, *more, f"train.steps={self.steps}"]
 
@@ -64,6 +71,8 @@ class Planned:
     tokens: int
     """Of a step."""
     parameters: int
+    seconds: float
+    """Of a step, by the constants of the cluster's page, which nobody has measured."""
 
 
 def planned(training: Training, method: Method) -> Planned:
@@ -88,6 +97,7 @@ def planned(training: Training, method: Method) -> Planned:
         all_flops=workload.sample_flops * samples,
         tokens=samples * config.model.sequence_length,
         parameters=asked.survey.num_params,
+        seconds=predict(workload, cluster, config, Grid(1, 1), 0, None).step_seconds or math.nan,
     )
 
 
@@ -97,11 +107,17 @@ def batches(size: int, number: int = MICROBATCHES) -> tuple[str, ...]:
 
 
 def chosen(
-    training: Training, methods: Sequence[Method], room: float, number: int = MICROBATCHES
+    training: Training,
+    methods: Sequence[Method],
+    room: float,
+    number: int = MICROBATCHES,
+    wanted: Sequence[int] = SIZES,
 ) -> Training:
-    """The first batch of which all methods fit side by side; ConfigError if none does."""
+    """The first batch of which all methods fit side by side, of the `wanted` microbatch sizes;
+    ConfigError if none does. Activations are recomputed only where the last size does not fit
+    otherwise."""
     least = math.inf
-    for again, sizes in ((0, SIZES), (1, SIZES[-1:])):
+    for again, sizes in ((0, wanted), (1, wanted[-1:])):
         for size in sizes:
             tried = training.with_(
                 *batches(size, number), f"pipeline.checkpoint_activations={again}"

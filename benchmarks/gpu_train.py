@@ -1,15 +1,17 @@
 """GPT-3 on one GPU: step time, part of the matrix peak, memory, and SAMO against dense.
 
-    python benchmarks/gpu_train.py [2.7b] [13b] [compare] [dense-13b] [largest]
+    python benchmarks/gpu_train.py [2.7b] [2.7b-4] [compare] [13b] [dense-13b] [largest]
         [--seconds 540] [--save benchmarks/results/gpu_train.json]
 
     2.7b, 13b    trains at 90 %: seconds, tokens/s, percentage of the matrix product that this GPU
-                 does fastest, live bytes by category and the peak against the plan
-    compare      2.7B dense and pruned, both on the GPU at once, which take steps in turn
+                 does fastest, live bytes by category and the peak against the plan. 2.7b has
+                 microbatches of 1 and a profile of one more step, 2.7b-4 has microbatches of 4
+    compare      2.7B dense and pruned, both on the GPU at once, which take steps in turn; with
+                 fewer layers where both do not fit
     dense-13b    does not fit: the plan says so, and an attempt ends with one line
-    largest      the most layers of 13B's width that the plan lets fit, confirmed by two steps
+    largest      the most layers of 13B's width that the plan lets fit, confirmed by three steps
 
-Microbatches are as large as the plan lets fit without recomputing activations, else 1 with.
+Other microbatches are as large as the plan lets fit without recomputing activations, else 1 with.
 Masks are a ticket of random positions, the same tenth over and over; start values see
 `gpu_worker.py`. Medians; brackets hold the quartiles. The exit code is 1 if a check fails, 69
 without a GPU.
@@ -36,7 +38,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from gpu_plan import Training, batches, chosen, planned, ticket
+from gpu_plan import SIZES, Training, batches, chosen, planned, ticket
 from gpu_report import (
     EXIT_FAILED,
     EXIT_NO_DEVICE,
@@ -49,12 +51,18 @@ from gpu_report import (
 )
 from gpu_turns import Worker, WorkerFailedError
 
+from axsparse.planner.plan_model import Method
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.runtime.errors import ConfigError
 
 HERE = Path(__file__).parent
-RUNS = ("2.7b", "13b", "compare", "dense-13b", "largest")
-CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "13b": "gpt3_13b.yaml"}
+RUNS = ("2.7b", "2.7b-4", "compare", "13b", "dense-13b", "largest")
+CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "2.7b-4": "gpt3_2.7b.yaml", "13b": "gpt3_13b.yaml"}
+MICROBATCH = {"2.7b": (1,), "2.7b-4": (4,)}
+"""The microbatch sizes of a run; of all others the largest that fits."""
+PEAK_AIMS = {"2.7b": 0.4}
+"""What part of the matrix peak a run has to reach; `PEAK_AIM` where it is not named."""
+PROFILED = ("2.7b",)
 PEAK_AIM, MEMORY_AIM, RATIO_AIM = 0.5, 1.1, 1.01
 PART_OF_PEAK = "part of the measured matrix peak"
 ROOM = 0.94
@@ -102,28 +110,37 @@ def pruned(training: Training, place: Place) -> Training:
 
 
 def alone(name: str, training: Training, place: Place) -> Found:
-    """One training by itself, against its plan."""
+    """One training by itself, against its plan; the step that is profiled comes on top."""
     plan = planned(training, "samo")
-    with Worker(training, place.folder, place.left) as worker:
+    profiled = name in PROFILED
+    told = training.with_(steps=training.steps + profiled)
+    with Worker(told, place.folder, place.left, profile=profiled) as worker:
         built = worker.event("built")
         steps = [worker.step() for _ in range(training.steps)]
+        profile = worker.step()["profile"] if profiled else None
         done = worker.event("done")
         records = worker.records()
     warm = min(WARM, len(steps) - 1)
     seconds = [step["seconds"] for step in steps[warm:]]
     middle = statistics.median(seconds)
     part = plan.all_flops / middle / place.device.peak_flops
+    aim = PEAK_AIMS.get(name, PEAK_AIM)
     without = plan.model_flops / middle / place.device.peak_flops
     state = asdict(plan.state)
     rows = [
-        Row(name, "seconds a step", "info", spread(seconds, "s")),
+        Row(
+            name,
+            "seconds a step",
+            "info",
+            f"{spread(seconds, 's')}; the planner says {plan.seconds:.4g} s",
+        ),
         Row(name, "tokens a second", "info", f"{plan.tokens / middle:,.0f}"),
         judged(
             name,
             PART_OF_PEAK,
             f"{part:.1%} (without what is computed again {without:.1%})",
-            f">= {PEAK_AIM:.0%}",
-            good=part >= PEAK_AIM,
+            f">= {aim:.0%}",
+            good=part >= aim,
         ),
         judged(
             name,
@@ -142,11 +159,15 @@ def alone(name: str, training: Training, place: Place) -> Found:
     ]
     if done["peak"]:
         rows.append(peak_row(name, done["peak"]["allocated"], plan.memory))
+    if profile is not None:
+        rows += profile_rows(name, profile, told.microbatches)
     detail = {
         "settings": training.all(),
         "parameters": plan.parameters,
         "tokens a step": plan.tokens,
         "step seconds": [step["seconds"] for step in steps],
+        "planned step seconds": plan.seconds,
+        "profile": profile,
         "losses": [step["loss"] for step in steps],
         "phases, medians": phases(records[warm:]),
         "building seconds": built["seconds"],
@@ -156,6 +177,17 @@ def alone(name: str, training: Training, place: Place) -> Found:
         "planned": asdict(plan.memory),
     }
     return rows, detail
+
+
+def profile_rows(name: str, profile: dict[str, Any], microbatches: int) -> list[Row]:
+    """Whether the host keeps its GPU busy, and how many kernels that takes."""
+    seconds, busy = profile["seconds"], profile["device_busy_seconds"]
+    said = {
+        "kernels a microbatch": f"{profile['kernels'] / microbatches:.0f}",
+        "of a profiled step the GPU is busy": f"{busy:.4g} s of {seconds:.4g} ({busy / seconds:.1%})",
+        "the host enqueues a step in": f"{profile['enqueue_seconds']:.4g} s",
+    }
+    return [Row(name, check, "info", text) for check, text in said.items()]
 
 
 def peak_row(name: str, allocated: int, memory: StageMemory) -> Row:
@@ -178,12 +210,16 @@ def phases(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def size(name: str, place: Place) -> Found:
     start = pruned(Training(CONFIGS[name], (), STEPS), place)
-    return alone(name, chosen(start, ["samo"], place.room), place)
+    wanted = MICROBATCH.get(name, SIZES)
+    return alone(name, chosen(start, ["samo"], place.room, wanted=wanted), place)
 
 
 def compare(training: Training, place: Place, rounds: int) -> Found:
     """Dense and pruned in turn, both in memory, in an order drawn anew each round."""
     name = "compare"
+    layers = both_fit(training, place.room)
+    if layers is not None:
+        training = with_layers(training, layers)
     both = chosen(pruned(training, place), ["dense", "samo"], place.room, COMPARED)
     both = both.with_(steps=rounds + WARM)
     trainings = {"samo": both, "dense": both.with_("samo.enabled=false")}
@@ -260,12 +296,23 @@ def does_not_fit(training: Training, place: Place) -> Found:
     return rows, {"settings": least.all(), "planned": need, "said": said}
 
 
-def most_layers(training: Training, room: float) -> int:
-    """The most blocks that the plan lets fit; 0 if not even one does."""
+def both_fit(training: Training, room: float) -> int | None:
+    """With how many blocks a dense training fits beside a pruned one; None: with all it has."""
+    methods: tuple[Method, ...] = ("dense", "samo")
+    least = training.with_(*batches(1, COMPARED), "pipeline.checkpoint_activations=1")
+    if sum(planned(least, method).memory.total for method in methods) <= room:
+        return None
+    return max(1, most_layers(least, room, methods))
+
+
+def most_layers(training: Training, room: float, methods: Sequence[Method] = ("samo",)) -> int:
+    """The most blocks with which the plan lets all methods fit side by side; 0 if not even one
+    does."""
 
     @cache
     def need(layers: int) -> float:
-        return planned(with_layers(training, layers), "samo").memory.total
+        own = with_layers(training, layers)
+        return sum(planned(own, method).memory.total for method in methods)
 
     # What a block adds is the same for each; looking at a deep model takes long.
     layers = max(0, 1 + int((room - need(1)) / (need(2) - need(1))))
@@ -281,7 +328,7 @@ def with_layers(training: Training, layers: int) -> Training:
 
 
 def largest(training: Training, place: Place) -> Found:
-    """By the plan, then by two steps; with fewer layers if these do not run after all."""
+    """By the plan, then by three steps; with fewer layers if these do not run after all."""
     name = "largest"
     start = training.with_(
         "batch.microbatch_size=1",
@@ -289,7 +336,7 @@ def largest(training: Training, place: Place) -> Found:
         "pipeline.checkpoint_activations=1",
         "samo.index=mask",
         "samo.split_master=true",
-        steps=2,
+        steps=3,
     )
     layers = most_layers(start, place.room)
     tries: list[dict[str, Any]] = []
@@ -326,7 +373,7 @@ def run_one(name: str, place: Place, rounds: int) -> Found:
     if name == "dense-13b":
         return does_not_fit(Training(CONFIGS["13b"], (), 1), place)
     if name == "largest":
-        return largest(Training(CONFIGS["13b"], (), 2), place)
+        return largest(Training(CONFIGS["13b"], (), 3), place)
     return size(name, place)
 
 

@@ -24,12 +24,15 @@ class WorkerFailedError(Exception):
 class Worker:
     """A training in a process of its own, which takes a step when it is told to."""
 
-    def __init__(self, training: Training, folder: Path, seconds: float) -> None:
-        """Ends by itself after `seconds`."""
+    def __init__(
+        self, training: Training, folder: Path, seconds: float, *, profile: bool = False
+    ) -> None:
+        """Ends by itself after `seconds`. `profile`: the last step is profiled, and slower."""
         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
         spec = {
             "config": training.config,
             "overrides": training.all(f"run_dir={run_dir}"),
+            "profile": profile,
         }
         self.metrics = run_dir / "metrics.jsonl"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__

@@ -3,7 +3,8 @@
     python benchmarks/gpu_worker.py '{"config": "gpt3_2.7b.yaml", "overrides": ["train.steps=4"]}'
 
 Each line on stdin is leave to take a step. Lines on stdout that begin with "@" are JSON: `built`,
-a `step`, `done`. A step is over when the device has nothing left to do.
+a `step`, `done`. A step is over when the device has nothing left to do. With "profile": true the
+last step has a summary of what torch's profiler saw of it.
 
 Start values are a million random numbers over and over, made on the device: to draw one for each
 of ten billion entries takes minutes, and no step is faster or slower by it.
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from axsparse.config.load import load_config
 from axsparse.data.sources import open_datasets
@@ -33,6 +36,8 @@ MARK = "@"
 DRAWN = 1 << 20
 STD = 0.02
 """Of GPT's start values."""
+LISTED = 25
+"""Kernels of a profile that are listed, those that took longest."""
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -87,6 +92,31 @@ def peaks() -> dict[str, int]:
     }
 
 
+def summary(profiler: profile, seconds: float) -> dict[str, Any]:
+    """What the device did in a profiled step of so many seconds, and which kernels took longest."""
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    busy, reached = 0.0, 0.0
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        busy += max(0.0, event.time_range.end - max(event.time_range.start, reached))
+        reached = max(reached, event.time_range.end)
+    host = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    launches = [event for event in host if "aunchKernel" in event.name]
+    enqueued = max((e.time_range.end for e in launches), default=0.0) - min(
+        (e.time_range.start for e in host), default=0.0
+    )
+    by_name: dict[str, list[float]] = {}
+    for event in kernels:
+        by_name.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    longest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:LISTED]
+    return {
+        "seconds": seconds,
+        "kernels": len(kernels),
+        "device_busy_seconds": busy / 1e6,
+        "enqueue_seconds": max(0.0, enqueued) / 1e6,
+        "longest": {n: {"number": len(by_name[n]), "ms": sum(by_name[n])} for n in longest},
+    }
+
+
 def train(job: Job, spec: dict[str, Any]) -> None:
     loaded = load_config(spec["config"], spec["overrides"])
     began = time.perf_counter()
@@ -102,15 +132,25 @@ def train(job: Job, spec: dict[str, Any]) -> None:
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
     last = trainer.config.train.steps
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]
+    profiler = profile(activities=kinds) if spec.get("profile") else None
     start = wait_for_leave()
 
     def note(step: int, verdict: Verdict) -> None:
         nonlocal start
         settle()
         seconds = time.perf_counter() - start
-        tell("step", step=step, seconds=seconds, loss=verdict.loss, finite=verdict.finite)
+        found: dict[str, Any] = {}
+        if profiler is not None and step == last:
+            profiler.stop()
+            found["profile"] = summary(profiler, seconds)
+        values = {"loss": verdict.loss, "finite": verdict.finite, **found}
+        tell("step", step=step, seconds=seconds, **values)
         if step < last:
             start = wait_for_leave()
+        if profiler is not None and step == last - 1:
+            profiler.start()
+            start = time.perf_counter()
 
     trainer.train(note)
     tell("done", peak=peaks())

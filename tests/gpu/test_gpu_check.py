@@ -93,7 +93,7 @@ def test_without_a_gpu_the_command_says_so_and_ends_with_69(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--part", "kernels,all"], "--part all: no part; choose of kernels, numerics"),
+        (["--part", "kernels,all"], "--part all: no part; choose of kernels, step, transport"),
         (["--mpi-wheel", "nowhere.whl"], "nowhere.whl: no such file"),
         (["--merge", __file__], "--merge: say by --save where to"),
     ],
@@ -124,6 +124,39 @@ def with_parts(
         monkeypatch.setitem(check.RUN, part, lambda _, own=own: (list(own), {"n": 1}))
     monkeypatch.setattr(check, "environment", lambda _: ([], None))
     monkeypatch.setattr(check.Host, "look", lambda _: dict(SEEN))
+
+
+def test_parts_run_in_the_order_of_what_has_to_be_known_first(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_parts(check, monkeypatch, dict.fromkeys(check.PARTS, "pass"))
+    began: list[str] = []
+    for part in check.PARTS:
+        monkeypatch.setitem(
+            check.RUN, part, lambda _, part=part: (began.append(part), ([], None))[1]
+        )
+
+    check.main(["--part", "big,speed,kernels,step", "--save", str(tmp_path / "a.json")])
+    check.main(["--save", str(tmp_path / "b.json")])
+
+    assert began[:4] == ["kernels", "step", "speed", "big"]
+    assert began[4:] == list(check.PARTS)
+    assert list(check.RUN) == list(check.PARTS)
+    order = ["kernels", "step", "transport", "speed", "numerics", "compare", "big"]
+    assert began[4:] == order
+
+
+def test_the_environment_starts_nothing(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the first part would wait for it")
+
+    monkeypatch.setattr(check.Host, "run", refuse)
+
+    rows, _ = check.environment(around(check, tmp_path))
+
+    assert ("device", "NVIDIA H200") in {(row.check, row.measured) for row in rows}
 
 
 def test_a_check_that_fails_is_the_exit_code_and_calls_add_up(
@@ -411,8 +444,11 @@ def test_the_environment_is_looked_at_and_doctor_is_asked(
     here = check.Host().look()
     machine = check.Around(check.Host(), here, time.monotonic() + 100, tmp_path)
 
-    rows, findings = check.environment(machine)
+    rows, nothing = check.environment(machine)
+    checked, findings = check.doctor(machine)
+    rows += checked
 
+    assert nothing is None
     assert here["missing"] == []
     outcomes = {row.check: row.outcome for row in rows}
     assert outcomes["torch"] == "info"

@@ -68,6 +68,57 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
+def test_a_step_more_is_profiled_where_it_is_asked_for(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(benchmark, tmp_path)
+    monkeypatch.setattr(benchmark, "PROFILED", ("tiny",))
+
+    rows, detail = benchmark.alone("tiny", benchmark.pruned(tiny(benchmark), here), here)
+
+    assert outcomes(rows)["kernels a microbatch"] == "info"
+    assert detail["profile"]["kernels"] == 0  # a CPU starts none
+    assert len(detail["step seconds"]) == 4
+
+
+def test_what_the_device_did_is_summed_up(benchmark: ModuleType) -> None:
+    profile = {
+        "seconds": 2.0,
+        "kernels": 800,
+        "device_busy_seconds": 1.5,
+        "enqueue_seconds": 0.5,
+        "longest": {},
+    }
+
+    rows = benchmark.profile_rows("2.7b", profile, 4)
+
+    assert [row.measured for row in rows] == ["200", "1.5 s of 2 (75.0%)", "0.5 s"]
+
+
+def test_microbatches_are_as_asked_where_they_fit(benchmark: ModuleType) -> None:
+    chosen = benchmark.chosen(tiny(benchmark), ["samo"], 1e12, wanted=(1,))
+
+    assert chosen.overrides[-3:] == (*benchmark.batches(1), "pipeline.checkpoint_activations=0")
+    assert chosen.microbatches == 4
+
+
+def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
+    benchmark: ModuleType,
+) -> None:
+    training = tiny(benchmark)
+    least = training.with_(
+        *benchmark.batches(1, benchmark.COMPARED), "pipeline.checkpoint_activations=1"
+    )
+
+    def need(layers: int) -> float:
+        own = benchmark.with_layers(least, layers)
+        return sum(benchmark.planned(own, method).memory.total for method in ("dense", "samo"))
+
+    assert benchmark.both_fit(training, need(2)) is None
+    assert benchmark.both_fit(training, need(2) - 1) == 1
+
+
+@pytest.mark.exhaustive
 def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_path: Path) -> None:
     rows, detail = benchmark.compare(tiny(benchmark), place(benchmark, tmp_path), rounds=3)
 
@@ -197,4 +248,4 @@ def test_without_a_gpu_it_ends_with_69(
     assert "no CUDA device is here" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         benchmark.main(["3b"])
-    assert "3b: no run; choose of 2.7b, 13b" in capsys.readouterr().err
+    assert "3b: no run; choose of 2.7b, 2.7b-4" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gpu.ranks_training import Case, Outcome
-from support.mpirun import TESTS, Finished, run_mpirun
+from support.mpirun import TESTS, Finished, run_alone, run_mpirun
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 LIMIT_SECONDS = 150
@@ -84,13 +84,11 @@ def _start(
 ) -> Finished:
     listed = folder / "cases.json"
     listed.write_text(json.dumps(cases))
-    script = str(TESTS / "gpu" / "ranks_training.py")
-    return run_mpirun(
-        ranks,
-        [script, str(folder), str(listed)],
-        env={**ENVIRONMENT, **environment},
-        timeout=LIMIT_SECONDS,
-    )
+    words = [str(TESTS / "gpu" / "ranks_training.py"), str(folder), str(listed)]
+    own = {**ENVIRONMENT, **environment}
+    if ranks == 1:
+        return run_alone(words, env=own, timeout=LIMIT_SECONDS)
+    return run_mpirun(ranks, words, env=own, timeout=LIMIT_SECONDS)
 
 
 def joined(outcomes: Sequence[Outcome], key: str) -> dict[str, torch.Tensor]:

@@ -72,7 +72,19 @@ def run_mpirun(
     cwd: Path | None = None,
 ) -> Finished:
     """`mpirun -n ranks python args…`, in a process group that is killed after `timeout` seconds."""
-    command = [mpirun_path(), "-n", str(ranks), sys.executable, *args]
+    return _run([mpirun_path(), "-n", str(ranks), sys.executable, *args], env, timeout, cwd)
+
+
+def run_alone(
+    args: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = LONGEST_SECONDS
+) -> Finished:
+    """`python args…`, likewise: one rank, which needs no MPI library."""
+    return _run([sys.executable, *args], env, timeout, None)
+
+
+def _run(
+    command: Sequence[str], env: Mapping[str, str] | None, timeout: float, cwd: Path | None
+) -> Finished:
     began = time.monotonic()
     # Files, since a rank that outlives the launcher would keep a pipe open.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
