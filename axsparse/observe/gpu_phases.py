@@ -13,12 +13,17 @@ add up to the step. A stretch of work belongs to its phase entirely. Between m0 
 switches between waiting phases thousands of times without setting marks, and the stretch is
 divided in proportion to the host's seconds in each. Such a stretch lasts only while the GPU has
 nothing to do: if F0 ends on the GPU when the host is waiting already, it begins there.
+
+A gradient is compressed for each tensor and microbatch: two marks each would be hundreds of
+thousands a step. So only the compressions of a step's last microbatch have marks, and each of the
+others is taken to have lasted as long as these did on average.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -62,6 +67,7 @@ class DevicePhases(Phases):
         "_device",
         "_free",
         "_ranges",
+        "_sampled",
         "_step",
         "_traced",
     )
@@ -81,6 +87,7 @@ class DevicePhases(Phases):
             self._blocks = {
                 name: _RangedBlock(self, number, ranges) for name, number in NUMBERS.items()
             }
+        self._sampled = _SampledBlock(self, ranges)
         self._device = device
         self._free: list[Mark] = []
         """Marks that are free to be set again."""
@@ -103,6 +110,13 @@ class DevicePhases(Phases):
             if action:
                 self._ranges.range_push(action)
         self._action = action
+
+    def compression(self, is_last: bool) -> AbstractContextManager[None]:
+        """The with-block around the compression of one gradient, with marks in a step's last
+        microbatch only."""
+        if self._step is not None:
+            self._step.compressed[is_last] += 1
+        return self._blocks["compress"] if is_last else self._sampled
 
     def begin_step(self) -> None:
         """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""
@@ -217,6 +231,24 @@ class _RangedBlock(Block):
         self._ranges.range_pop()
 
 
+class _SampledBlock:
+    """The with-block of a compression that sets no marks."""
+
+    def __init__(self, phases: Phases, ranges: Ranges | None) -> None:
+        self._phases = phases
+        self._ranges = ranges
+
+    def __enter__(self) -> None:
+        self._phases.worked += 1
+        if self._ranges is not None:
+            self._ranges.range_push("compress")
+
+    def __exit__(self, *exception: object) -> None:
+        self._phases.worked += 1
+        if self._ranges is not None:
+            self._ranges.range_pop()
+
+
 class _Stretch(NamedTuple):
     """The time between a mark and the one before it."""
 
@@ -249,6 +281,8 @@ class _Step:
         """The marks are put into `free` once their times are read."""
         self.anchor = anchor
         self.stretches: list[_Stretch] = []
+        self.compressed = [0, 0]
+        """How many gradients were compressed without marks, and how many with marks."""
         self._begin = begin
         self._free = free
         self._after_anchor = 0.0
@@ -263,6 +297,12 @@ class _Step:
         found = dict.fromkeys(PHASES, 0.0)
         for phase, _, seconds in self.parts():
             found[phase] += seconds
+        without, marked = self.compressed
+        if marked:
+            # Compressions without marks stand inside stretches of compute.
+            moved = min(found["compress"] * without / marked, found["compute"])
+            found["compute"] -= moved
+            found["compress"] += moved
         found["step"] = sum(found.values())
         return found
 

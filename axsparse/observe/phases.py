@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
 """p2p is time in transport calls and copies, bubble is waiting with nothing to run, and other is
@@ -54,6 +55,12 @@ class Phases:
     def __call__(self, name: str) -> Block:
         """The with-block of a phase; KeyError if there is no such phase."""
         return self._blocks[name]
+
+    def compression(self, is_last: bool) -> AbstractContextManager[None]:
+        """The with-block around the compression of one gradient; `is_last`: no microbatch follows
+        in this step."""
+        del is_last
+        return self._blocks["compress"]
 
     def begin_step(self) -> None:
         """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""

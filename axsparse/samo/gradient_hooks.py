@@ -30,9 +30,10 @@ class GradientCollector:
         self,
         layers: Sequence[LayerState],
         on_ready: Callable[[LayerState], None],
-        timed: Callable[[], AbstractContextManager[None]],
+        timed: Callable[[bool], AbstractContextManager[object]],
     ) -> None:
-        """`timed()` is entered around each compression."""
+        """`timed(is_last)` is entered around each compression; `is_last` says whether the backward
+        is the step's last."""
         self._layers = layers
         self._on_ready = on_ready
         self._timed = timed
@@ -106,7 +107,7 @@ class GradientCollector:
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
         def compress(parameter: Tensor) -> None:
             assert parameter.grad is not None, "autograd calls this once the gradient is there"
-            with self._timed():
+            with self._timed(self._is_last):
                 if tensor.name in self._wanted:
                     self._pick(tensor, parameter.grad)
                 layer.accumulate(tensor, parameter.grad, is_last=self._is_last)

@@ -60,7 +60,7 @@ def assemble(
     gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
     ties = _stage_ties(run, state.layers, transport)
     sync = _gradient_sync(run, states, ties, gradients, transport.backoff, phases)
-    collector = GradientCollector(states, sync.ready, lambda: phases("compress"))
+    collector = GradientCollector(states, sync.ready, phases.compression)
     link = transport.link(place)
     engine = Engine(
         Rank(place, transport.backoff, phases, placement.gpu),

@@ -455,3 +455,56 @@ def test_marks_of_a_device_that_runs_beside_its_host_add_up() -> None:
 
     assert seconds["compute"] > 0
     assert sum(seconds[name] for name in PHASES) == pytest.approx(seconds["step"])
+
+
+# -- compressions ---------------------------------------------------------------------------
+
+
+def backwards(gpu: Gpu, microbatches: int, tensors: int) -> LateSeconds:
+    """A step whose every backward computes 2 s and compresses 1 s for each tensor."""
+    gpu.phases.begin_step()
+    for number in range(microbatches):
+        with gpu.phases("compute"):
+            for _ in range(tensors):
+                gpu.work(2.0)
+                with gpu.phases.compression(number == microbatches - 1):
+                    gpu.work(1.0)
+    return gpu.phases.end_step()
+
+
+def test_only_the_last_microbatch_marks_its_compressions() -> None:
+    few, many = Gpu(), Gpu()
+
+    backwards(few, microbatches=1, tensors=10)
+    backwards(many, microbatches=101, tensors=10)
+
+    # A backward more is one stretch more, whatever its number of tensors.
+    assert many.marks - few.marks == 2 * 100
+
+
+def test_compressions_without_marks_last_as_long_as_those_with() -> None:
+    gpu = Gpu()
+
+    seconds = backwards(gpu, microbatches=4, tensors=3)
+    gpu.finish()
+
+    assert seconds == pytest.approx(times(compute=4 * 3 * 2, compress=4 * 3 * 1))
+
+
+def test_compressions_without_marks_are_ranges_and_signs_of_life() -> None:
+    gpu, told = Gpu(), []
+
+    class Ranges:
+        def range_push(self, name: str) -> None:
+            told.append(name)
+
+        def range_pop(self) -> None:
+            told.append("")
+
+    phases = DevicePhases(gpu, ranges=Ranges())
+    before = phases.worked
+    with phases.compression(False):
+        pass
+
+    assert told == ["compress", ""]
+    assert phases.worked > before

@@ -240,20 +240,21 @@ def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begi
     assert reported == ["layer1", "layer0"] * 2
 
 
-def test_compression_is_timed_tensor_by_tensor() -> None:
+def test_compression_is_timed_tensor_by_tensor_and_says_which_microbatch_is_the_last() -> None:
     built = layers(linear)
-    entered = 0
+    entered: list[bool] = []
 
-    def timed() -> nullcontext[None]:
-        nonlocal entered
-        entered += 1
+    def timed(is_last: bool) -> nullcontext[None]:
+        entered.append(is_last)
         return nullcontext()
 
     collecting = GradientCollector([built[0].state], lambda layer: None, timed)
     collecting.begin()
     forward(built).backward()
+    collecting.last_microbatch()
+    forward(built).backward()
 
-    assert entered == 2
+    assert entered == [False, False, True, True]
 
 
 def test_a_closed_collector_leaves_gradients_alone() -> None:
