@@ -17,8 +17,9 @@
 
 Parts run in this order: what we have to know first comes first. Each is begun with what is there,
 and none waits for what another has set up. Only `numerics`, and of `transport` a part, need an MPI
-library. Models are as large as the memory that is there. Where an earlier call has saved, the parts that
-run are replaced and the others stay, so that one machine's checks may be made in several calls.
+library. Models are as large as the memory that is there. Where an earlier call has saved, the
+parts that run are replaced and the others stay, so that one machine's checks may be made in
+several calls.
 Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
 
 What has no time left, or lacks something, is skipped with the reason. The exit code is 1 if a

@@ -184,7 +184,7 @@ def profile_rows(name: str, profile: dict[str, Any], microbatches: int) -> list[
     seconds, busy = profile["seconds"], profile["device_busy_seconds"]
     said = {
         "kernels a microbatch": f"{profile['kernels'] / microbatches:.0f}",
-        "of a profiled step the GPU is busy": f"{busy:.4g} s of {seconds:.4g} ({busy / seconds:.1%})",
+        "the GPU is busy": f"{busy:.4g} s of a step of {seconds:.4g} ({busy / seconds:.1%})",
         "the host enqueues a step in": f"{profile['enqueue_seconds']:.4g} s",
     }
     return [Row(name, check, "info", text) for check, text in said.items()]

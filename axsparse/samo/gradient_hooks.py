@@ -3,6 +3,10 @@
 A hook runs as soon as autograd has finished one parameter's gradient: it gathers the
 kept entries, adds them to the layer's buffer and frees the dense gradient. So the dense
 gradients of at most one layer live at any time.
+
+On a GPU a tensor of which everything is kept costs less: from its second gradient of a step on,
+autograd itself adds to the layer's buffer, of which the parameter's `grad` is a view then, and
+nothing is launched. Most tensors of a transformer are such vectors.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ class GradientCollector:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
                 tensor.accumulated, tensor.partials = False, None
+                tensor.parameter.grad = None
 
     def last_microbatch(self) -> None:
         """The backward that follows is the step's last: its gradients complete the sums.
@@ -72,6 +77,7 @@ class GradientCollector:
         unused = []
         for layer in self._layers:
             for tensor in layer.tensors:
+                tensor.parameter.grad = None  # a view, if the last microbatch gave no gradient
                 if not tensor.accumulated:
                     layer.gradient_of(tensor).zero_()
                     unused.append(tensor.name)
@@ -105,13 +111,24 @@ class GradientCollector:
             handle.remove()
 
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
+        running: Tensor | None = None
+
         def compress(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "autograd calls this once the gradient is there"
-            with self._timed(self._is_last):
-                if tensor.name in self._wanted:
-                    self._pick(tensor, parameter.grad)
-                layer.accumulate(tensor, parameter.grad, is_last=self._is_last)
-                parameter.grad = None
+            nonlocal running
+            dense = parameter.grad
+            assert dense is not None, "autograd calls this once the gradient is there"
+            if dense is not running:
+                if running is not None:
+                    # A torch that adds out of place has made the sum in memory of its own.
+                    tensor.accumulated, running = False, None
+                with self._timed(self._is_last):
+                    if tensor.name in self._wanted:
+                        self._pick(tensor, dense)
+                    layer.accumulate(tensor, dense, is_last=self._is_last)
+            if self._is_last:
+                parameter.grad = running = None
+            elif dense is not running:
+                parameter.grad = running = layer.running_gradient(tensor)
             if self._is_last:
                 missing = self._missing[layer.name]
                 missing.discard(tensor.name)

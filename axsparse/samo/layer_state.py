@@ -104,6 +104,16 @@ class LayerState:
         )
         tensor.accumulated = True
 
+    def running_gradient(self, tensor: TensorState) -> Tensor | None:
+        """The memory of a tensor's gradient in the parameter's shape, to which autograd may add by
+        itself; None where it has to be compressed. Only on GPUs, where launches count."""
+        parameter = tensor.parameter
+        if self.backend.launch is None or tensor.kept < parameter.numel():
+            return None
+        if self.gradient.dtype != parameter.dtype:
+            return None
+        return self.gradient_of(tensor).view(parameter.shape)
+
     def gather_gradient(self) -> None:
         """Receive the sums of the other replicas' shares, after a step; all replicas together."""
         if self.shares.is_sharded:

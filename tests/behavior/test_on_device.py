@@ -154,8 +154,10 @@ def test_squares_are_summed_with_the_last_gradient(on_device: Placing) -> None:
 
     train_in_process(1, 1, tiny_gpt(config), config, token_data(), placement=on_device)
 
-    names = {name.partition("<")[0] for name in on_device.launch.launched}
-    assert "fold" in names and "judge" not in names
+    launched = on_device.launch.launched
+    # Those of vectors, to which autograd adds by itself, by one launch a step.
+    assert launched.count("judge<Fp32>") == 2
+    assert launched.count("fold") > 2
 
 
 def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(

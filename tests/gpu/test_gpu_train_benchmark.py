@@ -92,7 +92,7 @@ def test_what_the_device_did_is_summed_up(benchmark: ModuleType) -> None:
 
     rows = benchmark.profile_rows("2.7b", profile, 4)
 
-    assert [row.measured for row in rows] == ["200", "1.5 s of 2 (75.0%)", "0.5 s"]
+    assert [row.measured for row in rows] == ["200", "1.5 s of a step of 2 (75.0%)", "0.5 s"]
 
 
 def test_microbatches_are_as_asked_where_they_fit(benchmark: ModuleType) -> None:

@@ -9,14 +9,18 @@ from functools import partial
 
 import pytest
 import torch
+from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.kernel_names import HELPERS, JUDGE
 from support.pruned import matrices
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model
+from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.tensor_state import TensorState
 
 WIDTH = 8
@@ -30,6 +34,7 @@ def layers(
     *builds: Callable[[], nn.Module],
     sparsity: float = 0.5,
     gradient_dtype: torch.dtype = torch.float32,
+    backend: Backend = HOST,
 ) -> list[BuiltLayer]:
     specs = [
         Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
@@ -40,6 +45,7 @@ def layers(
         moments=("exp_avg", "exp_avg_sq"),
         seed=1,
         masks=matrices(specs, sparsity),
+        backend=backend,
     )
     return build_layers(specs, {}, options)
 
@@ -282,3 +288,93 @@ def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]
     ranks = train_in_process(*grid, model, config, vector_data())
 
     assert all(len(trace.losses) == 2 for _, trace in ranks)
+
+
+# -- where kernels compress -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler to run kernels on a CPU")
+    wanted = [f"compress<{index}, Fp32, Fp32>" for index in ("FullIndex", "Int32Index")]
+    return EmulatedLauncher([*wanted, *HELPERS, *JUDGE], tmp_path_factory.mktemp("kernels"))
+
+
+def microbatches(built: Sequence[BuiltLayer], number: int) -> GradientCollector:
+    collecting = collector(built)
+    collecting.begin()
+    for microbatch in range(number):
+        if microbatch == number - 1:
+            collecting.last_microbatch()
+        forward(built, microbatch).backward()
+    assert collecting.finish() == []
+    return collecting
+
+
+def test_to_a_tensor_that_is_all_kept_autograd_adds_by_itself(kernels: EmulatedLauncher) -> None:
+    there = layers(linear, linear, backend=Backend(torch.device("cpu"), kernels))
+    here = layers(linear, linear)
+    kernels.launched.clear()
+
+    microbatches(there, 4)
+    microbatches(here, 4)
+
+    for ours, theirs in zip(there, here, strict=True):
+        assert torch.equal(ours.state.gradient, theirs.state.gradient)
+        assert all(tensor.parameter.grad is None for tensor in ours.state.tensors)
+    # Two matrices in each of four microbatches, two vectors in the first of them only.
+    assert kernels.launched.count("compress<Int32Index, Fp32, Fp32>") == 2 * 4
+    assert kernels.launched.count("compress<FullIndex, Fp32, Fp32>") == 2
+
+
+def test_every_step_begins_anew_and_a_microbatch_without_a_gradient_leaves_the_sum(
+    kernels: EmulatedLauncher,
+) -> None:
+    there = layers(linear, backend=Backend(torch.device("cpu"), kernels))
+    here = layers(linear)
+    for built in (there, here):
+        collecting = microbatches(built, 3)
+        collecting.begin()
+        forward(built, 5).backward()
+        forward(built, 6).backward()
+        collecting.last_microbatch()  # whose backward reaches nothing
+        assert collecting.finish() == []
+        collecting.close()
+
+    assert torch.equal(there[0].state.gradient, here[0].state.gradient)
+    assert all(tensor.parameter.grad is None for tensor in there[0].state.tensors)
+
+
+def test_a_sum_that_autograd_makes_elsewhere_is_taken_in(kernels: EmulatedLauncher) -> None:
+    [there] = layers(linear, backend=Backend(torch.device("cpu"), kernels))
+    [here] = layers(linear)
+    for built in (there, here):
+        collecting = collector([built])
+        collecting.begin()
+        forward([built], 0).backward()
+        for tensor in built.state.tensors:
+            if tensor.parameter.grad is not None:
+                tensor.parameter.grad = tensor.parameter.grad.clone()
+        forward([built], 1).backward()
+
+    assert torch.equal(there.state.gradient, here.state.gradient)
+
+
+def test_the_squares_of_a_stage_are_summed_by_two_launches(kernels: EmulatedLauncher) -> None:
+    built = layers(*[linear] * 8, backend=Backend(torch.device("cpu"), kernels))
+    states = [layer.state for layer in built]
+    microbatches(built, 2)
+    for state in states:
+        for tensor in state.tensors:
+            tensor.partials = None  # as replicas leave it, which have added to the gradient
+    kernels.launched.clear()
+
+    partials = norm_partials(states, [tensor.name for state in states for tensor in state.owned])
+
+    assert kernels.launched == ["judge<Fp32>", "fold"]
+    assert len(partials) == 16
+    for state in states:
+        for tensor in state.owned:
+            expected = state.gradient_of(tensor).double().square().sum()
+            torch.testing.assert_close(partials[tensor.name].sum(), expected)

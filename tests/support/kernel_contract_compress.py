@@ -27,7 +27,7 @@ from support.kernel_machine import (
 
 from axsparse.samo.cuda.compress_kernel import NORM_TOLERANCE, compress, judge
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
-from axsparse.samo.cuda.launch import CHUNK, TILE
+from axsparse.samo.cuda.launch import CHUNK, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.shards import BLOCK
@@ -150,7 +150,7 @@ def sums_of_squares_are_the_same_bits_in_every_encoding(
     for kind in (*ENCODED, None):
         partials = empty_partials(machine, kept)
         if kind is None:
-            judge(machine.launch, machine.put(layer.gradient), partials)
+            judge(machine.launch, [(machine.put(layer.gradient), partials)])
         else:
             index = machine.index(mask, kind)
             ours = machine.put(torch.zeros(kept, dtype=gradient))
@@ -187,5 +187,26 @@ def a_sum_that_overflows_its_type_is_found(machine: Machine) -> None:
         compress(index, dense, gradient, accumulate=accumulate, partials=partials)
         assert bool(partials.isfinite().all()) == (not accumulate)
     partials.zero_()
-    judge(machine.launch, gradient, partials)
+    judge(machine.launch, [(gradient, partials)])
     assert not partials.isfinite().any()
+
+
+@promise((BF16, FP32), [1, SUMMED + 3])
+def squares_of_many_tensors_are_summed_by_few_launches(
+    machine: Machine, dtype: torch.dtype, number: int
+) -> None:
+    sizes = [(1, 0, CHUNK, BLOCK + 5, CHUNK + 1, 31)[place % 6] for place in range(number)]
+    gradients = [randoms(size, place, dtype) for place, size in enumerate(sizes)]
+    parts = [(machine.put(values), empty_partials(machine, values.numel())) for values in gradients]
+    launched: list[str] = []
+
+    def counted(kernel: str, blocks: int, *arguments: Argument) -> None:
+        launched.append(kernel)
+        machine.launch(kernel, blocks, *arguments)
+
+    judge(counted, parts)
+
+    for values, (_, partials) in zip(gradients, parts, strict=True):
+        same_bits(partials, reference.partials(values))
+    filled = sum(size > 0 for size in sizes)
+    assert len(launched) == 2 * -(-filled // SUMMED)

@@ -315,7 +315,7 @@ def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     partials = empty_partials(machine, tiny.numel())
 
     adamw_step([slot], HYPER, 1.0)
-    judge(machine.launch, slot.gradient, partials)
+    judge(machine.launch, [(slot.gradient, partials)])
 
     by_numpy(layer, RULES[0], HYPER, 1.0)
     same_state(slot, layer)

@@ -12,12 +12,23 @@ depends neither on the encoding nor on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.device_index import INDICES, DeviceIndex
-from axsparse.samo.cuda.launch import CHUNK, NUMBERS, THREADS, Launcher, blocks_of, check
+from axsparse.samo.cuda.launch import (
+    CHUNK,
+    JUDGEMENT,
+    NUMBERS,
+    SUMMED,
+    THREADS,
+    Launcher,
+    blocks_of,
+    check,
+)
 from axsparse.samo.shards import BLOCK
 
 NORM_TOLERANCE = 1e-11
@@ -39,44 +50,58 @@ def compress(
     """
     check(dense_D, "dense gradient", tuple(NUMBERS), index.numel)
     check(gradient_K, "gradient", (dense_D.dtype, torch.float32), index.kept)
-    blocks = blocks_of(index.kept, CHUNK)
-    chunks = None if partials is None else _chunks(partials, blocks)
+    sums = None if partials is None else _Sums([(gradient_K, partials)])
     dense, gradient = NUMBERS[dense_D.dtype], NUMBERS[gradient_K.dtype]
     index.launch(
         f"compress<{INDICES[index.kind]}, {dense}, {gradient}>",
-        blocks,
+        blocks_of(index.kept, CHUNK),
         dense_D,
         *index.arguments,
         gradient_K,
         np.int32(accumulate),
-        chunks,
+        None if sums is None else sums.chunks,
     )
-    if partials is not None and chunks is not None:
-        _fold(index.launch, chunks, partials)
+    if sums is not None:
+        sums.fold(index.launch)
 
 
-def judge(launch: Launcher, gradient_K: Tensor, partials: Tensor) -> None:
-    """Write the sums of squares of the gradients as they are to `partials`."""
-    check(gradient_K, "gradient", tuple(NUMBERS), gradient_K.numel())
-    blocks = blocks_of(gradient_K.numel(), CHUNK)
-    chunks = _chunks(partials, blocks)
-    kernel = f"judge<{NUMBERS[gradient_K.dtype]}>"
-    launch(kernel, blocks, gradient_K, np.int64(gradient_K.numel()), chunks)
-    _fold(launch, chunks, partials)
+def judge(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Sum the squares of gradients as they are, many tensors in a launch.
+
+    Each part is a gradient of some kept entries and the fp64 tensor that receives its sums, one for
+    each block of 65,536 entries.
+    """
+    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for gradient_K, partials in parts:
+        check(gradient_K, "gradient", tuple(NUMBERS), gradient_K.numel())
+        if gradient_K.numel():
+            alike.setdefault(gradient_K.dtype, []).append((gradient_K, partials))
+    for dtype, those in alike.items():
+        for first in range(0, len(those), SUMMED):
+            sums = _Sums(those[first : first + SUMMED])
+            launch(f"judge<{NUMBERS[dtype]}>", sums.chunks.numel(), sums.group, sums.chunks)
+            sums.fold(launch)
 
 
-def _chunks(partials: Tensor, blocks: int) -> Tensor:
-    """Room for the sums of chunks; every thread block writes one."""
-    check(partials, "partials", (torch.float64,), blocks_of(blocks, BLOCK // CHUNK))
-    return partials.new_empty(blocks)
+class _Sums:
+    """The sums of squares of some gradients, at most SUMMED: first of chunks, then of blocks."""
 
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        rows, chunks, blocks = [], 0, 0
+        for gradient_K, partials in parts:
+            kept = gradient_K.numel()
+            check(partials, "partials", (torch.float64,), blocks_of(kept, BLOCK))
+            rows.append((gradient_K.data_ptr(), partials.data_ptr(), kept, chunks, blocks))
+            chunks += blocks_of(kept, CHUNK)
+            blocks += partials.numel()
+        self.group = np.zeros(1, JUDGEMENT)
+        self.group["tensors"][0, : len(rows)] = rows
+        self.group["number"] = len(rows)
+        self.chunks = parts[0][1].new_empty(chunks)
+        """Room for the sums of chunks; every thread block writes one."""
+        self._blocks = blocks
 
-def _fold(launch: Launcher, chunks: Tensor, partials: Tensor) -> None:
-    launch(
-        "fold",
-        blocks_of(partials.numel(), THREADS),
-        chunks,
-        np.int64(chunks.numel()),
-        partials,
-        np.int64(partials.numel()),
-    )
+    def fold(self, launch: Launcher) -> None:
+        """Write the sums of blocks to where the caller wants them."""
+        blocks = blocks_of(self._blocks, THREADS)
+        launch("fold", blocks, self.group, self.chunks, np.int64(self._blocks))

@@ -43,6 +43,18 @@ GROUP = 32
 TENSORS = np.dtype([("tensors", TENSOR, (GROUP,)), ("number", np.int64)])
 """The structure of the tensors of one launch."""
 
+JUDGED = np.dtype(
+    [
+        *((name, np.uint64) for name in ("gradient", "partials")),
+        *((name, np.int64) for name in ("kept", "chunk", "first")),
+    ]
+)
+"""The structure `Judged` of `source/compress.cuh`: one gradient whose squares are summed."""
+SUMMED = 64
+"""Tensors whose squares one launch sums at most: 2.5 kB of arguments."""
+JUDGEMENT = np.dtype([("tensors", JUDGED, (SUMMED,)), ("number", np.int64)])
+"""The structure of the tensors of one launch."""
+
 CONSTANTS = {
     "THREADS": THREADS,
     "TILE": TILE,
@@ -53,6 +65,8 @@ CONSTANTS = {
     "MASK_WORD": MASK_WORD,
     "GROUP": GROUP,
     "GROUP_BYTES": TENSORS.itemsize,
+    "SUMMED": SUMMED,
+    "JUDGEMENT_BYTES": JUDGEMENT.itemsize,
 }
 FILES = ("numbers", "index", "compress", "step", "helpers")
 NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}

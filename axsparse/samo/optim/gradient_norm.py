@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,29 +23,31 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
     on the stage of the first.
     """
     wanted = set(names)
-    return {
-        tensor.name: _squares(layer, tensor)
-        for layer in layers
-        for tensor in layer.owned
-        if tensor.name in wanted
-    }
+    counted = [(layer, t) for layer in layers for t in layer.owned if t.name in wanted]
+    fresh = _fresh_partials([(layer, t) for layer, t in counted if t.partials is None])
+    return {t.name: fresh[t.name] if t.partials is None else t.partials for _, t in counted}
 
 
-def _squares(layer: LayerState, tensor: TensorState) -> Tensor:
-    """The sums of one tensor: those that came with its last gradient if they still hold, otherwise
-    newly computed ones."""
-    if tensor.partials is not None:
-        return tensor.partials
-    gradient_K, launch = layer.gradient_of(tensor), layer.backend.launch
-    blocks = -(-tensor.kept // BLOCK)
-    sums = torch.zeros(blocks, dtype=torch.float64, device=gradient_K.device)
-    if launch is None:
-        for start, stop in layer.shares.blocks(tensor, layer.shares.own):
-            sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
-    elif own := tensor.entries_in(layer.shares.own):
-        own_sums = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
-        judge(launch, gradient_K[own.start : own.stop], own_sums)
-    return sums
+def _fresh_partials(fresh: Sequence[tuple[LayerState, TensorState]]) -> dict[str, Tensor]:
+    """The sums of tensors for which none came with the last gradient; by as few kernels as can be
+    where there are kernels, since most tensors are small."""
+    if not fresh:
+        return {}
+    backend = fresh[0][0].backend
+    sizes = [-(-tensor.kept // BLOCK) for _, tensor in fresh]
+    room = torch.zeros(sum(sizes), dtype=torch.float64, device=backend.device).split(sizes)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for (layer, tensor), sums in zip(fresh, room, strict=True):
+        gradient_K, shares = layer.gradient_of(tensor), layer.shares
+        if backend.launch is None:
+            for start, stop in shares.blocks(tensor, shares.own):
+                sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+        elif own := tensor.entries_in(shares.own):
+            blocks = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
+            parts.append((gradient_K[own.start : own.stop], blocks))
+    if backend.launch is not None:
+        judge(backend.launch, parts)
+    return {tensor.name: sums for (_, tensor), sums in zip(fresh, room, strict=True)}
 
 
 def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:

@@ -67,12 +67,44 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
     if (chunks) report(squares, chunks);
 }
 
-// The sums of squares of gradients that replicas have already summed.
+// One tensor's gradient. `chunk` is the number of its first chunk among those of all tensors of the
+// launch, `first` that of its first partial sum.
+struct Judged {
+    const void* gradient;
+    double* partials;
+    Count kept, chunk, first;
+};
+
+// Tensors of one launch, since most of them are so small that a launch would cost more.
+struct Judgement {
+    Judged tensors[SUMMED];
+    Count number;
+
+    // The tensor that a chunk or a partial sum belongs to, as `begin` says.
+    ON_DEVICE const Judged& owner(Count place, Count Judged::*begin) const {
+        int low = 0, high = (int)number;
+        while (high - low > 1) {
+            int middle = (low + high) / 2;
+            if (tensors[middle].*begin <= place) {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        return tensors[low];
+    }
+};
+static_assert(sizeof(Judgement) == JUDGEMENT_BYTES, "as the host lays it out");
+
+// The sums of squares of gradients as they are, such as those that replicas have already summed.
 template <typename Gradient>
-__global__ void judge(const void* gradient, Count kept, double* chunks) {
-    const typename Gradient::Bits* __restrict__ values_K = (const typename Gradient::Bits*)gradient;
+__global__ void judge(Judgement group, double* chunks) {
+    const Judged& tensor = group.owner((Count)blockIdx.x, &Judged::chunk);
+    const typename Gradient::Bits* __restrict__ values_K =
+        (const typename Gradient::Bits*)tensor.gradient;
     double squares = 0;
-    Count first = (Count)blockIdx.x * CHUNK, last = least(first + CHUNK, kept);
+    Count first = ((Count)blockIdx.x - tensor.chunk) * CHUNK;
+    Count last = least(first + CHUNK, tensor.kept);
 #pragma unroll LOADS
     for (Count k = first + threadIdx.x; k < last; k += THREADS) {
         squares += square(Gradient::load(values_K[k]));
@@ -81,12 +113,14 @@ __global__ void judge(const void* gradient, Count kept, double* chunks) {
 }
 
 // The sum of each block of SUM_BLOCK kept entries, from the sums of its chunks in order.
-__global__ void fold(const double* chunks, Count num_chunks, double* partials, Count num_partials) {
-    Count block = (Count)blockIdx.x * THREADS + threadIdx.x;
-    if (block >= num_partials) return;
+__global__ void fold(Judgement group, const double* chunks, Count num_partials) {
+    Count place = (Count)blockIdx.x * THREADS + threadIdx.x;
+    if (place >= num_partials) return;
+    const Judged& tensor = group.owner(place, &Judged::first);
     const int each = SUM_BLOCK / CHUNK;
-    Count last = least((block + 1) * each, num_chunks);
+    Count block = place - tensor.first, first = tensor.chunk + block * each;
+    Count last = least(first + each, tensor.chunk + (tensor.kept + CHUNK - 1) / CHUNK);
     double sum = 0;
-    for (Count chunk = block * each; chunk < last; ++chunk) sum += chunks[chunk];
-    partials[block] = sum;
+    for (Count chunk = first; chunk < last; ++chunk) sum += chunks[chunk];
+    tensor.partials[block] = sum;
 }
