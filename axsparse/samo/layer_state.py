@@ -167,7 +167,13 @@ class LayerState:
         """Put the kept weights of this replica's share into `exchanged_weights`."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
-            for start, stop in self.shares.blocks(tensor, self.shares.own):
+            own = tensor.entries_in(self.shares.own)
+            parts = self.shares.blocks(tensor, self.shares.own)
+            if self.backend.launch is not None:
+                # The range that the blocks make up, since each launch costs. On a host blocks
+                # bound the memory that a gather takes.
+                parts = iter([(own.start, own.stop)])
+            for start, stop in parts:
                 weight_K = tensor.index.gather(tensor.weight_D, start, stop)
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
 

@@ -180,6 +180,10 @@ class LateStream:
         assert not self._computes, "copies have streams of their own"
         self._operations.append(lambda: target.copy_(source))
 
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=pretend())
 

@@ -51,6 +51,10 @@ class ThreadStream:
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._work.put(lambda: target.copy_(source))
 
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 

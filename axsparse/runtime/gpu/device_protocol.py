@@ -34,10 +34,15 @@ class Stream(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy between device memory and pinned host memory, of equal shape and type.
+        """Enqueue a copy within device memory, or between it and pinned host memory, of equal
+        shape and type.
 
         Both stay alive and unchanged until an event that was recorded after the copy completes.
         """
+        ...
+
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """As `copy`, of each source to its target, all within device memory."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

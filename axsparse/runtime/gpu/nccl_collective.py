@@ -25,7 +25,8 @@ from axsparse.runtime.communication import (
     shard_bounds,
     wait_for,
 )
-from axsparse.runtime.gpu.device_protocol import Communicator, Device
+from axsparse.runtime.gpu.device_protocol import Communicator, Device, Stream
+from axsparse.runtime.gpu.padded_shards import PaddedShards, PaddedWork, is_worth_padding
 from axsparse.runtime.rank_order import exchanged_bytes
 
 SMALLER = 8
@@ -63,9 +64,13 @@ class NcclCollective:
         self._communicator = communicator
         self._device = device
         self._backoff = backoff
-        self._last: NcclWork | None = None
+        self._copies: Stream | None = None
+        """For the copies of padded shards; made when it is first needed."""
+        self._last: NcclWork | PaddedWork | None = None
 
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> NcclWork:
+    def start(
+        self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None
+    ) -> NcclWork | PaddedWork:
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
         self._last = self._begun(op, buffer, limits)
@@ -91,10 +96,17 @@ class NcclCollective:
         if self._last is not None:
             wait_for(self._last, self._backoff)
 
-    def _begun(self, op: Op, buffer: Tensor, bounds: list[int]) -> NcclWork:
+    def _begun(self, op: Op, buffer: Tensor, bounds: list[int]) -> NcclWork | PaddedWork:
         """An operation that runs once compute has made its buffer."""
         if self.size == 1 or not buffer.numel():
             return NcclWork(buffer, [])
+        if is_worth_padding(op, bounds):
+            shards = PaddedShards(op, buffer, bounds, self.rank)
+            padded = shards.filled(self._device)
+            equal = shard_bounds(padded.numel(), self.size)
+            if self._copies is None:
+                self._copies = self._device.stream()
+            return PaddedWork(self._begun(op, padded, equal), shards, self._copies)
         self._communicator.stream.wait(self._device.compute.record())
         return NcclWork(buffer, list(self._calls(op, buffer, bounds)))
 
@@ -116,7 +128,7 @@ class NcclCollective:
             else:
                 yield communicator.all_gather(buffer, own)
         else:
-            # NCCL's own calls take equal shards only. One call for each shard moves as many bytes.
+            # Shards so unequal that padding would cost more, such as those of one member alone.
             for root, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 if start < stop and op is Op.REDUCE_SCATTER:
                     yield communicator.reduce(buffer[start:stop], root)
