@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from axsparse.samo.device_selection import largest_magnitudes
 from axsparse.samo.index.base import Index
 from axsparse.samo.selection import by_magnitude, largest
 from axsparse.samo.shards import BLOCK
@@ -51,7 +52,7 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
     `total_D` is flat, contiguous fp32 on the device of the index, and is overwritten; the result is
     on the host. Among equal magnitudes lower positions come first. A sum that is NaN or infinite
     counts as zero. `count` is at most the number of pruned positions. Allocates one byte an entry
-    of the tensor, and blocks.
+    of the tensor, and blocks. The choice is made where `total_D` is.
     """
     assert count <= total_D.numel() - index.kept, "there are fewer positions to choose from"
     for part in parts:
@@ -60,9 +61,12 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
     for start in range(0, index.kept, BLOCK):
         never = _NEVER[: index.kept - start].to(total_D.device)
         index.scatter(total_D, never, start)
-    total_D = total_D.cpu()
-    chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
-    return Candidates(chosen.to(_position_type(total_D.numel())), total_D[chosen])
+    if total_D.is_cpu:
+        chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
+    else:
+        chosen = largest_magnitudes(total_D, count)
+    positions, sums = chosen.to(_position_type(total_D.numel())), total_D[chosen]
+    return Candidates(positions.cpu(), sums.cpu())
 
 
 def _by_growth(scores: NDArray[np.float32]) -> NDArray[Any]:
