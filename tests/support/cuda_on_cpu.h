@@ -150,12 +150,12 @@ inline Value exchange(Value value, int distance) {
 }
 
 template <typename Value>
-inline Value __shfl_up_sync(unsigned, Value value, int distance) {
+inline Value from_lane_before(Value value, int distance) {
     return exchange(value, -distance);
 }
 
 template <typename Value>
-inline Value __shfl_down_sync(unsigned, Value value, int distance) {
+inline Value from_lane_behind(Value value, int distance) {
     return exchange(value, distance);
 }
 

@@ -155,6 +155,13 @@ def _nccl(ranks: Sequence[MachineFacts]) -> Finding:
 
 def _cupy(ranks: Sequence[MachineFacts]) -> Finding:
     found = _same("CuPy", ranks, lambda rank: rank.cupy)
+    if found.mark == "absent" and ranks[0].gpus and ranks[0].cuda is None:
+        return Finding(
+            "wrong",
+            "CuPy",
+            "cannot be imported, and runs the kernels of GPUs",
+            "install CuPy's build for torch's ROCm",
+        )
     if found.mark == "absent" and ranks[0].gpus:
         major = _major(ranks[0].cuda)
         return Finding(

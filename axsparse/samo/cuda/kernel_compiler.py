@@ -54,8 +54,15 @@ class CupyLauncher:
             for argument in arguments
         )
         stream = TorchStream(torch.cuda.current_stream(self._device).cuda_stream)
-        with self._cupy.cuda.Device(self._device), self._cupy.cuda.Stream.from_external(stream):
+        with self._cupy.cuda.Device(self._device), self._taken(stream):
             self._kernel(kernel)((blocks,), (THREADS,), values)
+
+    def _taken(self, stream: TorchStream) -> Any:
+        """One of torch's streams as CuPy's; builds for ROCm may know the older way only."""
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external"):
+            return streams.Stream.from_external(stream)
+        return streams.ExternalStream(stream.handle)
 
     def _kernel(self, name: str) -> Any:
         found = self._kernels.get(name)
@@ -69,8 +76,8 @@ class CupyLauncher:
             except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
                 raise ConfigError(
                     "samo: CuPy cannot compile kernels for this GPU ("
-                    f"{_first_line(error)}); NVRTC of CUDA {torch.version.cuda} has to be "
-                    "installed, with CuPy or by the site's CUDA module"
+                    f"{_first_line(error)}); {_compiler()} has to be "
+                    "installed, with CuPy or by the site's CUDA or ROCm module"
                 ) from error
             self._kernels[name] = found
         return found
@@ -83,7 +90,7 @@ def _import_cupy() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
-            f"pip install cupy-cuda{major}x"
+            f"{cupy_package(torch.version.cuda)}"
         ) from error
     if not hasattr(cupy.cuda.Stream, "from_external"):
         raise ConfigError(
@@ -91,6 +98,20 @@ def _import_cupy() -> Any:
             f"pip install 'cupy-cuda{major}x>=14'"
         )
     return cupy
+
+
+def cupy_package(cuda: str | None) -> str:
+    """How to get the CuPy that fits a torch of this CUDA; None: a torch of ROCm, or of none."""
+    if cuda is None and torch.version.hip is not None:
+        major = ".".join(torch.version.hip.split(".")[:2])
+        return f"install CuPy's build for ROCm {major}"
+    return f"pip install cupy-cuda{(cuda or '12').partition('.')[0]}x"
+
+
+def _compiler() -> str:
+    if torch.version.hip is not None:
+        return f"hiprtc of ROCm {torch.version.hip}"
+    return f"NVRTC of CUDA {torch.version.cuda}"
 
 
 def _first_line(error: Exception) -> str:

@@ -210,3 +210,35 @@ def test_partials_and_pieces_have_to_fit() -> None:
         compress(index, torch.zeros(8), torch.zeros(8), accumulate=False, partials=partials)
     with pytest.raises(AssertionError, match=r"\[6, 9\) of 8 kept"):
         DeviceIndex(nothing, "mask", 8, 8, CPU).scatter(torch.zeros(8), torch.zeros(3), 6)
+
+
+# -- ROCm -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_cupy_that_knows_the_older_way_takes_torchs_stream_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy, taken = StandInCupy(), []
+
+    def external(handle: int) -> nullcontext[None]:
+        taken.append(handle)
+        return nullcontext()
+
+    cupy.cuda.Stream = SimpleNamespace()
+    cupy.cuda.ExternalStream = external
+
+    launcher(monkeypatch, cupy)("judge<Fp32>", 1)
+
+    assert taken == [77]
+
+
+def test_beside_a_torch_of_rocm_its_build_of_cupy_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
+
+    with pytest.raises(ConfigError, match=r"install CuPy's build for ROCm 7.0$"):
+        CupyLauncher(0)

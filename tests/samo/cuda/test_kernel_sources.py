@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from support import kernel_names as names
 from support import nvrtc
+from support.cuda_on_cpu import compiler
 
 from axsparse.samo.cuda.device_index import INDICES
 from axsparse.samo.cuda.launch import CONSTANTS, FILES, read_source, source
@@ -57,3 +60,52 @@ def test_the_source_names_no_number_twice() -> None:
 
     assert written & {str(value) for value in CONSTANTS.values() if value > 64} == set()
     assert all(re.search(rf"\b{name}\b", text) for name in CONSTANTS)
+
+
+AMD = """
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+template <typename Value> Value __shfl_up(Value value, int, int) { return value; }
+template <typename Value> Value __shfl_down(Value value, int, int) { return value; }
+"""
+AMD_CHECK = """
+int main() {
+    for (unsigned bits = 0; bits < 0x10000; ++bits) {
+        float value = half_to_float((unsigned short)bits);
+        if (value == value && float_to_half(value) != bits) return 1;
+    }
+    if (float_to_half(1.0f + 0x1p-11f) != 0x3C00) return 2;
+    if (add(1.0f, 0x1p-24f) != 1.0f || subtract(1.0f, 0x1p-25f) != 1.0f) return 3;
+    if (multiply_add(0x1p-24f + 1.0f, 3.0f, -3.0f) != std::fma(0x1p-24f + 1.0f, 3.0f, -3.0f)) return 4;
+    if (divide(1.0f, 3.0f) != 1.0f / 3.0f || root(2.0f) != std::sqrt(2.0f)) return 5;
+    if (widen(0x1p-149f) != 0x1p-149 || multiply(3.0f, 5.0f) != 15.0f) return 6;
+    return from_lane_before(7, 1) == 7 && from_lane_behind(7, 1) == 7 ? 0 : 7;
+}
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_for_amds_gpus_the_arithmetic_has_no_instruction_of_nvidias(tmp_path: Path) -> None:
+    """No compiler of HIP is here: this is the same text, taken by another compiler."""
+    program, binary = tmp_path / "amd.cpp", tmp_path / "amd"
+    program.write_text(AMD + read_source("device") + AMD_CHECK)
+    command = [str(compiler()), "-std=c++20", "-D__HIP__", "-ffp-contract=off", str(program)]
+
+    plain = subprocess.run([*command, "-E"], capture_output=True, text=True, check=True).stdout
+    built = subprocess.run([*command, "-o", str(binary)], capture_output=True, text=True)
+
+    own = plain[plain.index("float add(") :]
+    assert "asm" not in own and "_sync" not in own
+    if "_Float16" in built.stderr:
+        pytest.skip("this compiler knows no half precision")
+    assert built.returncode == 0, built.stderr
+    assert subprocess.run([str(binary)]).returncode == 0
+
+
+def test_outside_of_the_arithmetic_nothing_is_of_one_maker_only() -> None:
+    text = "".join(map(read_source, FILES))
+
+    assert not re.findall(r"\basm\b|\w+_sync\(|0xFFFFFFFFu, ", text)

@@ -9,7 +9,7 @@ const int LOADS = 4;  // reads that a thread has under way at once
 ON_DEVICE void report(double sum, double* chunks) {
     __shared__ double totals[THREADS / 32];
     for (int distance = 16; distance > 0; distance /= 2) {
-        sum += __shfl_down_sync(0xFFFFFFFFu, sum, distance);
+        sum += from_lane_behind(sum, distance);
     }
     if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = sum;
     __syncthreads();

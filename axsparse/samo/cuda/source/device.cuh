@@ -1,8 +1,63 @@
-// Arithmetic of a GPU: each operation rounds once and keeps subnormal numbers. Written as
-// instructions, because CuPy compiles with -ftz=true, under which operators, conversions and even a
-// minus sign flush subnormal numbers to zero.
+// Arithmetic of a GPU: each operation rounds once and keeps subnormal numbers. On NVIDIA's it is
+// written as instructions, because CuPy compiles with -ftz=true, under which operators, conversions
+// and even a minus sign flush subnormal numbers to zero. On AMD's, which have not been tried, it is
+// operators that must not be contracted; there CuPy's options flush subnormal numbers.
 
 #define ON_DEVICE __device__ __forceinline__
+
+#if defined(__HIP__) || defined(__HIPCC_RTC__)
+
+#define NOT_CONTRACTED _Pragma("clang fp contract(off)")
+
+ON_DEVICE float add(float a, float b) {
+    NOT_CONTRACTED
+    return a + b;
+}
+
+ON_DEVICE float subtract(float a, float b) {
+    NOT_CONTRACTED
+    return a - b;
+}
+
+ON_DEVICE float multiply(float a, float b) {
+    NOT_CONTRACTED
+    return a * b;
+}
+
+// a·b + c with one rounding.
+ON_DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+ON_DEVICE float divide(float a, float b) { return a / b; }
+
+ON_DEVICE float root(float a) { return __builtin_sqrtf(a); }
+
+ON_DEVICE double widen(float a) { return a; }
+
+ON_DEVICE float half_to_float(unsigned short bits) {
+    return (float)__builtin_bit_cast(_Float16, bits);
+}
+
+// Rounds to the nearest, ties to even.
+ON_DEVICE unsigned short float_to_half(float value) {
+    return __builtin_bit_cast(unsigned short, (_Float16)value);
+}
+
+// As below; a wavefront of 64 is two times 32.
+template <typename Value>
+ON_DEVICE Value from_lane_before(Value value, int distance) {
+    return __shfl_up(value, distance, 32);
+}
+
+template <typename Value>
+ON_DEVICE Value from_lane_behind(Value value, int distance) {
+    return __shfl_down(value, distance, 32);
+}
+
+#ifndef __grid_constant__
+#define __grid_constant__
+#endif
+
+#else
 
 ON_DEVICE float add(float a, float b) {
     float sum;
@@ -59,3 +114,17 @@ ON_DEVICE unsigned short float_to_half(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+
+// The value of the thread `distance` lanes before or behind in the same 32; its own where there is
+// none.
+template <typename Value>
+ON_DEVICE Value from_lane_before(Value value, int distance) {
+    return __shfl_up_sync(0xFFFFFFFFu, value, distance);
+}
+
+template <typename Value>
+ON_DEVICE Value from_lane_behind(Value value, int distance) {
+    return __shfl_down_sync(0xFFFFFFFFu, value, distance);
+}
+
+#endif

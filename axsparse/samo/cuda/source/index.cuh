@@ -37,7 +37,7 @@ ON_DEVICE int sum_before(int value) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int sum = value;
     for (int distance = 1; distance < 32; distance *= 2) {
-        int other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+        int other = from_lane_before(sum, distance);
         if (lane >= distance) sum += other;
     }
     if (lane == 31) totals[warp] = sum;
