@@ -28,12 +28,19 @@ from axsparse.runtime.rank_order import sum_in_rank_order
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.ties import StageTie
 
+PIECE = 1 << 24
+"""The most entries of a weight that is tied to another stage's that are summed at a time. The
+replicas sum one piece while the two stages sum the next, which halves the time after the
+backward of what is often the largest tensor."""
+
 
 @dataclass
 class _Bucket:
-    """The gradient buffer of one layer on its way to the other replicas."""
+    """The gradient buffer of one layer, or a piece of it, on its way to the other replicas."""
 
     layer: LayerState
+    part: range
+    """The entries of the layer's reduced gradient."""
     wire: Tensor | None = None
     """The copy that travels, if the gradients have a wider type than what is sent."""
     work: Work | None = None
@@ -59,15 +66,18 @@ class GradientSync:
         """
         tied = {id(use.layer) for tie in ties for use in tie.uses}
         backward = list(reversed(layers))
-        self._buckets = [_Bucket(layer) for layer in backward if id(layer) not in tied]
-        self._buckets += [_Bucket(layer) for layer in backward if id(layer) in tied]
+        self._order = sorted(backward, key=lambda layer: id(layer) in tied)
+        self._tied = tied
+        self._buckets: list[_Bucket] = []
         self._ties = list(ties)
         self._replicas = replicas
         self._wire_dtype = wire_dtype
         self._backoff = backoff
         self._phases = phases
         self._complete: set[int] = set()
-        self._tie_works: list[Work | None] = []
+        self._tie_works: list[tuple[LayerState, range, Work]] = []
+        """The sums over two stages under way, and which entries of a layer they sum."""
+        self._ties_begun = False
         self._started = 0
         self._extremes: list[Tensor] = []
 
@@ -75,6 +85,10 @@ class GradientSync:
         """Open a step."""
         self._complete.clear()
         self._tie_works.clear()
+        self._ties_begun = False
+        self._buckets = [
+            _Bucket(layer, part) for layer in self._order for part in self._parts(layer)
+        ]
         self._extremes.clear()
         self._started = 0
 
@@ -135,35 +149,48 @@ class GradientSync:
                 first.gradient_to_change().copy_(
                     sum_in_rank_order([first.gradient, second.gradient])
                 )
-                self._tie_works.append(None)
             else:
                 (use,) = tie.uses
-                self._tie_works.append(tie.pair.start(Op.ALL_REDUCE, use.gradient_to_change()))
+                gradient, offset = use.gradient_to_change(), use.tensor.offset
+                for part in pieces(gradient.numel()):
+                    work = tie.pair.start(Op.ALL_REDUCE, gradient[part.start : part.stop])
+                    within = range(offset + part.start, offset + part.stop)
+                    self._tie_works.append((use.layer, within, work))
+        self._ties_begun = True
 
     def _poll_ties(self) -> None:
-        for number, work in enumerate(self._tie_works):
-            if work is not None and work.poll():
-                self._tie_works[number] = None
+        self._tie_works = [one for one in self._tie_works if not one[2].poll()]
+
+    def _parts(self, layer: LayerState) -> list[range]:
+        """The pieces in which a layer is summed: one, but where it waits for another stage."""
+        numel = layer.reduced_gradient.numel()
+        waits = any(t.pair is not None and t.uses[0].layer is layer for t in self._ties)
+        if not waits or layer.shares.is_sharded:
+            return [range(numel)]
+        return pieces(numel)
 
     def _start_buckets(self) -> None:
         """Start buckets in their order, up to the first that is not complete."""
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
-            if id(bucket.layer) not in self._complete or not self._ties_summed(bucket.layer):
+            if id(bucket.layer) not in self._complete or not self._ties_summed(bucket):
                 break
             self._start(bucket)
             self._started += 1
 
-    def _ties_summed(self, layer: LayerState) -> bool:
-        return all(
-            number < len(self._tie_works) and self._tie_works[number] is None
-            for number, tie in enumerate(self._ties)
-            if any(use.layer is layer for use in tie.uses)
+    def _ties_summed(self, bucket: _Bucket) -> bool:
+        if id(bucket.layer) not in self._tied:
+            return True
+        part = bucket.part
+        return self._ties_begun and not any(
+            layer is bucket.layer and within.start < part.stop and part.start < within.stop
+            for layer, within, _ in self._tie_works
         )
 
     def _start(self, bucket: _Bucket) -> None:
         """Send a bucket to the other replicas, if there are any."""
-        gradient = bucket.layer.reduced_gradient
+        part = bucket.part
+        gradient = bucket.layer.reduced_gradient[part.start : part.stop]
         if self._replicas.size == 1 or gradient.numel() == 0:
             return
         if gradient.dtype != self._wire_dtype:
@@ -182,8 +209,10 @@ class GradientSync:
         for bucket in self._buckets[: self._started]:
             if bucket.work is not None and bucket.work.poll():
                 if bucket.wire is not None:
-                    own = bucket.layer.shares.held
-                    gradient = bucket.layer.reduced_gradient
+                    # A layer that is sharded is one piece.
+                    shares = bucket.layer.shares
+                    own = shares.held if shares.is_sharded else range(len(bucket.part))
+                    gradient = bucket.layer.reduced_gradient[bucket.part.start :]
                     gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
                 bucket.work = bucket.wire = None
 
@@ -191,3 +220,8 @@ class GradientSync:
         return self._started == len(self._buckets) and all(
             bucket.work is None for bucket in self._buckets
         )
+
+
+def pieces(numel: int) -> list[range]:
+    """Entries in stretches of at most `PIECE`; one empty stretch if there are none."""
+    return [range(start, min(start + PIECE, numel)) for start in range(0, max(numel, 1), PIECE)]

@@ -1,8 +1,8 @@
 """Exact selection of the largest magnitudes on the device that has them.
 
-The way is that of `samo/selection.py`, with torch's operations instead of numpy's: two histograms of
-the halves of keys find the cut. Only the histograms and the positions that are chosen come to the
-host.
+The way is that of `samo/selection.py`, with torch's operations instead of numpy's: two histograms
+of the halves of keys find the cut. Only the histograms and the positions that are chosen come to
+the host.
 """
 
 from __future__ import annotations

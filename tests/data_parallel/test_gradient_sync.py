@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
+from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
@@ -453,3 +455,52 @@ def test_a_tie_within_one_layer_trains_as_one_weight(g_inter: int, g_data: int) 
 
     for _, trace in train_in_process(g_inter, g_data, model, config, vector_data()):
         assert_bitwise(trace, oracle)
+
+
+# -- ties in pieces -------------------------------------------------------------------------
+
+
+def test_replicas_sum_a_piece_of_a_tied_weight_while_two_stages_sum_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_sync_module, "PIECE", 2)
+    layer = layer_state("head")
+    pair, replicas = Members(patient=True), Members()
+    backoff = Impatient(pauses=3)
+    seen: list[tuple[int, int]] = []
+
+    def pause() -> None:
+        done = sum(work.ended for work in pair.started)
+        seen.append((done, len(replicas.started)))
+        next(work for work in pair.started if not work.may_end).may_end = True
+
+    backoff.pause = pause  # type: ignore[method-assign]
+    sync = gradient_sync([layer], replicas, ties=[StageTie((use(layer),), pair)], backoff=backoff)
+    sync.ready(layer)
+    assert not pair.started
+
+    sync.finish()
+
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    assert [work.buffer.numel() for work in replicas.started] == [2, 2, 2]
+    assert layer.gradient.tolist() == [4.0] * KEPT
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, gradient: str) -> None:
+    config = tiny_config(
+        precision="bf16",
+        samo={"shard_optimizer": shard, "gradient": gradient},
+        train={"steps": 2},
+    )
+
+    def trace() -> list[Any]:
+        ranks = train_in_process(2, 2, tiny_gpt(config), config, token_data())
+        return [trace for _, trace in ranks]
+
+    whole = trace()
+    monkeypatch.setattr(gradient_sync_module, "PIECE", 333)
+
+    for ours, expected in zip(trace(), whole, strict=True):
+        assert_bitwise(ours, expected)

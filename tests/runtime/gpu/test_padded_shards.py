@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from support.standin_device import Hardware
@@ -59,7 +61,7 @@ def test_unequal_shards_are_exchanged_by_one_call(op: Op, seed: int) -> None:
 
 def test_shares_of_a_layer_are_padded_and_those_of_one_member_are_not() -> None:
     bounds = share_bounds([12 * 512 * BLOCK // 10, 12_288], 64)
-    padded = 64 * max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+    padded = 64 * max(stop - start for start, stop in pairwise(bounds))
 
     assert is_worth_padding(Op.REDUCE_SCATTER, bounds)
     assert padded < 1.2 * bounds[-1]

@@ -79,7 +79,8 @@ int main() {
     }
     if (float_to_half(1.0f + 0x1p-11f) != 0x3C00) return 2;
     if (add(1.0f, 0x1p-24f) != 1.0f || subtract(1.0f, 0x1p-25f) != 1.0f) return 3;
-    if (multiply_add(0x1p-24f + 1.0f, 3.0f, -3.0f) != std::fma(0x1p-24f + 1.0f, 3.0f, -3.0f)) return 4;
+    float near = 1.0f + 0x1p-23f;
+    if (multiply_add(near, 3.0f, -3.0f) != std::fma(near, 3.0f, -3.0f)) return 4;
     if (divide(1.0f, 3.0f) != 1.0f / 3.0f || root(2.0f) != std::sqrt(2.0f)) return 5;
     if (widen(0x1p-149f) != 0x1p-149 || multiply(3.0f, 5.0f) != 15.0f) return 6;
     return from_lane_before(7, 1) == 7 && from_lane_behind(7, 1) == 7 ? 0 : 7;
