@@ -11,7 +11,8 @@ if its type is the one that is sent. The way of a gradient:
 
 The order of the buckets is fixed (last layer first, layers with ties at the end), so that all
 replicas start them alike. Where the optimizer state is sharded, a replica
-receives only the sums of its own share.
+receives only the sums of its own share. A weight that is tied to another stage's goes through
+steps 2 to 4 in pieces, since nothing else is left to do meanwhile.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
 
     def need(layers: int) -> float:
         own = benchmark.with_layers(least, layers)
-        return sum(benchmark.planned(own, method).memory.total for method in ("dense", "samo"))
+        totals = [benchmark.planned(own, method).memory.total for method in ("dense", "samo")]
+        return float(sum(totals))
 
     assert benchmark.both_fit(training, need(2)) is None
     assert benchmark.both_fit(training, need(2) - 1) == 1

@@ -45,7 +45,7 @@ def test_the_same_sums_come_out_of_every_run(launch: CupyLauncher) -> None:
 
     def once() -> list[float]:
         partials = values.new_empty(-(-values.numel() // BLOCK), dtype=torch.float64)
-        judge(launch, values, partials)
+        judge(launch, [(values, partials)])
         sums: list[float] = partials.tolist()
         return sums
 
