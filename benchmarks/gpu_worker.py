@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from axsparse.config.load import load_config
@@ -94,12 +93,12 @@ def peaks() -> dict[str, int]:
 
 def summary(profiler: profile, seconds: float) -> dict[str, Any]:
     """What the device did in a profiled step of so many seconds, and which kernels took longest."""
-    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
     busy, reached = 0.0, 0.0
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         busy += max(0.0, event.time_range.end - max(event.time_range.start, reached))
         reached = max(reached, event.time_range.end)
-    host = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    host = [event for event in profiler.events() if event.device_type.name == "CPU"]
     launches = [event for event in host if "aunchKernel" in event.name]
     enqueued = max((e.time_range.end for e in launches), default=0.0) - min(
         (e.time_range.start for e in host), default=0.0

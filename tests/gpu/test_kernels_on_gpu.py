@@ -33,7 +33,7 @@ def test_kernels_wait_for_what_torch_has_begun_on_the_current_stream(launch: Cup
         for _ in range(20):
             square = square @ square  # keeps every entry, and takes a while
         partials = square.new_empty(square.numel() // BLOCK, dtype=torch.float64)
-        judge(launch, square.view(-1), partials)
+        judge(launch, [(square.view(-1), partials)])
         total = partials.sum()
     stream.synchronize()
 
