@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from axsparse.runtime.communication import Collective
+from axsparse.samo.backend import Backend
+from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.update import update
-from axsparse.samo.shards import BLOCK
+from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 from axsparse.samo.tensor_state import TensorState
 
@@ -292,3 +297,31 @@ def test_frozen_parameters_cost_their_weight_only() -> None:
     )
 
     assert layer.live_bytes() == StateBytes(weight=20)
+
+
+# -- launches -------------------------------------------------------------------------------
+
+
+def test_where_kernels_gather_a_share_is_one_launch_a_tensor() -> None:
+    launched: list[str] = []
+
+    def launch(kernel: str, blocks: int, *arguments: object) -> None:
+        launched.append(kernel)
+
+    here, kept = torch.device("cpu"), 6 * BLOCK
+    positions = torch.arange(kept, dtype=torch.int32)
+    index = DeviceIndex(launch, "int32", 2 * kept, kept, here, positions)
+    weight = TensorState("w", nn.Parameter(torch.zeros(2 * kept)), index, decays=True)
+    replicas = Replicas(group=cast("Collective", SimpleNamespace(rank=0, size=2)), shard=True)
+    state = LayerState(
+        "layer",
+        [weight],
+        StateTypes(torch.float32, "weight"),
+        replicas=replicas,
+        backend=Backend(here, launch),
+    )
+
+    state.collect_weights()
+
+    assert len(state.shares.own) == 3 * BLOCK
+    assert launched == ["move<Int32Index, unsigned>"]
