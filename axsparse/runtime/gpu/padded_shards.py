@@ -18,8 +18,8 @@ from axsparse.runtime.communication import Event, Op
 from axsparse.runtime.gpu.device_protocol import Device, Stream
 
 MOST_PADDING = 2
-"""How many times as large as its buffer a padded one may be; beyond that shards travel one by one,
-as where a single member has something."""
+"""A padded buffer is less than so many times as large as its own; where it would be more, as where
+a single member has something, shards travel one by one."""
 
 
 class _Work(Protocol):
@@ -31,7 +31,7 @@ def is_worth_padding(op: Op, bounds: Sequence[int]) -> bool:
     if op not in (Op.REDUCE_SCATTER, Op.ALL_GATHER):
         return False
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    return len(set(sizes)) > 1 and len(sizes) * max(sizes) <= MOST_PADDING * sum(sizes)
+    return len(set(sizes)) > 1 and len(sizes) * max(sizes) < MOST_PADDING * sum(sizes)
 
 
 class PaddedShards:
