@@ -1,0 +1,140 @@
+"""What a layer hands on has one form in memory, wherever the model is cut and whenever it runs.
+
+Kernels may add in another order where strides differ. The layers here go further: their results
+are other numbers for other strides or addresses, so that a difference cannot hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.images import image_config
+from support.runs import assert_bitwise, random_init, summed_loss, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.models.layer import Layer, Model
+
+WIDTH = 16
+
+
+def form(tensor: Tensor) -> float:
+    """A number near 1 that tells strides, memory addresses and lazy negations apart."""
+    words = (*tensor.stride(), tensor.data_ptr() % 64, int(tensor.is_neg()))
+    return 1 + (hash(words) % 1009) / 2000
+
+
+class _SeesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        [gradient] = gradients
+        return gradient * form(gradient)
+
+
+def seen_backward(x: Tensor) -> Tensor:
+    """The same tensor, whose gradient is multiplied by a number that tells its form."""
+    out: Tensor = _SeesGradient.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Reading(nn.Module):
+    """Takes in and returns (B, 4, WIDTH), by a function that decides the form of the output."""
+
+    def __init__(self, shaped: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4 * WIDTH)
+        self._shaped = shaped
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            x = (x * form(x)).mean(dim=tuple(range(1, x.dim() - 1)))
+        out = self._shaped(torch.tanh(self.linear(x[:, :WIDTH])))
+        return seen_backward(out)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda h: h.view(-1, 4, WIDTH),
+    "transposed": lambda h: h.view(-1, WIDTH, 4).transpose(1, 2),
+    "every second": lambda h: h.view(-1, 2, 2 * WIDTH)[..., ::2],
+    "cut": lambda h: h.view(-1, 4, WIDTH)[:, 1:],
+    "one element off": lambda h: torch.cat([h.new_zeros(1), h.flatten()])[1:].view(-1, 4, WIDTH),
+    "expanded": lambda h: h[:, None, :WIDTH].expand(-1, 4, -1),
+    "odd strides": lambda h: h[:, :WIDTH].unsqueeze(1).transpose(0, 1).transpose(0, 1),
+    "channels last": lambda h: h.view(-1, 2, 2, WIDTH).to(memory_format=torch.channels_last),
+    "negated": lambda h: torch._neg_view(h.view(-1, 4, WIDTH)),
+}
+
+
+class Pooling(nn.Module):
+    """Its gradient is expanded, as a mean's always is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mean(dim=tuple(range(1, x.dim() - 1))))
+        return out
+
+
+def reading_model(shaped: Callable[[Tensor], Tensor]) -> Model:
+    layers = [Layer(f"l{n}", lambda: Reading(shaped), init=random_init) for n in range(3)]
+    return Model([*layers, Layer("out", Pooling, init=random_init)], summed_loss)
+
+
+def assert_same_everywhere(model: Model, data: Dataset) -> None:
+    """In 1 to 4 stages, with and without recomputation."""
+    config = image_config(train={"steps": 2})
+    [(_, one)] = train_in_process(1, 1, model, config, data)
+    for g_inter in range(1, len(model.layers) + 1):
+        for every in (0, 1):
+            again = image_config(pipeline={"checkpoint_activations": every}, train={"steps": 2})
+            for _, trace in train_in_process(g_inter, 1, model, again, data, order=g_inter):
+                assert (trace.losses, trace.norms) == (one.losses, one.norms)
+                if trace.weights:
+                    assert_bitwise(trace, one)
+
+
+@pytest.mark.parametrize("shaped", FORMS.values(), ids=FORMS)
+def test_no_form_of_an_output_changes_a_bit(shaped: Callable[[Tensor], Tensor]) -> None:
+    assert_same_everywhere(reading_model(shaped), vector_data())
+
+
+class Lending(ArrayDataset):
+    """Its inputs are strided views of its memory."""
+
+    def read(self, indices: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        (inputs,), targets = super().read(indices)
+        return (inputs[:, None, :].expand(-1, 4, -1),), targets
+
+
+def test_samples_have_the_form_of_activations_from_the_first_call_on() -> None:
+    data = vector_data()
+    (inputs,), targets = data.read(np.arange(len(data)))
+
+    assert_same_everywhere(reading_model(FORMS["dense"]), Lending(inputs, targets))
+
+
+class Expanding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out[:, None, :WIDTH].expand(-1, 4, -1)
+
+
+def test_what_takes_in_a_view_can_be_recomputed() -> None:
+    builds: list[Callable[[], nn.Module]] = [Expanding, lambda: nn.Linear(WIDTH, WIDTH), Pooling]
+    layers = [Layer(f"l{n}", build, init=random_init) for n, build in enumerate(builds)]
+
+    assert_same_everywhere(Model(layers, summed_loss), vector_data())
