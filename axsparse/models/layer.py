@@ -61,7 +61,8 @@ class Layer:
     """`init(name, shape, generator)` returns the start values of one parameter, fp32 on the CPU.
 
     `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by
-    run seed and global name, values do not depend on the layout. Without `init`, `build`
+    run seed and global name, values do not depend on the layout; torch's global generators have
+    that seed too, while `init` runs. Without `init`, `build`
     initialises the module itself; torch's global generators are then seeded by run seed and
     layer name, and restored afterwards. Buffers of a layer with `init` must be running
     statistics or come from `Model.start`, since the meta device holds no contents.

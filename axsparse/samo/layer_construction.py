@@ -185,7 +185,9 @@ def _skeleton(
             given = start.read(owner)
             assert given is not None and tuple(given.shape) == shapes[name], owner
         elif init is not None:
-            given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
+            with preserved_rng():  # an `init` may leave its generator unused and draw from torch's
+                torch.manual_seed(keyed_seed(seed, owner, "init"))
+                given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
             if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
                 kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ConfigError(
