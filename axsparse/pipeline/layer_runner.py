@@ -57,6 +57,7 @@ class LayerRunner:
         module is in training mode."""
         self._is_proven = self._is_random
         """Whether the layer is known to be random, or its first call has drawn no random number."""
+        self._parameters = list(module.named_parameters())
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
@@ -176,8 +177,16 @@ class LayerRunner:
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
+        weights = [weight._version for _, weight in self._parameters]
         with noted(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
+        for (name, weight), version in zip(self._parameters, weights, strict=True):
+            if weight._version != version:
+                raise ConfigError(
+                    f"layer {self.name}: its forward writes to parameter {name!r}, so that "
+                    "replicas would drift apart; leave weights to the optimizer, or keep what the "
+                    "forward changes in a buffer"
+                )
         wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
             self._writes[self._module.training] = wrote

@@ -24,7 +24,11 @@ from axsparse.samo.optim.update import update
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.parts import Parts
 from axsparse.training.position import Position
-from axsparse.training.replica_check import refuse_unequal_masks, refuse_unequal_weights
+from axsparse.training.replica_check import (
+    refuse_drifted_weights,
+    refuse_unequal_masks,
+    refuse_unequal_weights,
+)
 from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
@@ -57,13 +61,14 @@ class Step:
 
         If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
         All ranks receive `notice` with the agreement. TrainingError on all ranks once too many
-        steps in a row could not update.
+        steps in a row could not update, or once replicas are found to have other weights.
         """
         batch = self._next_batch()
         self._zero_grad()
         losses = self._forward_backward(batch)
         self._all_reduce_gradients()
-        verdict = self._agree(losses, notice)
+        verdict = self._agree(losses, notice, self._digest())
+        refuse_drifted_weights(verdict, self.position.steps_done + 1, self._parts.place.grid)
         spike = self.skips.spike_of(verdict)
         if verdict.finite and spike is None:
             self._clip_and_update(verdict)
@@ -109,7 +114,17 @@ class Step:
         """Wait for the sums over tied weights and replicas, which began while layers computed."""
         self._parts.sync.finish()
 
-    def _agree(self, losses: Sequence[Tensor], notice: Notice = NOTHING) -> Verdict:
+    def _digest(self) -> int:
+        """What tells this rank's weights from others, in steps that compare replicas; else 0."""
+        every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
+        if not every or step % every or self._parts.place.grid.g_data == 1:
+            return 0
+        with self._parts.phases("optimizer"):
+            return weights_digest(self._parts.layers)
+
+    def _agree(
+        self, losses: Sequence[Tensor], notice: Notice = NOTHING, digest: int = 0
+    ) -> Verdict:
         """Tell all ranks the loss, the norm, and whether both are finite."""
         parts = self._parts
         with parts.phases("optimizer"):
@@ -123,7 +138,9 @@ class Step:
         partials = dict(zip(squares, sums, strict=True))
         scale = parts.loss_scale.scale
         with parts.phases("collective"):
-            return self._agreement.reach(loss, partials, scale, notice, is_finite=is_finite)
+            return self._agreement.reach(
+                loss, partials, scale, notice, is_finite=is_finite, digest=digest
+            )
 
     def _clip_and_update(self, verdict: Verdict) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
