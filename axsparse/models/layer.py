@@ -39,8 +39,8 @@ class Layer:
     Parameters are real floating-point numbers, held in the precision of the run; those that
     require a gradient are trained. Buffers that are in the state dict are saved in checkpoints;
     a forward may change them in training, and must not in evaluation. Every replica updates
-    running statistics (those of BatchNorm) from its own microbatches, and evaluations use the
-    first replica's.
+    running statistics (those of BatchNorm) from its own microbatches; evaluations use the first
+    replica's, and so does a run that resumes.
 
     A layer "block3" with a parameter "fc1.weight" gives the global name "block3.fc1.weight",
     which masks, checkpoints and ties use.

@@ -50,6 +50,7 @@ class Step:
         self._config = config
         self._parts = parts
         self._warned: set[str] = set()
+        self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
         digest = weights_digest(parts.layers)
@@ -74,6 +75,7 @@ class Step:
             self._clip_and_update(verdict)
         else:
             self._parts.statistics.undo()
+        self._warn_of_own_buffers()
         self.skips.record(verdict, spike)
         self.position.steps_done += 1
         return replace(verdict, spike=spike is not None)
@@ -262,6 +264,28 @@ class Step:
         names = parts.survey.counted
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
+
+    def _warn_of_own_buffers(self) -> None:
+        """Warn, after the first step, of buffers that each replica has in its own way.
+
+        Checkpoints hold the first replica's, from which all replicas resume.
+        """
+        if self._buffers_are_compared:
+            return
+        self._buffers_are_compared = True
+        parts = self._parts
+        names = [
+            f"{parts.layers[number].spec.name}.{name}"
+            for number, name in parts.statistics.different()
+        ]
+        if names and parts.place.replica == 0:
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            sys.stderr.write(  # in one piece, since other stages may warn at the same moment
+                f"axsparse: warning: {parts.place}: each replica has its own "
+                f"{', '.join(names[:MOST_NAMED])}{more}; checkpoints hold the first replica's, so "
+                "that a run that resumes goes on otherwise if training depends on them\n"
+            )
+            sys.stderr.flush()
 
     def _warn_of_unused(self, names: Sequence[str]) -> None:
         """Warn once of each parameter that no microbatch of a step gave a gradient to."""
