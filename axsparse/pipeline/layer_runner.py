@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, slots, tracked_norms
-from axsparse.pipeline.canonical_form import canonical
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
-from axsparse.pipeline.canonical_form import canonical
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.module_buffers import slots
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
 from axsparse.samo.backend import HOST, Backend
@@ -226,4 +227,6 @@ def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> Non
                 f"layer {layer.name}: buffer {slot.name!r} has no contents, because a layer with "
                 "`init` is built on the meta device; leave `init` out or compute it in forward"
             )
-        slot.put(slot.tensor.to(options.backend.device))
+        tensor = slot.tensor.to(options.backend.device)
+        # A run that resumes reads state in this form.
+        slot.put(canonical(tensor) if slot.persists else tensor)

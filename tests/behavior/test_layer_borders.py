@@ -7,12 +7,14 @@ are other numbers for other strides or addresses, so that a difference cannot hi
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.images import image_config
+from support.resuming import ran
 from support.runs import assert_bitwise, random_init, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
@@ -121,6 +123,38 @@ def test_samples_have_the_form_of_activations_from_the_first_call_on() -> None:
     (inputs,), targets = data.read(np.arange(len(data)))
 
     assert_same_everywhere(reading_model(FORMS["dense"]), Lending(inputs, targets))
+
+
+class ReadsBuffer(nn.Module):
+    """Its result tells the form of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1, 2 * WIDTH)[1::2])
+        self.scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x * self.scale * form(self.scale))
+        return out
+
+
+def test_a_buffer_has_one_form_before_and_after_a_checkpoint(tmp_path: Path) -> None:
+    layers = [
+        Layer("reads", ReadsBuffer),
+        Layer("middle", lambda: nn.Linear(WIDTH, WIDTH)),
+        Layer("out", lambda: nn.Linear(WIDTH, 5)),
+    ]
+    model, data = Model(layers, summed_loss), vector_data()
+    config = image_config(train={"steps": 4}, checkpoint={"every": 0})
+    one = ran((1, 1), config, tmp_path / "one", model=lambda _: model, data=data)
+
+    run_dir = tmp_path / "two"
+    ran((1, 1), config, run_dir, model=lambda _: model, data=data, stop_after=2)
+    two = ran((3, 1), config, run_dir, model=lambda _: model, data=data, resume="auto")
+
+    assert {**one.losses, **two.losses} == one.losses
+    assert set(two.losses) == {3, 4}
 
 
 class Expanding(nn.Module):

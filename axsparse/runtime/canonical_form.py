@@ -2,6 +2,7 @@
 
 Kernels may add in another order where strides or alignment differ. What travels to another stage
 arrives dense, so tensors that stay on a stage take the same form at every border between layers.
+Buffers that are state start in it and come back from a checkpoint in it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ ALIGNMENT = 64
 def canonical(tensor: Tensor) -> Tensor:
     """The tensor, dense and in default order at an aligned address; itself if it is so already.
 
-    Differentiable; a copy is made only where memory differs.
+    Differentiable; a copy is made only where memory differs. Sparse tensors stay as they are.
     """
-    tensor = tensor.resolve_neg()
+    if tensor.layout != torch.strided:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
         return tensor.clone(memory_format=torch.contiguous_format)
     if tensor.stride() != _default_strides(tensor):

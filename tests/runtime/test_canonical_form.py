@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axsparse.pipeline.canonical_form import ALIGNMENT, canonical
+from axsparse.runtime.canonical_form import ALIGNMENT, canonical
 
 
 @pytest.mark.parametrize(
