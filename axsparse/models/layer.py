@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.message_header import DTYPES
 
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
@@ -199,21 +200,40 @@ def on_meta(layer: Layer) -> nn.Module:
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     """The output of a layer's forward as a tuple.
 
-    Raises ConfigError if it is neither a tensor nor a tuple of them, or a tensor is sparse or
-    complex.
+    Raises ConfigError if it is neither a tensor nor a tuple of them, or for a tensor that does not
+    travel. Of a subclass of Tensor that only adds methods, the plain tensor is taken, as it would
+    arrive on another stage.
     """
     given = (output,) if isinstance(output, Tensor) else output
     if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
         for tensor in given:
-            if tensor.layout != torch.strided or tensor.is_complex():
-                what = "a complex" if tensor.is_complex() else "a sparse"
+            what = _kind_that_stays(tensor)
+            if what:
                 raise ConfigError(
                     f"layer {name}: its forward returned {what} tensor, which does not travel "
                     "between stages; return dense tensors of real numbers (torch.view_as_real, "
                     "to_dense)"
                 )
-        return tuple(given)
+        return tuple(
+            t if type(t) is Tensor or isinstance(t, nn.Parameter) else t.as_subclass(Tensor)
+            for t in given
+        )
     raise ConfigError(
         f"layer {name}: its forward returned {type(output).__name__}; "
         "return a tensor or a tuple of tensors"
     )
+
+
+def _kind_that_stays(tensor: Tensor) -> str:
+    """The kind of a tensor that no message carries; empty for one that travels."""
+    if tensor.is_complex():
+        return "a complex"
+    if tensor.is_nested:
+        return "a nested"
+    if tensor.layout != torch.strided:
+        return "a sparse"
+    if tensor.is_inference():
+        return "an inference-mode"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}"
+    return "" if tensor.dtype in DTYPES else f"a {str(tensor.dtype).removeprefix('torch.')}"
