@@ -172,3 +172,101 @@ def test_what_takes_in_a_view_can_be_recomputed() -> None:
     layers = [Layer(f"l{n}", build, init=random_init) for n, build in enumerate(builds)]
 
     assert_same_everywhere(Model(layers, summed_loss), vector_data())
+
+
+class Handing(nn.Module):
+    """A linear layer with a forward of one's own: `forward(linear, *inputs)`."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self._forward = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._forward(self.linear, *inputs)
+
+
+class Gathering(nn.Module):
+    """Uses all that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + 1e-2 * sum(other.float().sum() for other in others))
+        return out
+
+
+Forward = Callable[..., Any]
+HANDED_ON: dict[str, tuple[Forward, Forward]] = {
+    "its input twice": (lambda f, x: (x, x), lambda f, x, y: (torch.tanh(f(x)) + y, y)),
+    "parts of its input": (
+        lambda f, x: (f(x), x[:, 1:], x.view(-1)),
+        lambda f, x, y, z: (torch.tanh(f(x)), y * y, z * z),
+    ),
+    "halves of one tensor": (
+        lambda f, x: torch.tanh(f(x)).chunk(2, dim=1),
+        lambda f, a, b: (torch.tanh(f(torch.cat([b, a], 1))), a),
+    ),
+    "a part of its weight": (
+        lambda f, x: (f(x), f.weight[:3]),
+        lambda f, x, w: (torch.tanh(f(x) + (w * w).sum(0)), w),
+    ),
+    "its weight, turned, and its bias": (
+        lambda f, x: (f(x), f.weight.t(), f.bias),
+        lambda f, x, w, b: (torch.tanh(f(x) @ w + b), w, b),
+    ),
+    "its weight, which the next writes to": (
+        lambda f, x: (f(x), f.weight),
+        lambda f, x, w: torch.tanh(f(x) @ w.mul_(0.5)),
+    ),
+    "nothing in a shape": (
+        lambda f, x: (f(x), x[:0] * 2, x[:, :0].detach()),
+        lambda f, x, y, z: (torch.tanh(f(x)) + y.sum(0), y, z),
+    ),
+    "integers and truths": (
+        lambda f, x: (f(x), x > 0, (x * 10).to(torch.int16).t(), (x * 10).abs().to(torch.uint16)),
+        lambda f, x, a, b, c: (torch.tanh(f(x)) * a, b + 1, c),
+    ),
+    "eight bits": (
+        lambda f, x: (f(x), x.detach().to(torch.float8_e4m3fn)),
+        lambda f, x, y: (torch.tanh(f(x)) + y.float(), y),
+    ),
+    "other precisions": (lambda f, x: torch.tanh(f(x)).double(), lambda f, x: f(x.float()).half()),
+    "scalars": (
+        lambda f, x: (f(x), x.mean(), x.mean().detach()),
+        lambda f, x, a, b: (torch.tanh(f(x)) * a + b, a, b),
+    ),
+    "what nobody uses": (
+        lambda f, x: [f(x), x * 2, x * 3],
+        lambda f, x, a, b: (torch.tanh(f(x)), b.detach()),
+    ),
+    "a leaf of its own": (
+        lambda f, x: (f(x), x.detach().clone().requires_grad_()),
+        lambda f, x, y: (torch.tanh(f(x)) * y, y),
+    ),
+    "an imaginary part": (
+        lambda f, x: torch.fft.fft(f(x)).conj().imag,
+        lambda f, x: torch.view_as_real(torch.fft.fft(f(x))).select(-1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), HANDED_ON.values(), ids=HANDED_ON)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements")
+def test_what_a_layer_hands_on_is_the_same_wherever_the_model_is_cut(
+    first: Forward, second: Forward
+) -> None:
+    def last(_: nn.Linear, x: Tensor, *others: Tensor) -> Any:
+        return (x.float(), *others)
+
+    layers = [
+        Layer("in", lambda: nn.Linear(WIDTH, WIDTH), init=random_init),
+        Layer("first", lambda: Handing(first), init=random_init),
+        Layer("second", lambda: Handing(second), init=random_init),
+        Layer("third", lambda: Handing(last), init=random_init),
+        Layer("out", Gathering, init=random_init),
+    ]
+
+    assert_same_everywhere(Model(layers, summed_loss), vector_data())
