@@ -96,4 +96,4 @@ class RunningStatistics:
 def _digest(tensor: Tensor) -> int:
     """A 52-bit hash, exact as a float, of the contents of a buffer."""
     raw = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 12
+    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12

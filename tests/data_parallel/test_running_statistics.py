@@ -95,7 +95,7 @@ def test_replicas_hear_which_of_their_buffers_differ() -> None:
 
     def main(rank: int, replicas: Replicas) -> None:
         modules = [nn.Linear(2, 2), Odd(rank), Odd(7)]
-        modules[2].narrow[rank] = 1.0
+        modules[2].get_buffer("narrow")[rank] = 1.0
         told.append(RunningStatistics(modules, replicas).different())
 
     on_replicas(2, main)
