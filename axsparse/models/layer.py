@@ -201,8 +201,7 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     """The output of a layer's forward as a tuple.
 
     Raises ConfigError if it is neither a tensor nor a tuple of them, or for a tensor that does not
-    travel. Of a subclass of Tensor that only adds methods, the plain tensor is taken, as it would
-    arrive on another stage.
+    travel between stages.
     """
     given = (output,) if isinstance(output, Tensor) else output
     if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
@@ -214,10 +213,7 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
                     "between stages; return dense tensors of real numbers (torch.view_as_real, "
                     "to_dense)"
                 )
-        return tuple(
-            t if type(t) is Tensor or isinstance(t, nn.Parameter) else t.as_subclass(Tensor)
-            for t in given
-        )
+        return tuple(given)
     raise ConfigError(
         f"layer {name}: its forward returned {type(output).__name__}; "
         "return a tensor or a tuple of tensors"
@@ -234,6 +230,4 @@ def _kind_that_stays(tensor: Tensor) -> str:
         return "a sparse"
     if tensor.is_inference():
         return "an inference-mode"
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"a {type(tensor).__name__}"
     return "" if tensor.dtype in DTYPES else f"a {str(tensor.dtype).removeprefix('torch.')}"

@@ -61,7 +61,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
         for layer in layers
         for name, weight in layer.module.named_parameters()
     }
-    found = torch.stack(list(sums.values())).tolist() if sums else []
+    found = torch.stack(list(sums.values())).cpu().tolist() if sums else []
     text = " ".join(f"{name} {bits}" for name, bits in zip(sums, found, strict=True))
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 12
