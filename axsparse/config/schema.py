@@ -308,6 +308,8 @@ class TrainConfig(Section):
     """Whether to evaluate before the first step as well."""
     log_every: Count = 10
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
+    compare_replicas_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between two looks whether all replicas still have the same weights; 0 never looks."""
     threads: Count = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
@@ -47,6 +47,8 @@ class Verdict:
     """Ranks whose own gradients were not finite, before they were summed over replicas."""
     notice: Notice = NOTHING
     """What any of the ranks gave notice of."""
+    drifted: int | None = None
+    """The first rank with other weights than replica 0 of its stage, where they were compared."""
 
 
 class Agreement:
@@ -55,8 +57,8 @@ class Agreement:
     The ranks add up an fp64 vector. It has one slot for the loss of each replica, and one for the
     part of the norm of each block of every tensor. Each slot has one owner and is zero elsewhere,
     so the sums are exact and the same in every layout, and numbers that are not finite stay so.
-    Then follow one slot for each rank, 1 if its own gradients are not finite, and two slots that
-    count the ranks with a notice.
+    Then follow, for each rank, a slot that is 1 if its own gradients are not finite and one for
+    the digest of its weights, and two slots that count the ranks with a notice.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Agreement:
             self._slots[name] = slice(at, at + size)
             at += size
         self._flags = slice(at, at + place.grid.size)
-        self._notices = slice(self._flags.stop, self._flags.stop + 2)
+        self._digests = slice(self._flags.stop, self._flags.stop + place.grid.size)
+        self._notices = slice(self._digests.stop, self._digests.stop + 2)
 
     def reach(
         self,
@@ -98,17 +101,20 @@ class Agreement:
         notice: Notice = NOTHING,
         *,
         is_finite: bool = True,
+        digest: int = 0,
     ) -> Verdict:
         """The verdict on a step; all ranks call this together.
 
         `loss` is this replica's summed loss over the global number of targets, and counts on the
         last stage only. `partials` is this replica's share of `norm_partials`, of gradients that
         are `loss_scale` times too large. `is_finite` says whether this rank's own gradients were
-        finite, before they were summed over replicas.
+        finite, before they were summed over replicas. `digest` is a number below 2⁵³ that is equal
+        for equal weights; where weights are not compared, it is 0 on all ranks.
         """
         vector = torch.zeros(self._notices.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor([notice.stop, notice.writing]).double()
         vector[self._flags][self._place.rank] = not is_finite
+        vector[self._digests][self._place.rank] = digest
         if self._place.is_last:
             vector[self._place.replica] = loss
         for name, partial in partials.items():
@@ -127,6 +133,7 @@ class Agreement:
             bad_loss=next(iter(_where(~torch.isfinite(vector[: self._losses]))), None),
             bad_ranks=_where(vector[self._flags] > 0),
             notice=heard,
+            drifted=_first_odd(vector[self._digests].tolist(), self._place.grid),
         )
 
     def _first_bad(self, vector: Tensor) -> str | None:
@@ -134,6 +141,12 @@ class Agreement:
             if not torch.isfinite(vector[slot]).all():
                 return name
         return None
+
+
+def _first_odd(digests: Sequence[float], grid: Grid) -> int | None:
+    """The first rank with another digest than replica 0 of its stage."""
+    odd = (rank for rank, own in enumerate(digests) if own != digests[rank % grid.g_inter])
+    return next(odd, None)
 
 
 def _where(flags: Tensor) -> tuple[int, ...]:

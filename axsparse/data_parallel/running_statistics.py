@@ -6,6 +6,7 @@ and checkpoints use those of the first replica.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,6 +58,28 @@ class RunningStatistics:
             for slot, tensor in own:
                 slot.put(tensor)
 
+    def different(self) -> list[tuple[int, str]]:
+        """The buffers that replicas have changed differently, without running statistics of torch's
+        normalizations: each by the number of its layer on this stage and its name there.
+
+        What a layer computes in training may depend on these. All replicas of a stage call this
+        together.
+        """
+        found = [
+            (number, slot)
+            for number, layer in enumerate(self._layers)
+            for slot in layer
+            if not slot.is_statistic
+        ]
+        digests = torch.zeros(self._replicas.size, len(found), dtype=torch.float64)
+        for column, (_, slot) in enumerate(found):
+            digests[self._replicas.rank, column] = _digest(slot.tensor)
+        self._replicas.exchange(Op.ALL_REDUCE, digests.view(-1))
+        is_odd = (digests != digests[:1]).any(dim=0).tolist()
+        return [
+            (number, slot.name) for (number, slot), odd in zip(found, is_odd, strict=True) if odd
+        ]
+
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first replica's buffers of one layer; all types travel in one message."""
         if self._replicas.size == 1 or not tensors:
@@ -68,3 +91,9 @@ class RunningStatistics:
             part.clone().view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(parts, tensors, strict=True)
         ]
+
+
+def _digest(tensor: Tensor) -> int:
+    """A 52-bit hash, exact as a float, of the contents of a buffer."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12

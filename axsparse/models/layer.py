@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.message_header import DTYPES
 
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
@@ -39,8 +40,8 @@ class Layer:
     Parameters are real floating-point numbers, held in the precision of the run; those that
     require a gradient are trained. Buffers that are in the state dict are saved in checkpoints;
     a forward may change them in training, and must not in evaluation. Every replica updates
-    running statistics (those of BatchNorm) from its own microbatches, and evaluations use the
-    first replica's.
+    running statistics (those of BatchNorm) from its own microbatches; evaluations use the first
+    replica's, and so does a run that resumes.
 
     A layer "block3" with a parameter "fc1.weight" gives the global name "block3.fc1.weight",
     which masks, checkpoints and ties use.
@@ -61,7 +62,8 @@ class Layer:
     """`init(name, shape, generator)` returns the start values of one parameter, fp32 on the CPU.
 
     `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by
-    run seed and global name, values do not depend on the layout. Without `init`, `build`
+    run seed and global name, values do not depend on the layout; torch's global generators have
+    that seed too, while `init` runs. Without `init`, `build`
     initialises the module itself; torch's global generators are then seeded by run seed and
     layer name, and restored afterwards. Buffers of a layer with `init` must be running
     statistics or come from `Model.start`, since the meta device holds no contents.
@@ -198,14 +200,14 @@ def on_meta(layer: Layer) -> nn.Module:
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     """The output of a layer's forward as a tuple.
 
-    Raises ConfigError if it is neither a tensor nor a tuple of them, or a tensor is sparse or
-    complex.
+    Raises ConfigError if it is neither a tensor nor a tuple of them, or for a tensor that does not
+    travel between stages.
     """
     given = (output,) if isinstance(output, Tensor) else output
     if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
         for tensor in given:
-            if tensor.layout != torch.strided or tensor.is_complex():
-                what = "a complex" if tensor.is_complex() else "a sparse"
+            what = _kind_that_stays(tensor)
+            if what:
                 raise ConfigError(
                     f"layer {name}: its forward returned {what} tensor, which does not travel "
                     "between stages; return dense tensors of real numbers (torch.view_as_real, "
@@ -216,3 +218,16 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
         f"layer {name}: its forward returned {type(output).__name__}; "
         "return a tensor or a tuple of tensors"
     )
+
+
+def _kind_that_stays(tensor: Tensor) -> str:
+    """The kind of a tensor that no message carries; empty for one that travels."""
+    if tensor.is_complex():
+        return "a complex"
+    if tensor.is_nested:
+        return "a nested"
+    if tensor.layout != torch.strided:
+        return "a sparse"
+    if tensor.is_inference():
+        return "an inference-mode"
+    return "" if tensor.dtype in DTYPES else f"a {str(tensor.dtype).removeprefix('torch.')}"

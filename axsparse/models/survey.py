@@ -282,11 +282,17 @@ def _module_of(layer: Layer) -> nn.Module:
             f"layer {layer.name}: its build returned the same parameters twice; make new ones in "
             "every call (lambda: copy.deepcopy(module)), and join two uses of one weight by a Tie"
         )
-    for child in module.modules():
+    for prefix, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
                 f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
                 "depend on the layout; use BatchNorm, which sees one microbatch"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ConfigError(
+                f"layer {layer.name}: parameter {f'{prefix}.weight'.lstrip('.')!r} has a max_norm, "
+                "by which a forward writes to weights: replicas would drift apart; leave max_norm "
+                "out, and normalize the rows that the forward has looked up"
             )
     return module
 

@@ -1,9 +1,9 @@
 """Calls one layer's module, so that its result does not depend on the layout.
 
-A forward may write into its inputs, return one tensor twice or one of its buffers, change
-buffers, or draw random numbers. Each of these would differ between layouts, or between a forward
-and its recomputation. A layer's first calls show which of them it does; they are made safe (by
-copies and seeds) or refused with a ConfigError that names the layer.
+A forward may write into its inputs, return strided tensors, one tensor twice or one of its
+buffers, change buffers, or draw random numbers. Each of these would differ between layouts, or
+between a forward and its recomputation. They are made safe (by copies and seeds), or refused with
+a ConfigError that names the layer; its first calls show which it writes to.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, slots, tracked_norms
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
 
@@ -56,13 +57,25 @@ class LayerRunner:
         module is in training mode."""
         self._is_proven = self._is_random
         """Whether the layer is known to be random, or its first call has drawn no random number."""
+        self._parameters = list(module.named_parameters())
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
     def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        """The outputs of a training forward, whose random numbers follow from `key`."""
+        """The outputs of a training forward, whose random numbers follow from `key`.
+
+        Outputs and their gradients have the canonical form, as if they came from another stage.
+        """
+        outputs = self._proven(inputs, key)
+        for output in outputs:
+            if output.requires_grad and not output.is_leaf:
+                output.register_hook(canonical)
+        return outputs
+
+    def _proven(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+        """A training forward; ConfigError if it draws random numbers and was not declared to."""
         self._module.train()
         if self._is_proven:
             return self._once_or_twice(inputs, key)
@@ -164,8 +177,16 @@ class LayerRunner:
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
+        weights = [weight._version for _, weight in self._parameters]
         with noted(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
+        for (name, weight), version in zip(self._parameters, weights, strict=True):
+            if weight._version != version:
+                raise ConfigError(
+                    f"layer {self.name}: its forward writes to parameter {name!r}, so that "
+                    "replicas would drift apart; leave weights to the optimizer, or keep what the "
+                    "forward changes in a buffer"
+                )
         wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
             self._writes[self._module.training] = wrote
@@ -184,14 +205,14 @@ class LayerRunner:
         return functional_call(self._module, wide, inputs, tie_weights=False)
 
     def _apart(self, outputs: Tensors) -> Tensors:
-        """The outputs, each as a tensor of its own; those that lie in a buffer are copied.
+        """The outputs in canonical form, each a tensor of its own; those in a buffer are copied.
 
         The next forward may change a buffer. One tensor in two places would have its gradients
         added in another order on one stage than over two stages.
         """
         held = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
         apart: list[Tensor] = []
-        for output in outputs:
+        for output in map(canonical, outputs):
             if held and output.untyped_storage().data_ptr() in held:
                 output = output.clone()
             elif any(output is other for other in apart):

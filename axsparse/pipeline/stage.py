@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 
 
@@ -188,7 +189,8 @@ class Stage:
             )
 
     def _cast(self, inputs: Tensors) -> Tensors:
+        """The inputs in canonical form; floating-point samples in the precision of the run."""
         dtype = self._input_dtype
-        if dtype is None:
-            return inputs
-        return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+        if dtype is not None:
+            inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+        return tuple(map(canonical, inputs))

@@ -27,6 +27,13 @@ DTYPES = (
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
 )
 """The types of element that messages carry; a header gives the position in this list."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}

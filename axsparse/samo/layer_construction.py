@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.module_buffers import slots
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
 from axsparse.samo.backend import HOST, Backend
@@ -185,7 +186,9 @@ def _skeleton(
             given = start.read(owner)
             assert given is not None and tuple(given.shape) == shapes[name], owner
         elif init is not None:
-            given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
+            with preserved_rng():  # an `init` may leave its generator unused and draw from torch's
+                torch.manual_seed(keyed_seed(seed, owner, "init"))
+                given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
             if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
                 kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ConfigError(
@@ -224,4 +227,6 @@ def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> Non
                 f"layer {layer.name}: buffer {slot.name!r} has no contents, because a layer with "
                 "`init` is built on the meta device; leave `init` out or compute it in forward"
             )
-        slot.put(slot.tensor.to(options.backend.device))
+        tensor = slot.tensor.to(options.backend.device)
+        # A run that resumes reads state in this form.
+        slot.put(canonical(tensor) if slot.persists else tensor)

@@ -54,16 +54,21 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit hash (exact as a float) of the sums of the weights' bits; copies no tensor."""
-    digest = hashlib.blake2b(digest_size=8)
-    for layer in layers:
-        for name, weight in layer.module.named_parameters():
-            digest.update(f"{layer.spec.name}.{name} {_sum_of_bits(weight.detach())} ".encode())
+    """A 52-bit hash (exact as a float) of the sums of the weights' bits; copies no tensor, and
+    waits for a GPU once."""
+    sums = {
+        f"{layer.spec.name}.{name}": _sum_of_bits(weight.detach())
+        for layer in layers
+        for name, weight in layer.module.named_parameters()
+    }
+    found = torch.stack(list(sums.values())).cpu().tolist() if sums else []
+    text = " ".join(f"{name} {bits}" for name, bits in zip(sums, found, strict=True))
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 12
 
 
-def _sum_of_bits(values: Tensor) -> int:
+def _sum_of_bits(values: Tensor) -> Tensor:
     """The sum modulo 2⁶⁴ of all whole words of eight bytes, plus the bytes that are left."""
     raw = values.reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
-    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+    return raw[:whole].view(torch.int64).sum() + raw[whole:].sum()

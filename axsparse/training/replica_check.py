@@ -1,12 +1,13 @@
-"""Checks that replicas start alike: what each adds to weights and masks is the same."""
+"""Checks that all replicas have the same weights and masks, at the start and as they train."""
 
 from __future__ import annotations
 
 import torch
 
+from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.communication import Op
-from axsparse.runtime.errors import TrainingError
-from axsparse.runtime.grid import Place
+from axsparse.runtime.errors import TrainingError, everywhere
+from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.shards import Replicas
 
 
@@ -34,6 +35,20 @@ def refuse_unequal_masks(digest: int, replicas: Replicas, place: Place) -> None:
         raise TrainingError(
             f"masks: replica {odd} keeps other entries than replica 0 on stage {place.stage}; "
             "masks must depend on seed, names and weights only"
+        )
+
+
+def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
+    """TrainingError on all ranks if a replica has come to other weights than replica 0."""
+    if verdict.drifted is not None:
+        place = grid.place(verdict.drifted)
+        raise everywhere(
+            TrainingError(
+                f"step {step}: weights: replica {place.replica} has come to others than replica 0 "
+                f"on stage {place.stage}; look for code that writes to weights beside the "
+                "optimizer (through .data in a forward, say), or for bad memory of a host; resume "
+                "from a checkpoint before that"
+            )
         )
 
 

@@ -24,7 +24,11 @@ from axsparse.samo.optim.update import update
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.parts import Parts
 from axsparse.training.position import Position
-from axsparse.training.replica_check import refuse_unequal_masks, refuse_unequal_weights
+from axsparse.training.replica_check import (
+    refuse_drifted_weights,
+    refuse_unequal_masks,
+    refuse_unequal_weights,
+)
 from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
@@ -46,6 +50,7 @@ class Step:
         self._config = config
         self._parts = parts
         self._warned: set[str] = set()
+        self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
         digest = weights_digest(parts.layers)
@@ -57,18 +62,20 @@ class Step:
 
         If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
         All ranks receive `notice` with the agreement. TrainingError on all ranks once too many
-        steps in a row could not update.
+        steps in a row could not update, or once replicas are found to have other weights.
         """
         batch = self._next_batch()
         self._zero_grad()
         losses = self._forward_backward(batch)
         self._all_reduce_gradients()
-        verdict = self._agree(losses, notice)
+        verdict = self._agree(losses, notice, self._digest())
+        refuse_drifted_weights(verdict, self.position.steps_done + 1, self._parts.place.grid)
         spike = self.skips.spike_of(verdict)
         if verdict.finite and spike is None:
             self._clip_and_update(verdict)
         else:
             self._parts.statistics.undo()
+        self._warn_of_own_buffers()
         self.skips.record(verdict, spike)
         self.position.steps_done += 1
         return replace(verdict, spike=spike is not None)
@@ -109,7 +116,17 @@ class Step:
         """Wait for the sums over tied weights and replicas, which began while layers computed."""
         self._parts.sync.finish()
 
-    def _agree(self, losses: Sequence[Tensor], notice: Notice = NOTHING) -> Verdict:
+    def _digest(self) -> int:
+        """What tells this rank's weights from others, in steps that compare replicas; else 0."""
+        every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
+        if not every or step % every or self._parts.place.grid.g_data == 1:
+            return 0
+        with self._parts.phases("optimizer"):
+            return weights_digest(self._parts.layers)
+
+    def _agree(
+        self, losses: Sequence[Tensor], notice: Notice = NOTHING, digest: int = 0
+    ) -> Verdict:
         """Tell all ranks the loss, the norm, and whether both are finite."""
         parts = self._parts
         with parts.phases("optimizer"):
@@ -123,7 +140,9 @@ class Step:
         partials = dict(zip(squares, sums, strict=True))
         scale = parts.loss_scale.scale
         with parts.phases("collective"):
-            return self._agreement.reach(loss, partials, scale, notice, is_finite=is_finite)
+            return self._agreement.reach(
+                loss, partials, scale, notice, is_finite=is_finite, digest=digest
+            )
 
     def _clip_and_update(self, verdict: Verdict) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
@@ -245,6 +264,28 @@ class Step:
         names = parts.survey.counted
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
+
+    def _warn_of_own_buffers(self) -> None:
+        """Warn, after the first step, of buffers that each replica has in its own way.
+
+        Checkpoints hold the first replica's, from which all replicas resume.
+        """
+        if self._buffers_are_compared:
+            return
+        self._buffers_are_compared = True
+        parts = self._parts
+        names = [
+            f"{parts.layers[number].spec.name}.{name}"
+            for number, name in parts.statistics.different()
+        ]
+        if names and parts.place.replica == 0:
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            sys.stderr.write(  # in one piece, since other stages may warn at the same moment
+                f"axsparse: warning: {parts.place}: each replica has its own "
+                f"{', '.join(names[:MOST_NAMED])}{more}; checkpoints hold the first replica's, so "
+                "that a run that resumes goes on otherwise if training depends on them\n"
+            )
+            sys.stderr.flush()
 
     def _warn_of_unused(self, names: Sequence[str]) -> None:
         """Warn once of each parameter that no microbatch of a step gave a gradient to."""

@@ -174,3 +174,15 @@ def test_empty_long_and_foreign_texts_arrive_whole(texts: list[str]) -> None:
         return gather_texts(transport.world, transport.backoff, texts[place.rank])
 
     assert on_every_rank(Grid(len(texts), 1), body) == [texts] * len(texts)
+
+
+@pytest.mark.parametrize(("odd", "found"), [((), None), ((4,), 4), ((1,), 4), ((3, 5), 3)], ids=str)
+def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
+    odd: tuple[int, ...], found: int | None
+) -> None:
+    def body(transport: Transport, place: Place) -> int | None:
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, {})
+        digest = (1 << 52) - 1 - place.stage - (place.rank in odd)
+        return agreement.reach(1.0, {}, digest=digest).drifted
+
+    assert on_every_rank(Grid(3, 2), body) == [found] * 6

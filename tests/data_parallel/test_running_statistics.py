@@ -88,3 +88,18 @@ def test_a_skipped_step_takes_its_statistics_back() -> None:
     variance: Tensor | None = module.norm.running_var
     assert variance is not None
     assert torch.isfinite(variance).all()
+
+
+def test_replicas_hear_which_of_their_buffers_differ() -> None:
+    told = []
+
+    def main(rank: int, replicas: Replicas) -> None:
+        modules = [nn.Linear(2, 2), Odd(rank), Odd(7)]
+        modules[2].get_buffer("narrow")[rank] = 1.0
+        told.append(RunningStatistics(modules, replicas).different())
+
+    on_replicas(2, main)
+
+    odd = [(1, "flags"), (1, "narrow"), (1, "turned"), (2, "narrow")]
+    assert told == [odd, odd]
+    assert RunningStatistics([Odd(1)], ALONE).different() == []

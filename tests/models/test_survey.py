@@ -198,6 +198,16 @@ def test_to_look_at_layers_loads_no_compiler() -> None:
             r"^parameter a.b.weight: two parameters have this global name; rename layer a.b$",
         ),
         (
+            model(layer("a", lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)))),
+            r"^layer a: parameter '0.weight' has a max_norm, by which a forward writes to weights: "
+            r"replicas would drift apart; leave max_norm out, and normalize the rows that the "
+            r"forward has looked up$",
+        ),
+        (
+            model(layer("a", lambda: nn.EmbeddingBag(3, 2, max_norm=1.0))),
+            r"^layer a: parameter 'weight' has a max_norm",
+        ),
+        (
             model(layer("a", linear(frozen=True)), layer("b", nn.Tanh)),
             r"^model: no parameter requires a gradient; there is nothing to train$",
         ),

@@ -122,6 +122,26 @@ def test_a_layer_without_init_starts_from_its_own_seed_and_leaves_torchs_generat
     assert not torch.equal(both["a.weight"], both["b.weight"])
 
 
+def forgetful_init(name: str, shape: tuple[int, ...], _: torch.Generator) -> Tensor:
+    return nn.init.normal_(torch.empty(shape))
+
+
+def test_an_init_that_leaves_its_generator_unused_gives_the_same_in_every_layout() -> None:
+    layers = [Layer(name, lambda: nn.Linear(6, 8), init=forgetful_init) for name in ("a", "b")]
+    before = torch.get_rng_state()
+
+    whole = parameters(build_layers_with(layers, {}, options()))
+    after = torch.get_rng_state()
+    torch.rand(3)
+    alone = parameters(build_layers_with(layers[1:], {}, options()))
+    other = parameters(build_layers_with(layers, {}, options(seed=2)))
+
+    assert torch.equal(before, after)
+    assert torch.equal(whole["b.weight"], alone["b.weight"])
+    assert not torch.equal(whole["a.bias"], whole["b.bias"])
+    assert not torch.equal(whole["a.bias"], other["a.bias"])
+
+
 def test_what_a_module_set_itself_is_kept_frozen_or_not() -> None:
     def build() -> nn.Module:
         module = nn.Linear(3, 2)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from axsparse.models.module_buffers import slots
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
 from axsparse.samo.layer_construction import BuiltLayer
@@ -76,7 +77,7 @@ def load_layers(
                 wanted = TensorHeader(slot.tensor.dtype, tuple(slot.tensor.shape))
                 key = f"{BUFFER}/{layer.spec.name}.{slot.name}"
                 saved_tensor = files.of_layer(layer.spec.name).read(key, wanted)
-                slot.put(saved_tensor.to(slot.tensor.device))
+                slot.put(canonical(saved_tensor.to(slot.tensor.device)))
 
 
 def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:

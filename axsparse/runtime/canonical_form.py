@@ -1,0 +1,39 @@
+"""The one form in memory in which tensors pass from layer to layer.
+
+Kernels may add in another order where strides or alignment differ. What travels to another stage
+arrives dense, so tensors that stay on a stage take the same form at every border between layers.
+Buffers that are state start in it and come back from a checkpoint in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes at whose multiples torch allocates memory on CPUs; on GPUs at coarser ones."""
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """The tensor, dense and in default order at an aligned address; itself if it is so already.
+
+    Differentiable; a copy is made only where memory differs. Sparse tensors stay as they are.
+    """
+    if tensor.layout != torch.strided:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.stride() != _default_strides(tensor):
+        return tensor.view(-1).view(tensor.shape)
+    return tensor
+
+
+def _default_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of new memory; `is_contiguous` ignores those of dimensions of one element,
+    kernels do not."""
+    strides, stride = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

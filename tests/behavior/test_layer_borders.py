@@ -1,0 +1,272 @@
+"""What a layer hands on has one form in memory, wherever the model is cut and whenever it runs.
+
+Kernels may add in another order where strides differ. The layers here go further: their results
+are other numbers for other strides or addresses, so that a difference cannot hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.images import image_config
+from support.resuming import ran
+from support.runs import assert_bitwise, random_init, summed_loss, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.models.layer import Layer, Model
+
+WIDTH = 16
+
+
+def form(tensor: Tensor) -> float:
+    """A number near 1 that tells strides, memory addresses and lazy negations apart."""
+    words = (*tensor.stride(), tensor.data_ptr() % 64, int(tensor.is_neg()))
+    return 1 + (hash(words) % 1009) / 2000
+
+
+class _SeesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        [gradient] = gradients
+        return gradient * form(gradient)
+
+
+def seen_backward(x: Tensor) -> Tensor:
+    """The same tensor, whose gradient is multiplied by a number that tells its form."""
+    out: Tensor = _SeesGradient.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Reading(nn.Module):
+    """Takes in and returns (B, 4, WIDTH), by a function that decides the form of the output."""
+
+    def __init__(self, shaped: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4 * WIDTH)
+        self._shaped = shaped
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            x = (x * form(x)).mean(dim=tuple(range(1, x.dim() - 1)))
+        out = self._shaped(torch.tanh(self.linear(x[:, :WIDTH])))
+        return seen_backward(out)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda h: h.view(-1, 4, WIDTH),
+    "transposed": lambda h: h.view(-1, WIDTH, 4).transpose(1, 2),
+    "every second": lambda h: h.view(-1, 2, 2 * WIDTH)[..., ::2],
+    "cut": lambda h: h.view(-1, 4, WIDTH)[:, 1:],
+    "one element off": lambda h: torch.cat([h.new_zeros(1), h.flatten()])[1:].view(-1, 4, WIDTH),
+    "expanded": lambda h: h[:, None, :WIDTH].expand(-1, 4, -1),
+    "odd strides": lambda h: h[:, :WIDTH].unsqueeze(1).transpose(0, 1).transpose(0, 1),
+    "channels last": lambda h: h.view(-1, 2, 2, WIDTH).to(memory_format=torch.channels_last),
+    "negated": lambda h: torch._neg_view(h.view(-1, 4, WIDTH)),
+}
+
+
+class Pooling(nn.Module):
+    """Its gradient is expanded, as a mean's always is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mean(dim=tuple(range(1, x.dim() - 1))))
+        return out
+
+
+def reading_model(shaped: Callable[[Tensor], Tensor]) -> Model:
+    layers = [Layer(f"l{n}", lambda: Reading(shaped), init=random_init) for n in range(3)]
+    return Model([*layers, Layer("out", Pooling, init=random_init)], summed_loss)
+
+
+def assert_same_everywhere(model: Model, data: Dataset) -> None:
+    """In 1 to 4 stages, with and without recomputation."""
+    config = image_config(train={"steps": 2})
+    [(_, one)] = train_in_process(1, 1, model, config, data)
+    for g_inter in range(1, len(model.layers) + 1):
+        for every in (0, 1):
+            again = image_config(pipeline={"checkpoint_activations": every}, train={"steps": 2})
+            for _, trace in train_in_process(g_inter, 1, model, again, data, order=g_inter):
+                assert (trace.losses, trace.norms) == (one.losses, one.norms)
+                if trace.weights:
+                    assert_bitwise(trace, one)
+
+
+@pytest.mark.parametrize("shaped", FORMS.values(), ids=FORMS)
+def test_no_form_of_an_output_changes_a_bit(shaped: Callable[[Tensor], Tensor]) -> None:
+    assert_same_everywhere(reading_model(shaped), vector_data())
+
+
+class Lending(ArrayDataset):
+    """Its inputs are strided views of its memory."""
+
+    def read(self, indices: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        (inputs,), targets = super().read(indices)
+        return (inputs[:, None, :].expand(-1, 4, -1),), targets
+
+
+def test_samples_have_the_form_of_activations_from_the_first_call_on() -> None:
+    data = vector_data()
+    (inputs,), targets = data.read(np.arange(len(data)))
+
+    assert_same_everywhere(reading_model(FORMS["dense"]), Lending(inputs, targets))
+
+
+class ReadsBuffer(nn.Module):
+    """Its result tells the form of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1, 2 * WIDTH)[1::2])
+        self.scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x * self.scale * form(self.scale))
+        return out
+
+
+def test_a_buffer_has_one_form_before_and_after_a_checkpoint(tmp_path: Path) -> None:
+    layers = [
+        Layer("reads", ReadsBuffer),
+        Layer("middle", lambda: nn.Linear(WIDTH, WIDTH)),
+        Layer("out", lambda: nn.Linear(WIDTH, 5)),
+    ]
+    model, data = Model(layers, summed_loss), vector_data()
+    config = image_config(train={"steps": 4}, checkpoint={"every": 0})
+    one = ran((1, 1), config, tmp_path / "one", model=lambda _: model, data=data)
+
+    run_dir = tmp_path / "two"
+    ran((1, 1), config, run_dir, model=lambda _: model, data=data, stop_after=2)
+    two = ran((3, 1), config, run_dir, model=lambda _: model, data=data, resume="auto")
+
+    assert {**one.losses, **two.losses} == one.losses
+    assert set(two.losses) == {3, 4}
+
+
+class Expanding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out[:, None, :WIDTH].expand(-1, 4, -1)
+
+
+def test_what_takes_in_a_view_can_be_recomputed() -> None:
+    builds: list[Callable[[], nn.Module]] = [Expanding, lambda: nn.Linear(WIDTH, WIDTH), Pooling]
+    layers = [Layer(f"l{n}", build, init=random_init) for n, build in enumerate(builds)]
+
+    assert_same_everywhere(Model(layers, summed_loss), vector_data())
+
+
+class Handing(nn.Module):
+    """A linear layer with a forward of one's own: `forward(linear, *inputs)`."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self._forward = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._forward(self.linear, *inputs)
+
+
+class Gathering(nn.Module):
+    """Uses all that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + 1e-2 * sum(other.float().sum() for other in others))
+        return out
+
+
+Forward = Callable[..., Any]
+HANDED_ON: dict[str, tuple[Forward, Forward]] = {
+    "its input twice": (lambda f, x: (x, x), lambda f, x, y: (torch.tanh(f(x)) + y, y)),
+    "parts of its input": (
+        lambda f, x: (f(x), x[:, 1:], x.view(-1)),
+        lambda f, x, y, z: (torch.tanh(f(x)), y * y, z * z),
+    ),
+    "halves of one tensor": (
+        lambda f, x: torch.tanh(f(x)).chunk(2, dim=1),
+        lambda f, a, b: (torch.tanh(f(torch.cat([b, a], 1))), a),
+    ),
+    "a part of its weight": (
+        lambda f, x: (f(x), f.weight[:3]),
+        lambda f, x, w: (torch.tanh(f(x) + (w * w).sum(0)), w),
+    ),
+    "its weight, turned, and its bias": (
+        lambda f, x: (f(x), f.weight.t(), f.bias),
+        lambda f, x, w, b: (torch.tanh(f(x) @ w + b), w, b),
+    ),
+    "its weight, which the next writes to": (
+        lambda f, x: (f(x), f.weight),
+        lambda f, x, w: torch.tanh(f(x) @ w.mul_(0.5)),
+    ),
+    "nothing in a shape": (
+        lambda f, x: (f(x), x[:0] * 2, x[:, :0].detach()),
+        lambda f, x, y, z: (torch.tanh(f(x)) + y.sum(0), y, z),
+    ),
+    "integers and truths": (
+        lambda f, x: (f(x), x > 0, (x * 10).to(torch.int16).t(), (x * 10).abs().to(torch.uint16)),
+        lambda f, x, a, b, c: (torch.tanh(f(x)) * a, b + 1, c),
+    ),
+    "eight bits": (
+        lambda f, x: (f(x), x.detach().to(torch.float8_e4m3fn)),
+        lambda f, x, y: (torch.tanh(f(x)) + y.float(), y),
+    ),
+    "other precisions": (lambda f, x: torch.tanh(f(x)).double(), lambda f, x: f(x.float()).half()),
+    "scalars": (
+        lambda f, x: (f(x), x.mean(), x.mean().detach()),
+        lambda f, x, a, b: (torch.tanh(f(x)) * a + b, a, b),
+    ),
+    "what nobody uses": (
+        lambda f, x: [f(x), x * 2, x * 3],
+        lambda f, x, a, b: (torch.tanh(f(x)), b.detach()),
+    ),
+    "a leaf of its own": (
+        lambda f, x: (f(x), x.detach().clone().requires_grad_()),
+        lambda f, x, y: (torch.tanh(f(x)) * y, y),
+    ),
+    "an imaginary part": (
+        lambda f, x: torch.fft.fft(f(x)).conj().imag,
+        lambda f, x: torch.view_as_real(torch.fft.fft(f(x))).select(-1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), HANDED_ON.values(), ids=HANDED_ON)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements")
+def test_what_a_layer_hands_on_is_the_same_wherever_the_model_is_cut(
+    first: Forward, second: Forward
+) -> None:
+    def last(_: nn.Linear, x: Tensor, *others: Tensor) -> Any:
+        return (x.float(), *others)
+
+    layers = [
+        Layer("in", lambda: nn.Linear(WIDTH, WIDTH), init=random_init),
+        Layer("first", lambda: Handing(first), init=random_init),
+        Layer("second", lambda: Handing(second), init=random_init),
+        Layer("third", lambda: Handing(last), init=random_init),
+        Layer("out", Gathering, init=random_init),
+    ]
+
+    assert_same_everywhere(Model(layers, summed_loss), vector_data())

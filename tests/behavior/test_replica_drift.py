@@ -1,0 +1,142 @@
+"""Weights belong to the optimizer: a forward that writes to them is refused or found out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.runs import (
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model
+from axsparse.runtime.errors import ConfigError, TrainingError
+
+WIDTH = 16
+
+
+class Linear(nn.Module):
+    def __init__(self, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Clamping(Linear):
+    """Writes to its weight, as `nn.Embedding(max_norm=...)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ClampingToEvaluate(Clamping):
+    def forward(self, x: Tensor) -> Tensor:
+        return Linear.forward(self, x) if self.training else super().forward(x)
+
+
+class ClampingFrozen(Clamping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(False)
+
+
+class Hidden(Linear):
+    """Writes what depends on the samples, past autograd and every version counter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.linear.bias.data.add_(x.detach().sum() * 1e-3)
+        return super().forward(x)
+
+
+def model(middle: type[nn.Module]) -> Model:
+    builds = (("in", Linear), ("middle", middle), ("out", lambda: Linear(5)))
+    return Model([Layer(name, build, init=random_init) for name, build in builds], summed_loss)
+
+
+def config(**train: Any) -> Config:
+    return tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 4, **train}
+    )
+
+
+@pytest.mark.parametrize("recomputed", [0, 1])
+@pytest.mark.parametrize("middle", [Clamping, ClampingFrozen])
+@pytest.mark.parametrize("g_inter", [1, 2])
+def test_a_forward_that_writes_to_weights_is_refused(
+    g_inter: int, middle: type[nn.Module], recomputed: int
+) -> None:
+    settings = config().model_copy(
+        update={"pipeline": tiny_config(pipeline={"checkpoint_activations": recomputed}).pipeline}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^layer middle: its forward writes to parameter 'linear.weight', so that replicas "
+        r"would drift apart; leave weights to the optimizer, or keep what the forward changes in a "
+        r"buffer$",
+    ):
+        train_in_process(g_inter, 1, model(middle), settings, vector_data())
+
+
+def test_an_evaluation_that_writes_to_weights_is_refused() -> None:
+    data = vector_data()
+    with pytest.raises(
+        ConfigError, match=r"^layer middle: its forward writes to parameter 'linear"
+    ):
+        train_in_process(
+            1, 1, model(ClampingToEvaluate), config(eval_steps=1), data, validation=data
+        )
+
+
+@pytest.mark.parametrize(("g_inter", "stage"), [(1, 0), (3, 1)])
+@pytest.mark.parametrize(("every", "step"), [(1, 1), (3, 3)])
+def test_replicas_that_drift_apart_are_found_out(
+    g_inter: int, stage: int, every: int, step: int
+) -> None:
+    told = (
+        f"step {step}: weights: replica 1 has come to others than replica 0 on stage {stage}; "
+        "look for code that writes to weights beside the optimizer (through .data in a forward, "
+        "say), or for bad memory of a host; resume from a checkpoint before that"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(told)}$") as caught:
+        train_in_process(
+            g_inter, 2, model(Hidden), config(compare_replicas_every=every), vector_data()
+        )
+    assert caught.value.on_all_ranks
+
+
+@pytest.mark.parametrize("every", [0, 5])
+def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
+    [*_, (_, trace)] = train_in_process(
+        1, 2, model(Hidden), config(compare_replicas_every=every), vector_data()
+    )
+
+    assert len(trace.losses) == 4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replicas_that_stay_together_are_let_be(precision: str, sharded: bool) -> None:
+    settings = tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 2},
+        train={"steps": 4, "compare_replicas_every": 1},
+        samo={"shard_optimizer": sharded},
+        precision=precision,
+    )
+
+    ranks = train_in_process(2, 3, model(Linear), settings, vector_data())
+
+    assert all(len(trace.losses) == 4 for _, trace in ranks)
