@@ -22,6 +22,7 @@ from axsparse.models.layer import Kind, Layer, Model, on_meta
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -238,6 +239,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
         )
     module = _module_of(layer)
     _refuse_parameters(layer, module)
+    _refuse_buffers(layer, module)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -318,6 +320,29 @@ def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
                 f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
                 "floating point: keep complex numbers as torch.view_as_real makes them, integers "
                 "as a buffer"
+            )
+        if not can_be_stored(parameter):
+            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} is {kind}, which has no dense values of "
+                "the run's precision; make it dense, of numbers of at least a byte"
+            )
+
+
+def _refuse_buffers(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for buffers that no checkpoint could hold."""
+    for slot in slots(module):
+        tensor = slot.tensor
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                f"layer {layer.name}: buffer {slot.name!r} is {tensor.layout}, which cannot be "
+                "saved; keep its indices and values as buffers, and join them in forward"
+            )
+        if slot.persists and not can_be_stored(tensor):
+            raise ConfigError(
+                f"layer {layer.name}: buffer {slot.name!r} is {tensor.dtype}, which cannot be "
+                "saved; keep it as integers, or register it with persistent=False and make it "
+                "anew in build"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.models.sequential import from_sequential
 
 LAYOUTS: list[Layout] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 REPLICAS_TOLERANCE = 2e-6
@@ -271,6 +273,94 @@ def test_running_statistics_and_frozen_weights_go_on(after: Layout, tmp_path: Pa
     )
 
     assert any(name.endswith("running_var") for name in reference.buffers)
+
+
+BUFFER_TYPES = [
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float16,
+    torch.float64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.bool,
+]
+
+
+class Buffered(nn.Module):
+    """A layer with parameters of eight bits, which are held in the precision of the run, a buffer of
+    every type, and some that lie otherwise in memory than they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.trained = nn.Parameter(torch.ones(16).to(torch.float8_e4m3fn))
+        self.frozen = nn.Parameter(torch.ones(16).to(torch.float8_e5m2), requires_grad=False)
+        for dtype in BUFFER_TYPES:
+            bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2
+            self.register_buffer(str(dtype).removeprefix("torch."), bits.view(dtype).view(2, 3))
+            self.register_buffer(f"{str(dtype).removeprefix('torch.')}_scalar", bits.view(dtype)[1])
+        turns = torch.polar(torch.ones(6), torch.arange(6.0)).view(2, 3)
+        self.register_buffer("conjugate", turns.conj())
+        self.register_buffer("negative", turns.conj().imag)
+        self.register_buffer("expanded", torch.tensor([2.0]).expand(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        turned: Tensor = self.complex64 * self.conjugate
+        return self.linear(inputs) * turned.real.sum() * self.trained * self.frozen
+
+
+def buffered(config: Config) -> Model:
+    del config
+    return Model(
+        [
+            Layer("first", Buffered),
+            Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init),
+        ],
+        loss=summed_loss,
+        name="buffered",
+    )
+
+
+def buffered_modules(config: Config) -> Model:
+    del config
+    torch.manual_seed(1)
+    return from_sequential([Buffered(), nn.Linear(16, 5)], summed_loss)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("model", [buffered, buffered_modules])
+@pytest.mark.parametrize("after", [(2, 1), (1, 2)])
+def test_buffers_of_every_type_go_on(
+    model: Callable[[Config], Model], after: Layout, tmp_path: Path
+) -> None:
+    config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
+    stopped = ran(
+        (1, 2), config, tmp_path / "run", stop_after=STOP, model=model, data=vector_data()
+    )
+
+    loaded = ran(
+        after,
+        settings(config, train={"steps": STOP}),
+        tmp_path / "run",
+        resume="auto",
+        model=model,
+        data=vector_data(),
+    )
+
+    assert len(stopped.buffers) == 2 * len(BUFFER_TYPES) + 3
+    assert loaded.buffers.keys() == stopped.buffers.keys()
+    for name, buffer in stopped.buffers.items():
+        found, wanted = (
+            tensor.resolve_conj().resolve_neg() for tensor in (loaded.buffers[name], buffer)
+        )
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found, wanted))), name
 
 
 def test_all_replicas_go_on_with_the_first_ones_statistics(tmp_path: Path) -> None:
