@@ -293,8 +293,8 @@ BUFFER_TYPES = [
 
 
 class Buffered(nn.Module):
-    """A layer with parameters of eight bits, which are held in the precision of the run, a buffer of
-    every type, and some that lie otherwise in memory than they read."""
+    """Parameters of eight bits, which are held in the run's precision, a buffer of every type, and
+    some that lie otherwise in memory than they read."""
 
     def __init__(self) -> None:
         super().__init__()
