@@ -180,11 +180,13 @@ class Trainer:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
 
         All ranks call this together, before, between or after steps. The training state stays as
-        it is. None if there is no validation data.
+        it is. None if there is no validation data. ConfigError on a rank whose neighbouring stage
+        trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
         parts = self.parts
         if parts.validation is None or self.config.train.eval_steps == 0:
             return None
+        parts.pulse.at("evaluation", self.steps_done)
         with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
@@ -271,7 +273,6 @@ class Trainer:
         parts.pulse.steps += 1
 
     def _recorded_evaluation(self) -> None:
-        self.parts.pulse.at("evaluation", self.steps_done)
         found = self.evaluate()
         self._evaluated_at = self.steps_done
         if found is not None:
