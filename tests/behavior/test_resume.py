@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
+from axsparse.training.evaluation import Evaluation
+from axsparse.training.trainer import Trainer
 
 LAYOUTS: list[Layout] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 REPLICAS_TOLERANCE = 2e-6
@@ -458,3 +461,118 @@ def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
     ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
 
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+# -- a signal that comes between steps ------------------------------------------------------
+
+
+def hears_at_once(trainer: Trainer) -> None:
+    """The signal comes to the last rank while the run starts."""
+    if trainer.parts.place.rank == trainer.parts.place.grid.size - 1:
+        assert trainer._stop is not None
+        trainer._stop.hear(signal.SIGUSR1)
+
+
+def hears_in_evaluation(after: int) -> Callable[[Trainer], None]:
+    """The signal comes to the last rank while it evaluates after this number of steps."""
+
+    def install(trainer: Trainer) -> None:
+        evaluate = trainer.evaluate
+
+        def hearing() -> Evaluation | None:
+            if trainer.steps_done == after:
+                hears_at_once(trainer)
+            return evaluate()
+
+        vars(trainer)["evaluate"] = hearing
+
+    return install
+
+
+def steps_saved(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("*")}
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("look", [hears_at_once, hears_in_evaluation(0)])
+def test_a_run_that_is_stopped_before_its_first_step_does_none_and_begins_anew(
+    look: Callable[[Trainer], None], layout: Layout, tmp_path: Path
+) -> None:
+    config = config_of(train={"steps": 3, "eval_every": 2, "eval_steps": 1, "eval_first": True})
+    validation = token_data(12)
+    whole = ran(layout, config, tmp_path / "whole", validation=validation)
+
+    stopped = ran(layout, config, tmp_path / "run", look=look, validation=validation)
+    resumed = ran(layout, config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert stopped.losses == {}
+    assert stopped.stopped == (
+        "stopped before the first step, with nothing to save; --resume auto begins anew"
+    )
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("look", [hears_at_once, hears_in_evaluation(2)])
+def test_a_run_that_is_stopped_where_it_went_on_does_no_step_and_saves_nothing_again(
+    look: Callable[[Trainer], None], tmp_path: Path
+) -> None:
+    config = config_of(train={"steps": 3, "eval_every": 2, "eval_steps": 1})
+    validation = token_data(12)
+    whole = ran((2, 1), config, tmp_path / "whole", validation=validation)
+    # Without pruning over time, the evaluation after the step is left to the run that goes on.
+    ran((2, 1), config, tmp_path / "run", stop_after=2, validation=validation)
+    before = (tmp_path / "run" / "checkpoints" / "step-2").stat().st_ino
+
+    again = ran((2, 1), config, tmp_path / "run", look=look, resume="auto", validation=validation)
+    after = (tmp_path / "run" / "checkpoints" / "step-2").stat().st_ino
+    resumed = ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert again.losses == {} and after == before
+    assert again.stopped is not None and again.stopped.startswith("stopped after step 2, saved in ")
+    assert list(resumed.losses) == [3]
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def test_a_run_of_its_own_that_is_stopped_at_once_saves_what_it_began_with(tmp_path: Path) -> None:
+    whole = ran((1, 1), config_of(), tmp_path / "whole")
+    ran((1, 1), config_of(), tmp_path / "first", stop_after=2)
+    there = str(tmp_path / "first" / "checkpoints" / "step-2")
+
+    stopped = ran((1, 1), config_of(), tmp_path / "own", look=hears_at_once, resume=there)
+    resumed = ran((1, 1), config_of(), tmp_path / "own", resume="auto")
+
+    assert stopped.losses == {} and steps_saved(tmp_path / "own") == {"step-2"}
+    assert list(resumed.losses) == [3, 4, 5]
+    same(resumed, whole)
+
+
+@pytest.mark.parametrize("method", [None, "gradual"])
+def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
+    method: str | None, tmp_path: Path
+) -> None:
+    pruning = {"pruning": {"method": method, "interval": 2, "until_step": 3}} if method else {}
+    config = config_of(train={"steps": 4, "eval_every": 2, "eval_steps": 1}, **pruning)
+    validation = token_data(12)
+    whole = ran((2, 1), config, tmp_path / "whole", validation=validation)
+
+    stopped = ran(
+        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=validation
+    )
+    resumed = ran((1, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert list(stopped.losses) == [1, 2] and steps_saved(tmp_path / "run") == {"step-2"}
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def test_a_signal_in_the_last_evaluation_comes_too_late(tmp_path: Path) -> None:
+    config = config_of(train={"steps": 2, "eval_steps": 1})
+
+    ended = ran(
+        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=token_data(12)
+    )
+
+    assert ended.stopped is None
+    assert len(evaluations(tmp_path / "run")) == 1
