@@ -16,13 +16,12 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, Model, on_meta
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.module_buffers import slots
+from axsparse.models.tensor_checks import refuse_buffers, refuse_parameters
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -238,8 +237,8 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
         )
     module = _module_of(layer)
-    _refuse_parameters(layer, module)
-    _refuse_buffers(layer, module)
+    refuse_parameters(layer, module)
+    refuse_buffers(layer, module)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -305,45 +304,6 @@ def _built(layer: Layer) -> nn.Module:
 
 def _has_memory(module: object) -> bool:
     return isinstance(module, nn.Module) and not all(p.is_meta for p in module.parameters())
-
-
-def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for parameters that cannot be trained."""
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
-                "sizes, instead of a lazy one"
-            )
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
-                "floating point: keep complex numbers as torch.view_as_real makes them, integers "
-                "as a buffer"
-            )
-        if not can_be_stored(parameter):
-            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {kind}, which has no dense values of "
-                "the run's precision; make it dense, of numbers of at least a byte"
-            )
-
-
-def _refuse_buffers(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for buffers that no checkpoint could hold."""
-    for slot in slots(module):
-        tensor = slot.tensor
-        if tensor.layout != torch.strided:
-            raise ConfigError(
-                f"layer {layer.name}: buffer {slot.name!r} is {tensor.layout}, which cannot be "
-                "saved; keep its indices and values as buffers, and join them in forward"
-            )
-        if slot.persists and not can_be_stored(tensor):
-            raise ConfigError(
-                f"layer {layer.name}: buffer {slot.name!r} is {tensor.dtype}, which cannot be "
-                "saved; keep it as integers, or register it with persistent=False and make it "
-                "anew in build"
-            )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
