@@ -299,6 +299,9 @@ class Buffered(nn.Module):
     """Parameters of eight bits, which are held in the run's precision, a buffer of every type, and
     some that lie otherwise in memory than they read."""
 
+    complex64: Tensor
+    conjugate: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
@@ -315,7 +318,8 @@ class Buffered(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         turned: Tensor = self.complex64 * self.conjugate
-        return self.linear(inputs) * turned.real.sum() * self.trained * self.frozen
+        outputs: Tensor = self.linear(inputs)
+        return outputs * turned.real.sum() * self.trained * self.frozen
 
 
 def buffered(config: Config) -> Model:

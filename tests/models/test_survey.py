@@ -332,6 +332,10 @@ def test_layers_that_would_silently_be_others_are_refused(wrong: Layer, message:
         survey(model(wrong))
 
 
+UINT4: torch.dtype = vars(torch)["uint4"]
+"""Smaller than a byte; torch's stubs lack it."""
+
+
 class WithBuffer(nn.Module):
     def __init__(self, buffer: Callable[[], Tensor], *, persistent: bool = True) -> None:
         super().__init__()
@@ -356,7 +360,7 @@ def sparse() -> Tensor:
             r"^layer a: buffer 'k' is torch.sparse_coo, which cannot be saved; keep its indices",
         ),
         (
-            lambda: WithBuffer(lambda: torch.empty(3, dtype=torch.uint4)),
+            lambda: WithBuffer(lambda: torch.empty(3, dtype=UINT4)),
             r"^layer a: buffer 'k' is torch.uint4, which cannot be saved; keep it as integers, or",
         ),
     ],
@@ -383,7 +387,7 @@ def test_parameters_without_dense_values_are_refused() -> None:
 
 def test_a_cache_of_any_type_passes_since_it_is_not_saved() -> None:
     def cached() -> nn.Module:
-        return WithBuffer(lambda: torch.empty(3, dtype=torch.uint4), persistent=False)
+        return WithBuffer(lambda: torch.empty(3, dtype=UINT4), persistent=False)
 
     assert [buffer.persists for buffer in survey(model(Layer("a", cached))).layers[0].buffers] == [
         False
