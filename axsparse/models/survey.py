@@ -98,6 +98,8 @@ class Survey:
     """Global names of tied parameters: second use → first use."""
     start: str = ""
     """Fingerprint of `Model.start`; empty if the layers draw their start values."""
+    loss_logits: Callable[[int], int] | None = None
+    """`Model.loss_logits`."""
 
     @property
     def num_params(self) -> int:
@@ -191,8 +193,8 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
     ties = _ties(model, seen)
     if model.start is None:
         _check_tied_starts(model, layers, ties)
-        return Survey(layers, ties)
-    return Survey(layers, ties, model.start.fingerprint)
+        return Survey(layers, ties, loss_logits=model.loss_logits)
+    return Survey(layers, ties, model.start.fingerprint, model.loss_logits)
 
 
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
