@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.tensor_bytes import bytes_of
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -235,6 +236,5 @@ def _digest(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        # Viewed as bytes, since numpy has no bfloat16.
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor.detach().cpu()).numpy().data)
     return digest.hexdigest()

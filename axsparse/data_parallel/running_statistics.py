@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.runtime.communication import Op
+from axsparse.runtime.tensor_bytes import bytes_of
 from axsparse.samo.shards import Replicas
 
 
@@ -84,7 +85,7 @@ class RunningStatistics:
         """The first replica's buffers of one layer; all types travel in one message."""
         if self._replicas.size == 1 or not tensors:
             return list(tensors)
-        buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        buffer = torch.cat([bytes_of(tensor) for tensor in tensors])
         self._replicas.exchange(Op.BROADCAST, buffer)
         parts = buffer.split([tensor.nbytes for tensor in tensors])
         return [
@@ -95,5 +96,5 @@ class RunningStatistics:
 
 def _digest(tensor: Tensor) -> int:
     """A 52-bit hash, exact as a float, of the contents of a buffer."""
-    raw = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    raw = bytes_of(tensor.detach()).cpu().numpy()
     return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12

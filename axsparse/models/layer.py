@@ -134,6 +134,10 @@ class Model:
     With it, the layers are run on the meta device to count their flops and activations. Without
     it, layers count by `Layer.flops` or their parameters, and their activations are unknown.
     """
+    loss_logits: Callable[[int], int] | None = None
+    """`loss_logits(samples)` returns how many logits the loss holds at a time in a microbatch of so
+    many samples, where it computes them itself; plans count their memory. None: it computes none.
+    """
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""
     vocab_size: int | None = None

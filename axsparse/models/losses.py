@@ -44,6 +44,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     return in_chunks(flat, weight, targets.reshape(-1))
 
 
+def logits_at_a_time(tokens: int, words: int) -> int:
+    """How many logits `linear_cross_entropy` holds at a time on a CPU, of so many words."""
+    if tokens * words <= CHUNK_LOGITS:
+        return tokens * words
+    return tokens * min(words, _words_of_chunk(tokens, CHUNK_LOGITS))
+
+
+def _words_of_chunk(tokens: int, most: int) -> int:
+    return max(CHUNK_WORDS, most // tokens)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """With the logits z = hidden · weightᵀ, (T, V), and the targets y, (T,):
 
@@ -105,7 +116,7 @@ def _most_logits(device: torch.device) -> int:
 
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of words."""
-    words = max(CHUNK_WORDS, _most_logits(weight.device) // targets.numel())
+    words = _words_of_chunk(targets.numel(), _most_logits(weight.device))
     for start in range(0, weight.shape[0], words):
         yield start, min(start + words, weight.shape[0])
 

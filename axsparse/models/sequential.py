@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.tensor_bytes import bytes_of
 
 NO_METRICS: Mapping[str, MetricFunction] = {}
 BY_PLACE: Mapping[str, Kind] = {}
@@ -85,7 +86,7 @@ class OwnValues:
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor.detach().cpu()).numpy().data)
         self.fingerprint = f"modules {digest.hexdigest()}"
 
     def read(self, name: str) -> Tensor | None:

@@ -16,11 +16,11 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, Model, on_meta
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.module_buffers import slots
+from axsparse.models.tensor_checks import refuse_buffers, refuse_parameters
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import preserved_rng
 
@@ -98,6 +98,8 @@ class Survey:
     """Global names of tied parameters: second use → first use."""
     start: str = ""
     """Fingerprint of `Model.start`; empty if the layers draw their start values."""
+    loss_logits: Callable[[int], int] | None = None
+    """`Model.loss_logits`."""
 
     @property
     def num_params(self) -> int:
@@ -191,8 +193,8 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
     ties = _ties(model, seen)
     if model.start is None:
         _check_tied_starts(model, layers, ties)
-        return Survey(layers, ties)
-    return Survey(layers, ties, model.start.fingerprint)
+        return Survey(layers, ties, loss_logits=model.loss_logits)
+    return Survey(layers, ties, model.start.fingerprint, model.loss_logits)
 
 
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -237,7 +239,8 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
         )
     module = _module_of(layer)
-    _refuse_parameters(layer, module)
+    refuse_parameters(layer, module)
+    refuse_buffers(layer, module)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -309,22 +312,6 @@ def _built(layer: Layer) -> nn.Module:
 
 def _has_memory(module: object) -> bool:
     return isinstance(module, nn.Module) and not all(p.is_meta for p in module.parameters())
-
-
-def _refuse_parameters(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for parameters that cannot be trained."""
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
-                "sizes, instead of a lazy one"
-            )
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
-                "floating point: keep complex numbers as torch.view_as_real makes them, integers "
-                "as a buffer"
-            )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from axsparse.pipeline.policy import BACKWARD, FORWARD, ForwardOnly, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
 
@@ -29,6 +30,9 @@ MOST_UNSENT = 8
 evaluation no gradients come back, so that nothing else slows down a stage that is ahead."""
 MOST_WAITING = 4
 """With this many messages waiting for their action, an evaluation takes in no more of them."""
+EVALUATED = 1 << 40
+"""Added to the microbatch of a message in an evaluation, since a neighbour that trains meanwhile
+must not take it for one of its own."""
 MOST_AHEAD = 2
 """Actions that a GPU may have unfinished: one that runs and one behind it. With more, the order
 would be decided by how far the host is ahead, and not by what has arrived."""
@@ -73,6 +77,8 @@ class Engine:
         """Messages that the policy has not been told of."""
         self._inbox: dict[Action, Message] = {}
         """Messages that wait for their action."""
+        self._offset = 0
+        """Stands before the microbatches of messages of what runs now: 0, or `EVALUATED`."""
         self._policy: Policy | None = None
         self._taken: dict[Direction, int] = {}
         """How many messages the current policy has been told of."""
@@ -128,9 +134,13 @@ class Engine:
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
-                self._send(FORWARD, action.microbatch, outputs)
+                self._send(FORWARD, EVALUATED + action.microbatch, outputs)
 
-        self._execute(policy, run, MOST_WAITING)
+        self._offset = EVALUATED
+        try:
+            self._execute(policy, run, MOST_WAITING)
+        finally:
+            self._offset = 0
         return found
 
     def awaited(self) -> list[str]:
@@ -198,9 +208,20 @@ class Engine:
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()
+                number = message.microbatch - self._offset
+                if not 0 <= number < EVALUATED:
+                    raise self._evaluates_alone()
                 self._taken[direction] += 1
-                self._inbox[Action(direction, message.microbatch)] = message
-                policy.arrived(direction, message.microbatch)
+                self._inbox[Action(direction, number)] = message
+                policy.arrived(direction, number)
+
+    def _evaluates_alone(self) -> ConfigError:
+        """What to say if a neighbour trains while this stage evaluates, or the other way round."""
+        here, there = ("trains", "evaluates")[:: -1 if self._offset else 1]
+        return ConfigError(
+            f"trainer.evaluate: this rank {here} while a neighbouring stage {there}; call it on "
+            "all ranks together, between the same steps"
+        )
 
     def _pause(self) -> None:
         with self._phases("bubble"):

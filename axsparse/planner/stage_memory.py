@@ -52,7 +52,8 @@ def stage_memory(
     """What a stage needs with `in_flight` microbatches in flight."""
     state = load.state
     activations = microbatch_size * in_flight * load.held
-    working, logits = microbatch_size * load.working, microbatch_size * load.logits
+    working = microbatch_size * load.working
+    logits = microbatch_size * load.logits + load.loss_bytes(microbatch_size)
     of_step = activations + working + logits
     return StageMemory(
         weight=state.weight,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from axsparse.models.survey import LayerInfo, Survey
@@ -16,8 +17,9 @@ from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind, StateFormat
 
 LOSS_BYTES = 8
-"""Bytes that the loss takes for each number of the last layer's output: an fp32 copy of it, and one
-more or its gradient."""
+"""Bytes that the loss takes for each number of the last layer's output, and for each logit that it
+computes itself: an fp32 copy of it, and one more or its gradient. Chunks of logits were seen
+to take 5 bytes each in fp32 and 6.5 in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,7 @@ class SurveyedModel:
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
+            loss_bytes=partial(_loss_bytes, self.survey.loss_logits if is_last else None),
         )
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
@@ -186,6 +189,10 @@ class SurveyedModel:
             for parameter in layer.parameters
             if parameter.trained
         )
+
+
+def _loss_bytes(logits: Callable[[int], int] | None, samples: int) -> float:
+    return 0.0 if logits is None else float(LOSS_BYTES * logits(samples))
 
 
 def _trained(layer: LayerInfo) -> int:

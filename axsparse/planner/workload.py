@@ -14,6 +14,10 @@ from axsparse.planner.cluster import Precision
 from axsparse.samo.state_bytes import StateBytes
 
 
+def _no_bytes(_: int) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class StageLoad:
     """What one stage of one replica computes, holds and sends.
@@ -51,6 +55,9 @@ class StageLoad:
     """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
+    loss_bytes: Callable[[int], float] = _no_bytes
+    """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
+    grow in proportion where the loss computes some of its logits at a time."""
 
 
 Fits: TypeAlias = Callable[[int, StageLoad], bool]

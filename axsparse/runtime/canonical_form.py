@@ -22,10 +22,9 @@ def canonical(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+    is_default = tensor.stride() == _default_strides(tensor)
+    if not is_default or tensor.data_ptr() % ALIGNMENT:
         return tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.stride() != _default_strides(tensor):
-        return tensor.view(-1).view(tensor.shape)
     return tensor
 
 

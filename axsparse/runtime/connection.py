@@ -24,7 +24,9 @@ def cannot_start(reason: Exception) -> NoReturn:
     host lacks."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
-    print(f"axsparse: error: {where}: {text}", file=sys.stderr, flush=True)
+    # In one piece, since other ranks may fail at the same moment.
+    sys.stderr.write(f"axsparse: error: {where}: {text}\n")
+    sys.stderr.flush()
     if started_by_launcher():
         wait_until_all_ranks_have_started()
         from mpi4py import MPI

@@ -17,6 +17,7 @@ from axsparse.runtime.errors import (
     MissingInputError,
     OutputError,
     TrainingError,
+    everywhere,
 )
 
 T = TypeVar("T")
@@ -39,14 +40,38 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     except AxsparseError as error:
         known = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES)
         failure = json.dumps([known, str(error)])
-    for text in gather_texts(transport.world, transport.backoff, failure):
-        if text:
-            name, message = json.loads(text)
-            shared = _CLASSES[name](message)
-            shared.on_all_ranks = True
-            raise shared
+    _raise_first(gather_texts(transport.world, transport.backoff, failure))
     assert result is not None or not failure
     return result  # type: ignore[return-value]  # T may be None itself
+
+
+def leave_together(transport: Transport) -> None:
+    """Wait until all ranks have nothing left to do.
+
+    A rank that does something `together` instead learns from this one that it has left: all of
+    them raise a ConfigError that names the first rank that has.
+    """
+    farewells = [
+        json.dumps(
+            [
+                ConfigError.__name__,
+                f"rank {rank}: has left `main`, and other ranks wait for it; call build on every "
+                "rank of the job, or on none",
+            ]
+        )
+        for rank in range(transport.size)
+    ]
+    texts = gather_texts(transport.world, transport.backoff, farewells[transport.rank])
+    if texts != farewells:
+        _raise_first(texts)
+
+
+def _raise_first(failures: Sequence[str]) -> None:
+    """Raise, on all ranks alike, the failure of the first rank that has one."""
+    for failure in failures:
+        if failure:
+            name, message = json.loads(failure)
+            raise everywhere(_CLASSES[name](message))
 
 
 def sum_by_owner(

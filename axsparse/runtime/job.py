@@ -32,6 +32,7 @@ from axsparse.runtime.errors import (
     AxsparseError,
     StoppedError,
 )
+from axsparse.runtime.exchange import leave_together
 from axsparse.runtime.launcher import flush_streams, speaks
 from axsparse.runtime.stop_signal import StopRequest
 
@@ -66,6 +67,11 @@ class Job:
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
         """The transport of each trainer, and a function that returns the trainer, or None once
         nobody refers to it any more."""
+
+    @property
+    def has_built(self) -> bool:
+        """Whether this rank has begun to build a trainer; all ranks do so together."""
+        return bool(self._branches)
 
     def branch(self) -> Transport:
         """A transport for one more trainer; all ranks call this together.
@@ -103,9 +109,10 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     The exit code is 0 if `main` returns; an error's own (see `axsparse.runtime.errors`); 130 if
     interrupted; the code of `sys.exit(code)`; and 70 for any other exception and for a rank that
     leaves by `sys.exit(0)`. All ranks have to call the same things: if `main` returns on one rank
-    while others still train, these wait for it. torch's generator has the same seed on every rank
-    when `main` begins, so that modules which are made there start alike. `stop` is for a caller
-    that listens to signals already.
+    before it has built a trainer, and others build one, all end with ConfigError; if it returns
+    while others train, these wait until the watchdog ends them. torch's generator has the same seed
+    on every rank when `main` begins, so that modules which are made there start alike. `stop` is
+    for a caller that listens to signals already.
     """
     _mend_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,6 +128,8 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     torch.manual_seed(0)
     try:
         main(job)
+        if not job.has_built:
+            leave_together(transport)
         (job.placement or job).transport.close()
     except BaseException as failure:
         if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):

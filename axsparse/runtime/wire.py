@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Event
 from axsparse.runtime.grid import Place
 from axsparse.runtime.message_header import Header
+from axsparse.runtime.tensor_bytes import bytes_of
 
 QUIET_PASSES = 2
 """How often in a row a link looks for messages without a find before it takes arrivals for
@@ -68,7 +68,8 @@ def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, flat, without a copy."""
-    return tensor.view(-1).view(torch.uint8)
+    assert tensor.is_contiguous(), "a copy would be received into, and lost"
+    return bytes_of(tensor)
 
 
 def byte_pieces(tensor: Tensor, most: int) -> list[Tensor]:

@@ -105,24 +105,18 @@ def _construct_layer(
             storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
         else:
             storage = owner.parameter.detach()
-        if torch._has_compatible_shallow_copy_type(parameter, storage):
-            # Keeps the Parameter itself, which the module may hold elsewhere or have hooks on.
-            weight = parameter
-            weight.data = storage
-        else:  # the parameter is on the meta device, for example
-            weight = nn.Parameter(storage, requires_grad=parameter.requires_grad)
-            _replace(module, local_name, weight)
+        _put_storage(parameter, storage)
         if not parameter.requires_grad:
-            weight.detach().copy_(values(local_name))
-            frozen.append(weight)
+            parameter.detach().copy_(values(local_name))
+            frozen.append(parameter)
             continue
-        index = options.backend.full_index(weight.numel())
+        index = options.backend.full_index(parameter.numel())
         first, masks = ties.get(name, name), options.masks
         if owner is None and masks is not None and first in masks.kept:
             mask_D = masks.mask(first, shape, partial(values, local_name))
             index = options.backend.index(mask_D, options.index)
             del mask_D
-        tensors[name] = TensorState(name, weight, index, decays=len(shape) >= 2, alias_of=owner)
+        tensors[name] = TensorState(name, parameter, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
     state = LayerState(
         layer.name,
@@ -202,13 +196,21 @@ def _skeleton(
     return module, value
 
 
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of every registration of the one called `name`."""
-    old = module.get_parameter(name)
-    for child in module.modules():
-        for key, value in list(child._parameters.items()):
-            if value is old:
-                child._parameters[key] = parameter
+def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
+    """Give a parameter the contents of `storage`.
+
+    It stays the same object: the module may hold it elsewhere as well, such as in a list, and may
+    have hooks and attributes of its own on it.
+    """
+    if torch._has_compatible_shallow_copy_type(parameter, storage):
+        parameter.data = storage
+        return
+    # It is on the meta device. What autograd knows of its hooks goes with its old contents.
+    torch._C._swap_tensor_impl(parameter, nn.Parameter(storage, parameter.requires_grad))
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind)
+        if hooks:
+            setattr(parameter, kind, hooks)
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:

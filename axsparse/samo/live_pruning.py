@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from axsparse.runtime.tensor_bytes import bytes_of
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Masks
 from axsparse.samo.tensor_state import TensorState
@@ -69,6 +70,6 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
 
 def _sum_of_bits(values: Tensor) -> Tensor:
     """The sum modulo 2⁶⁴ of all whole words of eight bytes, plus the bytes that are left."""
-    raw = values.reshape(-1).view(torch.uint8)
+    raw = bytes_of(values)
     whole = raw.numel() // 8 * 8
     return raw[:whole].view(torch.int64).sum() + raw[whole:].sum()

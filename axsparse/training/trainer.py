@@ -125,6 +125,7 @@ class Trainer:
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,
             ):
+                self._leave_if_told()
                 while self._between_steps():
                     self._recorded_step(on_step)
             parts.recorder.flush()
@@ -147,10 +148,13 @@ class Trainer:
         if self.rewind_order is not None:
             return False
         is_over = self.steps_done >= self.config.train.steps
-        stops = self._is_stopped and not is_over
         # Evaluate even if a signal asked to stop, since what is saved may have new masks.
-        if self._evaluation_is_due() and (not stops or self.parts.masking is not None):
+        if self._evaluation_is_due() and (
+            is_over or not self._is_stopped or self.parts.masking is not None
+        ):
             self._recorded_evaluation()
+            self._leave_if_told()
+        stops = self._is_stopped and not is_over
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()
         saver = self._saver
@@ -180,11 +184,13 @@ class Trainer:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
 
         All ranks call this together, before, between or after steps. The training state stays as
-        it is. None if there is no validation data.
+        it is. None if there is no validation data. ConfigError on a rank whose neighbouring stage
+        trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
         parts = self.parts
         if parts.validation is None or self.config.train.eval_steps == 0:
             return None
+        parts.pulse.at("evaluation", self.steps_done)
         with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
@@ -271,7 +277,6 @@ class Trainer:
         parts.pulse.steps += 1
 
     def _recorded_evaluation(self) -> None:
-        self.parts.pulse.at("evaluation", self.steps_done)
         found = self.evaluate()
         self._evaluated_at = self.steps_done
         if found is not None:
@@ -327,11 +332,31 @@ class Trainer:
             masked=self._masked_at == self.steps_done,
         )
 
+    def _leave_if_told(self) -> None:
+        """Learn on all ranks, outside of a step, whether any of them was told to stop.
+
+        StoppedError if so, and if nothing has been done yet that had to be saved.
+        """
+        stop, saver, transport = self._stop, self._saver, self.parts.transport
+        if stop is None or saver is None or self.steps_done >= self.config.train.steps:
+            return
+        told = sum_by_owner(transport.world, transport.backoff, [float(stop.is_set)])
+        if not any(flag for (flag,) in told):
+            return
+        if self.steps_done == 0 or saver.has_saved(self._progress()):
+            self._leave()
+        # One that went back after a spike of the loss can save that only after the next step.
+        self._is_stopped = self.steps_done != saver.resumed_step
+
     def _leave(self) -> None:
         """Wait for the checkpoint under way, then raise StoppedError on all ranks."""
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
+        if self.steps_done == 0:
+            raise StoppedError(
+                "stopped before the first step, with nothing to save; --resume auto begins anew"
+            )
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )

@@ -300,6 +300,38 @@ def test_a_rank_that_leaves_ends_all(tmp_path: Path, fault: str, code: int, give
     assert outlived < 5, str(job)
 
 
+LEAVES_EARLY = """
+import axsparse as ax
+from support.runs import mlp, tiny_config, vector_data
+
+def main(job):
+    if job.transport.rank in {ranks}:
+        return
+    ax.build(job, mlp(), lambda: ax.Datasets(vector_data()), tiny_config(), quiet=True)
+
+ax.run(main)
+"""
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0,), (1, 2)])
+def test_a_rank_that_returns_before_it_builds_ends_all_with_one_line(ranks: tuple[int]) -> None:
+    job = run_mpirun(3, ["-c", LEAVES_EARLY.format(ranks=ranks)])
+
+    assert_refused(
+        job,
+        78,
+        f"rank {ranks[0]}: has left `main`, and other ranks wait for it; call build on every rank "
+        "of the job, or on none",
+    )
+
+
+def test_ranks_that_all_build_nothing_end_well() -> None:
+    job = run_mpirun(2, ["-c", LEAVES_EARLY.format(ranks=(0, 1))])
+
+    assert job.returncode == 0, str(job)
+    assert job.errors == []
+
+
 @pytest.mark.fault(18)
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "1x3", 3, "kill")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.models.sequential import from_sequential
+from axsparse.training.evaluation import Evaluation
+from axsparse.training.trainer import Trainer
 
 LAYOUTS: list[Layout] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 REPLICAS_TOLERANCE = 2e-6
@@ -273,6 +278,98 @@ def test_running_statistics_and_frozen_weights_go_on(after: Layout, tmp_path: Pa
     assert any(name.endswith("running_var") for name in reference.buffers)
 
 
+BUFFER_TYPES = [
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float16,
+    torch.float64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.bool,
+]
+
+
+class Buffered(nn.Module):
+    """Parameters of eight bits, which are held in the run's precision, a buffer of every type, and
+    some that lie otherwise in memory than they read."""
+
+    complex64: Tensor
+    conjugate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.trained = nn.Parameter(torch.ones(16).to(torch.float8_e4m3fn))
+        self.frozen = nn.Parameter(torch.ones(16).to(torch.float8_e5m2), requires_grad=False)
+        for dtype in BUFFER_TYPES:
+            bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2
+            self.register_buffer(str(dtype).removeprefix("torch."), bits.view(dtype).view(2, 3))
+            self.register_buffer(f"{str(dtype).removeprefix('torch.')}_scalar", bits.view(dtype)[1])
+        turns = torch.polar(torch.ones(6), torch.arange(6.0)).view(2, 3)
+        self.register_buffer("conjugate", turns.conj())
+        self.register_buffer("negative", turns.conj().imag)
+        self.register_buffer("expanded", torch.tensor([2.0]).expand(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        turned: Tensor = self.complex64 * self.conjugate
+        outputs: Tensor = self.linear(inputs)
+        return outputs * turned.real.sum() * self.trained * self.frozen
+
+
+def buffered(config: Config) -> Model:
+    del config
+    return Model(
+        [
+            Layer("first", Buffered),
+            Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init),
+        ],
+        loss=summed_loss,
+        name="buffered",
+    )
+
+
+def buffered_modules(config: Config) -> Model:
+    del config
+    torch.manual_seed(1)
+    return from_sequential([Buffered(), nn.Linear(16, 5)], summed_loss)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("model", [buffered, buffered_modules])
+@pytest.mark.parametrize("after", [(2, 1), (1, 2)])
+def test_buffers_of_every_type_go_on(
+    model: Callable[[Config], Model], after: Layout, tmp_path: Path
+) -> None:
+    config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
+    stopped = ran(
+        (1, 2), config, tmp_path / "run", stop_after=STOP, model=model, data=vector_data()
+    )
+
+    loaded = ran(
+        after,
+        settings(config, train={"steps": STOP}),
+        tmp_path / "run",
+        resume="auto",
+        model=model,
+        data=vector_data(),
+    )
+
+    assert len(stopped.buffers) == 2 * len(BUFFER_TYPES) + 3
+    assert loaded.buffers.keys() == stopped.buffers.keys()
+    for name, buffer in stopped.buffers.items():
+        found, wanted = (
+            tensor.resolve_conj().resolve_neg() for tensor in (loaded.buffers[name], buffer)
+        )
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found, wanted))), name
+
+
 def test_all_replicas_go_on_with_the_first_ones_statistics(tmp_path: Path) -> None:
     config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
     stopped = ran(
@@ -368,3 +465,118 @@ def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
     ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
 
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+# -- a signal that comes between steps ------------------------------------------------------
+
+
+def hears_at_once(trainer: Trainer) -> None:
+    """The signal comes to the last rank while the run starts."""
+    if trainer.parts.place.rank == trainer.parts.place.grid.size - 1:
+        assert trainer._stop is not None
+        trainer._stop.hear(signal.SIGUSR1)
+
+
+def hears_in_evaluation(after: int) -> Callable[[Trainer], None]:
+    """The signal comes to the last rank while it evaluates after this number of steps."""
+
+    def install(trainer: Trainer) -> None:
+        evaluate = trainer.evaluate
+
+        def hearing() -> Evaluation | None:
+            if trainer.steps_done == after:
+                hears_at_once(trainer)
+            return evaluate()
+
+        vars(trainer)["evaluate"] = hearing
+
+    return install
+
+
+def steps_saved(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("*")}
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("look", [hears_at_once, hears_in_evaluation(0)])
+def test_a_run_that_is_stopped_before_its_first_step_does_none_and_begins_anew(
+    look: Callable[[Trainer], None], layout: Layout, tmp_path: Path
+) -> None:
+    config = config_of(train={"steps": 3, "eval_every": 2, "eval_steps": 1, "eval_first": True})
+    validation = token_data(12)
+    whole = ran(layout, config, tmp_path / "whole", validation=validation)
+
+    stopped = ran(layout, config, tmp_path / "run", look=look, validation=validation)
+    resumed = ran(layout, config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert stopped.losses == {}
+    assert stopped.stopped == (
+        "stopped before the first step, with nothing to save; --resume auto begins anew"
+    )
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("look", [hears_at_once, hears_in_evaluation(2)])
+def test_a_run_that_is_stopped_where_it_went_on_does_no_step_and_saves_nothing_again(
+    look: Callable[[Trainer], None], tmp_path: Path
+) -> None:
+    config = config_of(train={"steps": 3, "eval_every": 2, "eval_steps": 1})
+    validation = token_data(12)
+    whole = ran((2, 1), config, tmp_path / "whole", validation=validation)
+    # Without pruning over time, the evaluation after the step is left to the run that goes on.
+    ran((2, 1), config, tmp_path / "run", stop_after=2, validation=validation)
+    before = (tmp_path / "run" / "checkpoints" / "step-2").stat().st_ino
+
+    again = ran((2, 1), config, tmp_path / "run", look=look, resume="auto", validation=validation)
+    after = (tmp_path / "run" / "checkpoints" / "step-2").stat().st_ino
+    resumed = ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert again.losses == {} and after == before
+    assert again.stopped is not None and again.stopped.startswith("stopped after step 2, saved in ")
+    assert list(resumed.losses) == [3]
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def test_a_run_of_its_own_that_is_stopped_at_once_saves_what_it_began_with(tmp_path: Path) -> None:
+    whole = ran((1, 1), config_of(), tmp_path / "whole")
+    ran((1, 1), config_of(), tmp_path / "first", stop_after=2)
+    there = str(tmp_path / "first" / "checkpoints" / "step-2")
+
+    stopped = ran((1, 1), config_of(), tmp_path / "own", look=hears_at_once, resume=there)
+    resumed = ran((1, 1), config_of(), tmp_path / "own", resume="auto")
+
+    assert stopped.losses == {} and steps_saved(tmp_path / "own") == {"step-2"}
+    assert list(resumed.losses) == [3, 4, 5]
+    same(resumed, whole)
+
+
+@pytest.mark.parametrize("method", [None, "gradual"])
+def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
+    method: str | None, tmp_path: Path
+) -> None:
+    pruning = {"pruning": {"method": method, "interval": 2, "until_step": 3}} if method else {}
+    config = config_of(train={"steps": 4, "eval_every": 2, "eval_steps": 1}, **pruning)
+    validation = token_data(12)
+    whole = ran((2, 1), config, tmp_path / "whole", validation=validation)
+
+    stopped = ran(
+        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=validation
+    )
+    resumed = ran((1, 1), config, tmp_path / "run", resume="auto", validation=validation)
+
+    assert list(stopped.losses) == [1, 2] and steps_saved(tmp_path / "run") == {"step-2"}
+    same(resumed, whole)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def test_a_signal_in_the_last_evaluation_comes_too_late(tmp_path: Path) -> None:
+    config = config_of(train={"steps": 2, "eval_steps": 1})
+
+    ended = ran(
+        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=token_data(12)
+    )
+
+    assert ended.stopped is None
+    assert len(evaluations(tmp_path / "run")) == 1

@@ -203,7 +203,7 @@ def main(job: Job) -> None:
         break_gradient(trainer, lambda done: done == int(step) or (done > int(step) and not once))
     trainer.train(on_step)
     if kind == "nan":
-        print(f"rank {job.transport.rank} weights {digest(trainer)}", flush=True)
+        Path(run_dir, f"weights-{job.transport.rank}").write_text(digest(trainer))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.models import losses
-from axsparse.models.losses import IGNORED, linear_cross_entropy, summed_cross_entropy
+from axsparse.models.losses import (
+    IGNORED,
+    linear_cross_entropy,
+    logits_at_a_time,
+    summed_cross_entropy,
+)
 
 TOKENS, HIDDEN, WORDS = 24, 16, 100
 FP32_TOLERANCE = 1e-5
@@ -308,3 +313,25 @@ def test_in_chunks_every_layout_is_bitwise_the_oracle(
 
     for _, trace in train_in_process(g_inter, g_data, tiny_gpt(config), config, data):
         assert_bitwise(trace, oracle)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (1000, 50257), (5000, 3000)]
+)
+def test_so_many_logits_are_held_at_a_time(
+    tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    linear = F.linear
+
+    def counting(hidden: Tensor, weight: Tensor) -> Tensor:
+        sizes.append(hidden.shape[0] * weight.shape[0])
+        return linear(hidden, weight)
+
+    monkeypatch.setattr(F, "linear", counting)
+
+    linear_cross_entropy(
+        torch.ones(tokens, 1), torch.ones(words, 1), torch.zeros(tokens, dtype=torch.long)
+    )
+
+    assert max(sizes) == logits_at_a_time(tokens, words)

@@ -342,6 +342,68 @@ def test_layers_that_would_silently_be_others_are_refused(wrong: Layer, message:
         survey(model(wrong))
 
 
+UINT4: torch.dtype = vars(torch)["uint4"]
+"""Smaller than a byte; torch's stubs lack it."""
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, buffer: Callable[[], Tensor], *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("k", buffer(), persistent=persistent)
+        self.linear = nn.Linear(3, 4)
+
+
+def sparse() -> Tensor:
+    with torch.device("cpu"):
+        return torch.eye(3).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda: WithBuffer(sparse),
+            r"^layer a: buffer 'k' is torch.sparse_coo, which cannot be saved; keep its indices",
+        ),
+        (
+            lambda: WithBuffer(sparse, persistent=False),
+            r"^layer a: buffer 'k' is torch.sparse_coo, which cannot be saved; keep its indices",
+        ),
+        (
+            lambda: WithBuffer(lambda: torch.empty(3, dtype=UINT4)),
+            r"^layer a: buffer 'k' is torch.uint4, which cannot be saved; keep it as integers, or",
+        ),
+    ],
+)
+def test_buffers_that_no_checkpoint_can_hold_are_refused(
+    wrong: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        survey(model(Layer("a", wrong)))
+
+
+def test_parameters_without_dense_values_are_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k = nn.Parameter(sparse(), requires_grad=False)
+            self.linear = nn.Linear(3, 4)
+
+    with pytest.raises(
+        ConfigError, match=r"^layer a: parameter 'k' is torch.sparse_coo, which has no dense values"
+    ):
+        survey(model(Layer("a", Sparse)))
+
+
+def test_a_cache_of_any_type_passes_since_it_is_not_saved() -> None:
+    def cached() -> nn.Module:
+        return WithBuffer(lambda: torch.empty(3, dtype=UINT4), persistent=False)
+
+    assert [buffer.persists for buffer in survey(model(Layer("a", cached))).layers[0].buffers] == [
+        False
+    ]
+
+
 def test_values_that_a_build_loads_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
     values = nn.Linear(3, 4).state_dict()
 

@@ -10,7 +10,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import MOST_UNSENT, MOST_WAITING, Engine, Rank
+from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message
@@ -57,7 +57,8 @@ class Eager:
 
     def __init__(self, messages: int) -> None:
         self.left = deque(
-            Message(Direction.FORWARD, number, (torch.ones(2),)) for number in range(messages)
+            Message(Direction.FORWARD, EVALUATED + number, (torch.ones(2),))
+            for number in range(messages)
         )
         self.taken = self.used = self.most = self.unsent = 0
 

@@ -50,7 +50,7 @@ def test_layers_without_an_example_count_nothing() -> None:
     assert held_activations(layers, 1) == HeldActivations(0, 0)
 
 
-def load_of(**fields: float) -> StageLoad:
+def load_of(temporary: float = 0.0, building: float = 0.0, saved: float = 0.0) -> StageLoad:
     return StageLoad(
         layers="",
         flops=0.0,
@@ -64,7 +64,9 @@ def load_of(**fields: float) -> StageLoad:
         working=100.0,
         logits=1000.0,
         outputs=0.0,
-        **{"temporary": 0.0, "building": 0.0, "saved": 0.0, **fields},
+        temporary=temporary,
+        building=building,
+        saved=saved,
     )
 
 

@@ -11,6 +11,7 @@ from support.surveys import KEPT, SURVEY, layer
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.layout_search import LayoutQuestion, Row, plan
+from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import StateFormat
@@ -173,3 +174,14 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
     assert [load.layers for load in by_work.loads] == ["a–c", "d"]
     assert [load.layers for load in bounded.loads] == ["a–b", "c–d"]
     assert bounded.memory == by_hand.memory
+
+
+def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -> None:
+    survey = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
+    loads = replace(MODEL, survey=survey, split=(1, 3)).stages(2, 1)
+    assert loads is not None
+
+    assert [load.loss_bytes(2) for load in loads] == [0, 8 * 600]
+    assert loads[1].loss_bytes(4) == 8 * 1000
+    found = stage_memory(loads[1], microbatch_size=4, in_flight=1, overhead=0.0)
+    assert found.logits == 4 * loads[1].logits + 8 * 1000

@@ -31,3 +31,9 @@ def test_no_call_carries_more_than_its_limit(size: int, wanted: list[int]) -> No
 
     assert [piece.numel() for piece in pieces] == wanted
     assert b"".join(piece.numpy().tobytes() for piece in pieces) == tensor.numpy().tobytes()
+
+
+def test_the_one_entry_of_an_expanded_tensor_travels() -> None:
+    tensor = torch.tensor(2.5).expand(1)
+
+    assert byte_pieces(tensor, 8)[0].numpy().tobytes() == tensor.numpy().tobytes()

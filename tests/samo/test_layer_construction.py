@@ -386,3 +386,41 @@ def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_mad
     final = sum(layer.state.live_bytes().total for layer in built)
     assert len(extra) >= 2 * len(widths)
     assert max(extra) <= final
+
+
+# -- what modules hang on their parameters --------------------------------------------------
+
+
+class Hooked(nn.Module):
+    """Doubles the gradient of its weight by a hook, and keeps the weight in a second place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.handle = self.linear.weight.register_hook(lambda gradient: 2 * gradient)
+        self.linear.weight.register_post_accumulate_grad_hook(self.note)
+        vars(self.linear.weight)["tag"] = "mine"
+        self.held = [self.linear.weight]
+        self.noted: list[Tensor] = []
+
+    def note(self, parameter: Tensor) -> None:
+        self.noted.append(parameter)
+
+
+@pytest.mark.parametrize("init", [None, random_init])
+def test_hooks_attributes_and_other_places_of_a_parameter_stay(init: InitFunction | None) -> None:
+    (built,) = build_layers([Layer("a", Hooked, init=init)], {}, options())
+
+    module = built.module
+    assert isinstance(module, Hooked)
+    weight = module.linear.weight
+    assert module.held[0] is weight
+    assert vars(weight)["tag"] == "mine"
+    module.linear(torch.ones(1, 3)).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((4, 3), 2.0))
+    assert module.noted == [weight] and not weight.is_meta
+    module.handle.remove()
+    weight.grad = None
+    module.linear(torch.ones(1, 3)).sum().backward()
+    again: Tensor | None = weight.grad
+    assert again is not None and torch.equal(again, torch.ones(4, 3))

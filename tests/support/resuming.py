@@ -76,7 +76,7 @@ def ran(
         )
         look(trainer)
         if stop_after == trainer.steps_done + 1 and rank == world.size - 1:
-            job.stop.hear(signal.SIGUSR1)
+            hear_in_step(trainer, job)
 
         def note(step: int, verdict: Verdict) -> None:
             found.losses[step] = verdict.loss
@@ -102,6 +102,17 @@ def ran(
     if failures:
         raise failures[0]
     return found
+
+
+def hear_in_step(trainer: Trainer, job: Job) -> None:
+    """Let the signal to stop come while the first step is under way."""
+    step = trainer.step
+
+    def hearing() -> Verdict:
+        job.stop.hear(signal.SIGUSR1)
+        return step()
+
+    vars(trainer)["step"] = hearing
 
 
 def note_state(found: Ran, trainer: Trainer) -> None:

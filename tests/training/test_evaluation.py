@@ -22,6 +22,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import MetricFunction, Model, count_top1
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -210,3 +211,37 @@ def test_a_sum_of_what_is_not_finite_is_not(values: list[float]) -> None:
 
     assert not math.isfinite(total)
     assert remainder == 0
+
+
+@pytest.mark.parametrize("moment", [0, 2])
+@pytest.mark.parametrize(
+    ("g_inter", "alone", "what"),
+    [
+        (2, 0, "this rank trains while a neighbouring stage evaluates"),
+        (2, 1, "this rank evaluates while a neighbouring stage trains"),
+        (3, 1, "this rank (trains|evaluates) while a neighbouring stage (trains|evaluates)"),
+    ],
+)
+def test_a_stage_that_evaluates_alone_is_told_that_all_do(
+    g_inter: int, alone: int, what: str, moment: int
+) -> None:
+    world: LocalWorld[None] = LocalWorld(g_inter)
+
+    def body(rank: int) -> None:
+        trainer = build(
+            Job(LocalTransport(world, rank)),
+            classifier(),
+            lambda: Datasets(TRAINING, VALIDATION),
+            settings_of(),
+            grid=Grid(g_inter, 1),
+            quiet=True,
+        )
+        for step in range(4):
+            if step == moment and rank == alone:
+                trainer.evaluate()
+            trainer.step()
+
+    with pytest.raises(
+        ConfigError, match=rf"^trainer.evaluate: {what}; call it on all ranks together, between"
+    ):
+        world.run(body)

@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         own = json.dumps(asdict(look(transport.rank, transport.size, mpi, arguments.run_dir)))
         texts = gather_texts(transport.world, transport.backoff, own)
     except Exception as failure:  # any failure has to end the other ranks, which wait
-        print(f"axsparse: error: doctor: rank {transport.rank}: {failure}", file=sys.stderr)
+        # In one piece, since other ranks may fail at the same moment.
+        sys.stderr.write(f"axsparse: error: doctor: rank {transport.rank}: {failure}\n")
         transport.abort(EXIT_INTERNAL)
     ranks = [MachineFacts(**_tuples(json.loads(text))) for text in texts]
     from axsparse.cli.doctor.checkup import findings

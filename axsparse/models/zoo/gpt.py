@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import ModelConfig
 from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.losses import linear_cross_entropy
+from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
 
 INIT_STD = 0.02
 """Standard deviation of the initial matrices (Radford et al. 2019)."""
@@ -124,6 +124,7 @@ def gpt(config: ModelConfig, sequence_length: int) -> Model:
             ),
         ],
         loss=linear_cross_entropy,
+        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
         example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
         name="gpt",

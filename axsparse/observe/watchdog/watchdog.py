@@ -276,7 +276,9 @@ class Watchdog:
         self._end(line)
 
     def _end(self, line: str) -> None:
-        print(f"axsparse: error: {line}", file=sys.stderr, flush=True)
+        # In one piece, since print may write the end of the line on its own.
+        sys.stderr.write(f"axsparse: error: {line}\n")
+        sys.stderr.flush()
         # If MPI itself hangs, `_leave` does not return.
         timer = threading.Timer(ABORT_SECONDS, os._exit, (EXIT_INTERNAL,))
         timer.daemon = True

@@ -3,6 +3,9 @@
 A file has 8 bytes with the length of a JSON header, then the header, which maps each name to a
 type, a shape and a place in the data, and then the data. If there are several files, a JSON index
 beside them says which tensor is in which: {"weight_map": {name: file}}.
+
+Some of torch's types have no name in the format. `as_stored` gives tensors of such a type as
+others that hold the same bits, and `as_read` turns them back.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.tensor_bytes import bytes_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -27,19 +31,31 @@ MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
 """Headers are filled up with spaces so that the data begin at a multiple of so many bytes."""
 DTYPES = {
+    "C64": torch.complex64,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 """Types of element by the names that the format has for them."""
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
+"""The types of the real pairs as which complex numbers are stored that the format has not."""
 
 
 class SafetensorsFile:
@@ -195,6 +211,30 @@ class TensorHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def can_be_stored(tensor: Tensor) -> bool:
+    """Whether a file can hold a tensor like this one, by its type and layout."""
+    is_known = tensor.dtype in _NAMES or tensor.dtype in _REAL
+    return tensor.layout == torch.strided and is_known
+
+
+def header_of(tensor: Tensor) -> TensorHeader:
+    """The header of a tensor as `as_stored` gives it; the tensor has to be storable."""
+    shape = tuple(tensor.shape)
+    if tensor.dtype in _REAL:
+        return TensorHeader(_REAL[tensor.dtype], (*shape, 2))
+    return TensorHeader(tensor.dtype, shape)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """A tensor as a file holds it: complex numbers that the format lacks as pairs of real ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in _REAL else tensor
+
+
+def as_read(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of type `dtype` of which `as_stored` made `stored`."""
+    return torch.view_as_complex(stored) if dtype in _REAL else stored
+
+
 def write_safetensors(
     path: Path,
     described: Mapping[str, TensorHeader],
@@ -234,7 +274,7 @@ def write_safetensors(
 
 def _contents(tensor: Tensor, wanted: TensorHeader) -> memoryview:
     assert wanted == TensorHeader(tensor.dtype, tuple(tensor.shape))
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor).numpy().data
 
 
 def index_text(files: Mapping[str, str], total_bytes: int) -> str:

@@ -4,7 +4,8 @@
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
     value/NAME     a parameter that is not trained, in the training precision
-    buffer/NAME    a buffer that is part of the model's state, of the first replica
+    buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
+                   type; complex32 and complex128, which the format lacks, as pairs of reals
 
 NAME is the global name of the parameter; a tied weight is saved under the name of its first
 use. Half-precision weights are not saved: they are the rounded masters (`samo/precision.py`).
@@ -25,7 +26,7 @@ from torch import Tensor
 from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.pruning.methods.masking import MaskingState
 from axsparse.pruning.ticket.ticket_reader import pack
-from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader
+from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, as_stored, header_of
 from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.layer_state import LayerState
@@ -85,10 +86,9 @@ def contents_of(
         parameters[name] = ParameterEntry(shape=tuple(parameter.shape), kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
-            header = TensorHeader(slot.tensor.dtype, tuple(slot.tensor.shape))
             # The slot is read when the value is asked for: it has the first replica's tensor then.
             own[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
-                header, partial(_buffer_value, slot)
+                header_of(slot.tensor), partial(_buffer_value, slot)
             )
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
@@ -140,7 +140,7 @@ def _plain_tensor(tensor: Tensor) -> TensorCopy:
 
 
 def _buffer_value(slot: BufferSlot) -> Tensor:
-    return slot.tensor.cpu()
+    return as_stored(slot.tensor).cpu()
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, MissingInputError
-from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
+from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, as_read, header_of
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
@@ -74,10 +74,10 @@ def load_layers(
                 _load_tensor(files.of(saved), saved, layer.state, trained[name])
         for slot in slots(layer.module):
             if slot.persists:
-                wanted = TensorHeader(slot.tensor.dtype, tuple(slot.tensor.shape))
                 key = f"{BUFFER}/{layer.spec.name}.{slot.name}"
-                saved_tensor = files.of_layer(layer.spec.name).read(key, wanted)
-                slot.put(canonical(saved_tensor.to(slot.tensor.device)))
+                stored = files.of_layer(layer.spec.name).read(key, header_of(slot.tensor))
+                read = as_read(stored, slot.tensor.dtype)
+                slot.put(canonical(read.to(slot.tensor.device)))
 
 
 def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:

@@ -94,6 +94,10 @@ class Saver:
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         resumed_at = None if run_dir.checkpoint is None else run_dir.checkpoint.step
+        self._resumed: Progress | None = None
+        """Where the run stood in the checkpoint of this folder that it went on from."""
+        if run_dir.checkpoint is not None and _is_in(run_dir.checkpoint.path, self.folder):
+            self._resumed = run_dir.checkpoint.manifest.progress
         self._facts = facts
         self._settings = facts.config.checkpoint
         self._parts = parts
@@ -107,6 +111,19 @@ class Saver:
         """Whether the settings ask for a checkpoint after this step."""
         every = self._settings.every
         return bool(every) and step != self._last and step > 0 and (is_last or step % every == 0)
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step of the checkpoint of this folder that the run went on from; None without."""
+        return None if self._resumed is None else self._resumed.step
+
+    def has_saved(self, progress: Progress) -> bool:
+        """Whether the run stands where it went on from, but for an evaluation or new masks."""
+        since = {"evaluated", "masked"}
+        there = self._resumed
+        return there is not None and there.model_dump(exclude=since) == progress.model_dump(
+            exclude=since
+        )
 
     @property
     def is_writing(self) -> bool:
@@ -306,6 +323,10 @@ class Saver:
             self._whole.add(step)
         self._parts.pulse.beat()
         return step in self._whole
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return path.resolve().parent == folder.resolve()
 
 
 def _to_copy(layers: Sequence[tuple[LayerContents, bool]]) -> Iterator[tuple[TensorCopy, bool]]:

@@ -185,6 +185,23 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
+@pytest.mark.parametrize("dtype", [*safetensors.DTYPES.values(), torch.complex32, torch.complex128])
+def test_tensors_of_every_type_are_read_as_they_were_written(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    bits = torch.randint(2, (4 * 3 * dtype.itemsize,), dtype=torch.uint8)
+    tensor = bits.view(dtype).view(4, 3)
+    path = tmp_path / "x.safetensors"
+    stored = safetensors.as_stored(tensor)
+
+    assert safetensors.can_be_stored(tensor)
+    safetensors.write_safetensors(path, {"x": safetensors.header_of(tensor)}, iter([stored]))
+
+    read = safetensors.as_read(SafetensorsFile(path).read("x"), dtype)
+    assert (read.dtype, read.shape) == (dtype, tensor.shape)
+    assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
+
+
 def test_metadata_stand_beside_the_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     metadata = {"by": "me"}
