@@ -105,11 +105,14 @@ class GradientCollector:
 
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
         def compress(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "autograd calls this once the gradient is there"
+            gradient = parameter.grad
+            assert gradient is not None, "autograd calls this once the gradient is there"
             with self._timed():
+                if gradient.layout != torch.strided:  # an embedding's with sparse=True
+                    gradient = gradient.to_dense()
                 if tensor.name in self._wanted:
-                    self._pick(tensor, parameter.grad)
-                layer.accumulate(tensor, parameter.grad, is_last=self._is_last)
+                    self._pick(tensor, gradient)
+                layer.accumulate(tensor, gradient, is_last=self._is_last)
                 parameter.grad = None
             if self._is_last:
                 missing = self._missing[layer.name]
