@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from support.resuming import ran, same
 from support.runs import (
     assert_bitwise,
     random_init,
@@ -73,3 +75,25 @@ def test_an_rrelu_is_recomputed_right_or_refused() -> None:
         assert_bitwise(trace, one)
     with pytest.raises(ConfigError, match="layer noisy: torch computes wrong gradients for RReLU"):
         train_in_process(2, 1, rrelu_model(inplace=False), recomputed, data)
+
+
+def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config(
+        pruning={"sparsity": 0.5, "include": "all", "at_step": 2, "rewind_step": 1},
+        batch={"global_batch_size": 6, "microbatch_size": 3},
+        train={"steps": 3},
+    )
+
+    def frozen() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    head = partial(nn.Linear, WIDTH, CLASSES)
+    model = Model([Layer("frozen", frozen), Layer("head", head)], summed_loss)
+    run = partial(ran, (2, 1), config, model=lambda _: model, data=vector_data(width=WIDTH))
+    whole = run(tmp_path / "whole")
+
+    run(tmp_path / "parts", stop_after=1)
+
+    same(run(tmp_path / "parts", resume="auto"), whole)
