@@ -4,7 +4,7 @@
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
-# make fuzz    set up and read 100,000 broken manifests, tickets and settings
+# make fuzz    set up, read 100,000 broken manifests, tickets and settings, train 5,000 drawn models
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
@@ -48,7 +48,7 @@ test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 fuzz: $(VENV)/test.stamp
-	AXSPARSE_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
+	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
 
 test-faults: $(VENV)/test.stamp test-openmpi
 	$(BIN)/python -m pytest -m fault $(FAULTS) $(ARGS)

@@ -115,19 +115,22 @@ class GradientCollector:
 
         def compress(parameter: Tensor) -> None:
             nonlocal running
-            dense = parameter.grad
-            assert dense is not None, "autograd calls this once the gradient is there"
-            if dense is not running:
+            gradient = parameter.grad
+            assert gradient is not None, "autograd calls this once the gradient is there"
+            if gradient is not running:
                 if running is not None:
                     # A torch that adds out of place has made the sum in memory of its own.
                     tensor.accumulated, running = False, None
                 with self._timed(self._is_last):
+                    # An embedding with sparse=True has sparse gradients.
+                    is_dense = gradient.layout == torch.strided
+                    dense = gradient if is_dense else gradient.to_dense()
                     if tensor.name in self._wanted:
                         self._pick(tensor, dense)
                     layer.accumulate(tensor, dense, is_last=self._is_last)
             if self._is_last:
                 parameter.grad = running = None
-            elif dense is not running:
+            elif gradient is not running:
                 parameter.grad = running = layer.running_gradient(tensor)
             if self._is_last:
                 missing = self._missing[layer.name]

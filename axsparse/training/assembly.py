@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from axsparse.config.schema import Config
 from axsparse.data_parallel.exchange_plan import replica_exchanges, tie_exchange
 from axsparse.data_parallel.gradient_sync import GradientSync
@@ -24,6 +26,7 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
 from axsparse.runtime.communication import Backoff, Collective, Transport
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
@@ -126,6 +129,8 @@ def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     place, config, model = run.place, run.config, run.model
     pipeline = config.pipeline
+    if pipeline.checkpoint_activations:
+        _refuse_rrelu(layers)
     return Stage(
         [
             LayerRunner(
@@ -142,6 +147,19 @@ def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
     )
+
+
+def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
+    """ConfigError for an RReLU that would be recomputed: torch's gradients are wrong there, since
+    the recomputation keeps the noise of before it was drawn."""
+    for layer in layers:
+        for child in layer.module.modules():
+            if isinstance(child, nn.RReLU) and not child.inplace:
+                raise ConfigError(
+                    f"layer {layer.spec.name}: torch computes wrong gradients for RReLU where it "
+                    "is recomputed; make it RReLU(inplace=True), or set "
+                    "pipeline.checkpoint_activations to 0"
+                )
 
 
 def _schedule(config: Config) -> Schedule:

@@ -28,11 +28,14 @@ class Rewinder:
         self.held: dict[str, Tensor] = {}
         """The flat weights of that step by global name; they are whole, since nothing is pruned
         before it."""
+        self.holds = False
+        """Whether that step has come; a stage without trained weights holds none even then."""
 
     def note(self, step: int) -> None:
         """Hold the weights if this is the step to return to; called before every step."""
         if step != self.step or step == 0:
             return
+        self.holds = True
         for layer in self._live.layers:
             for tensor in layer.state.owned:
                 assert tensor.kept == tensor.parameter.numel(), f"{tensor.name} is pruned already"
@@ -43,6 +46,7 @@ class Rewinder:
 
         A weight with two uses is saved under the name of the first.
         """
+        self.holds = True
         live = self._live
         for layer in live.layers:
             for tensor in layer.state.owned:
@@ -68,7 +72,7 @@ class Rewinder:
 
 def with_weights(state: MaskingState, rewinder: Rewinder | None) -> MaskingState:
     """The state of a method, with the weights that its rewinder still needs, if any."""
-    if rewinder is None or state.standing.is_done or not rewinder.held:
+    if rewinder is None or state.standing.is_done or not rewinder.holds:
         return state
     standing = replace(state.standing, holds_weights=True)
     return MaskingState(standing, {**state.tensors, KIND: rewinder.held})

@@ -1,0 +1,99 @@
+"""Models that the generator of `tests/fuzz/` found to break, each as small as it can be."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.resuming import ran, same
+from support.runs import (
+    assert_bitwise,
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
+from torch import nn
+
+from axsparse.data.dataset import ArrayDataset
+from axsparse.models.layer import Layer, Model
+from axsparse.runtime.errors import ConfigError
+
+ROWS, WIDTH, CLASSES = 9, 6, 5
+
+
+def token_classes(samples: int = 24, length: int = 4) -> ArrayDataset:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(ROWS, (samples, length), generator=generator)
+    return ArrayDataset(tokens, torch.randint(CLASSES, (samples,), generator=generator))
+
+
+def embedding_model(*, sparse: bool) -> Model:
+    table = partial(nn.EmbeddingBag, ROWS, WIDTH, mode="sum", sparse=sparse)
+    head = partial(nn.Linear, WIDTH, CLASSES)
+    return Model(
+        [
+            Layer("table", table, kind="embedding", init=random_init),
+            Layer("head", head, kind="head", init=random_init),
+        ],
+        summed_loss,
+    )
+
+
+def test_an_embedding_whose_gradients_are_sparse_trains_as_one_with_dense_gradients() -> None:
+    config = tiny_config(
+        pruning={"sparsity": 0.5, "include": "all", "method": "rigl", "interval": 1},
+        batch={"global_batch_size": 8, "microbatch_size": 2},
+        train={"steps": 4},
+    )
+    data = token_classes()
+    [(_, dense)] = train_in_process(1, 1, embedding_model(sparse=False), config, data)
+
+    for _, sparse in train_in_process(2, 1, embedding_model(sparse=True), config, data):
+        assert_bitwise(sparse, dense)
+
+
+def rrelu_model(*, inplace: bool) -> Model:
+    def noisy() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=inplace))
+
+    head = partial(nn.Linear, WIDTH, CLASSES)
+    return Model([Layer("noisy", noisy, random=True), Layer("head", head)], summed_loss)
+
+
+def test_an_rrelu_is_recomputed_right_or_refused() -> None:
+    data = vector_data(width=WIDTH)
+    settings = {"batch": {"global_batch_size": 6, "microbatch_size": 3}, "train": {"steps": 3}}
+    kept = tiny_config(**settings)
+    recomputed = tiny_config(**settings, pipeline={"checkpoint_activations": 1})
+    [(_, one)] = train_in_process(1, 1, rrelu_model(inplace=True), kept, data)
+
+    for _, trace in train_in_process(2, 1, rrelu_model(inplace=True), recomputed, data):
+        assert_bitwise(trace, one)
+    with pytest.raises(ConfigError, match="layer noisy: torch computes wrong gradients for RReLU"):
+        train_in_process(2, 1, rrelu_model(inplace=False), recomputed, data)
+
+
+def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config(
+        pruning={"sparsity": 0.5, "include": "all", "at_step": 2, "rewind_step": 1},
+        batch={"global_batch_size": 6, "microbatch_size": 3},
+        train={"steps": 3},
+    )
+
+    def frozen() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    head = partial(nn.Linear, WIDTH, CLASSES)
+    model = Model([Layer("frozen", frozen), Layer("head", head)], summed_loss)
+    run = partial(ran, (2, 1), config, model=lambda _: model, data=vector_data(width=WIDTH))
+    whole = run(tmp_path / "whole")
+
+    run(tmp_path / "parts", stop_after=1)
+
+    same(run(tmp_path / "parts", resume="auto"), whole)
