@@ -1,7 +1,4 @@
-"""Draws models, settings and cuts at random; a case is plain values, and one line of JSON.
-
-`KNOWN` names what is known to break. Cases with these are not drawn until a name is taken out.
-"""
+"""Draws models, settings and cuts at random; a case is plain values, and one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz.model_pieces import PIECES, TYPES, Shape
+from fuzz.model_pieces import PIECES, Shape
 from support.runs import random_init, tiny_config
 from torch import Tensor, nn
 
@@ -25,12 +22,6 @@ from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.sequential import from_sequential
 
-KNOWN = frozenset(
-    {
-        "moving_statistics",  # a resumption restores replica 0's to all replicas
-    }
-)
-"""What is known to break, and is not drawn for now."""
 CLASSES, SAMPLES, TIED = 5, 24, 5
 GIVEN = (
     "count",
@@ -177,7 +168,7 @@ class Wrapped(nn.Module):
             rest.append(self._passed_on(x, y))
         if not isinstance(y, Tensor):
             return y
-        outputs = tuple(settled(tensor) for tensor in (y, *rest))
+        outputs = (y, *rest)
         if recipe.form == "list":
             return list(outputs)
         if recipe.form == "named":
@@ -216,19 +207,6 @@ class Wrapped(nn.Module):
             case _:
                 given = self.given
         return given
-
-
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor, made dense where strided tensors are known to break, and so its gradient."""
-    if (
-        "strided_outputs" in KNOWN
-        and tensor.layout == torch.strided
-        and (not tensor.is_contiguous())
-    ):
-        tensor = tensor.contiguous()
-    if "strided_gradients" in KNOWN and tensor.requires_grad and not tensor.is_leaf:
-        tensor.register_hook(lambda gradient: gradient.contiguous())
-    return tensor
 
 
 def make_module(recipe: Recipe, shape: Shape) -> nn.Module:
@@ -435,23 +413,14 @@ def _draw_layers(
 
 
 def _fits(recipe: Recipe, precision: str, replicas: int, *, small: bool) -> bool:
-    """Whether torch can do it with these settings, and it is not known to break."""
+    """Whether torch can do it with these settings, and a resumption keeps its numbers."""
     piece = PIECES.get(recipe.piece)
     if piece is None:
         return True
-    if piece.known in KNOWN or (piece.batches and small):
+    if piece.batches and small:
         return False
-    if piece.moves and replicas > 1 and "moving_statistics" in KNOWN:
-        return False
-    if (
-        recipe.piece == "calls"
-        and recipe.number % 8 == 5
-        and recipe.init
-        and ("hooks_with_init" in KNOWN)
-    ):
-        return False
-    is_strided = recipe.piece == "buffers" and recipe.number // len(TYPES) >= 3
-    if is_strided and "strided_buffers" in KNOWN:
+    # A resumption restores the statistics of replica 0 to all replicas: decision 16.
+    if piece.moves and replicas > 1:
         return False
     return not (piece.fp32_only and precision != "fp32")
 

@@ -47,8 +47,6 @@ class Piece:
     """How many dimensions its input may have, the batch's not counted."""
     random: bool = False
     """Whether it has to be declared as random."""
-    known: str = ""
-    """The item of `KNOWN` that it belongs to."""
     moves: bool = False
     """Whether its output in training depends on statistics that it changes."""
     refused: bool = False
@@ -644,7 +642,7 @@ PIECES: Mapping[str, Piece] = {
     "max norm": Piece(partial(_table, max_norm=0.5), refused=True),
     "scaled by frequency": Piece(partial(_table, scale_grad_by_freq=True)),
     "buffers": Piece(_buffers, itself=True),
-    "odd buffers": Piece(partial(_buffers, types=ODD_TYPES), itself=True, known="odd_buffers"),
+    "odd buffers": Piece(partial(_buffers, types=ODD_TYPES), itself=True),
     "changing": Piece(_changing, itself=True),
     "moving": Piece(_moving, itself=True, moves=True),
     "dropout": Piece(_dropout),
