@@ -62,7 +62,9 @@ def test_a_run_says_once_that_it_will_resume_with_the_first_replicas_buffers(
 
 
 @pytest.mark.parametrize(
-    ("build", "g_data"), [(Centering, 1), (spectral, 2), (normalized, 2)], ids=str
+    ("build", "g_data"),
+    [(Centering, 1), (spectral, 2), (normalized, 2)],
+    ids=["centering-1", "spectral-2", "normalized-2"],
 )
 def test_buffers_that_are_equal_or_change_nothing_are_not_spoken_of(
     build: Callable[[], nn.Module], g_data: int, capsys: pytest.CaptureFixture[str]
