@@ -206,7 +206,11 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
         parameter.data = storage
         return
     # It is on the meta device. What autograd knows of its hooks goes with its old contents.
-    torch._C._swap_tensor_impl(parameter, nn.Parameter(storage, parameter.requires_grad))
+    made = nn.Parameter(storage, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, made)
+    if type(made) is not type(parameter):  # such as that of a device written in Python
+        parameter.__class__ = type(made)
+        vars(parameter).update(vars(made))
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind)
         if hooks:
