@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,24 +63,42 @@ def main(argv: Sequence[str]) -> NoReturn:
         transport, out = job.transport, arguments.out
         steps = together(transport, lambda: _steps(arguments.steps))
         loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
+        # What takes a minute is not measured for a place that cannot be written.
+        together(transport, lambda: None if transport.rank else _check_place(out))
         cluster = calibrate(transport, loaded, out.stem, steps)
 
         def write() -> None:
             if transport.rank:
                 return
-            try:
+            with _writable(out):
                 out.write_text(to_yaml(cluster), encoding="utf-8")
-            except OSError as error:
-                raise OutputError(
-                    f"--out {out}: the cluster file cannot be written ({error.strerror}); choose "
-                    "another place"
-                ) from None
             print(to_yaml(cluster), end="", flush=True)
             print(f"axsparse: wrote {out}", flush=True)
 
         together(transport, write)
 
     run(work)
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """Within, what fails is an OutputError that names the cluster file."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"--out {out}: the cluster file cannot be written ({error.strerror}); choose "
+            "another place"
+        ) from None
+
+
+def _check_place(out: Path) -> None:
+    """OutputError if the cluster file cannot be written; nothing is left behind."""
+    existed = out.exists()
+    with _writable(out), out.open("a"):
+        pass
+    if not existed:
+        out.unlink()
 
 
 def _steps(text: str) -> int:

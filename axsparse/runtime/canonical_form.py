@@ -22,10 +22,11 @@ def canonical(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    is_default = tensor.stride() == _default_strides(tensor)
-    if not is_default or tensor.data_ptr() % ALIGNMENT:
+    has_odd_strides = tensor.stride() != _default_strides(tensor)
+    is_copied = not tensor.is_contiguous() or bool(tensor.data_ptr() % ALIGNMENT)
+    if is_copied or (has_odd_strides and tensor.numel() == 1):  # whose stride a view would keep
         return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+    return tensor.view(-1).view(tensor.shape) if has_odd_strides else tensor
 
 
 def _default_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -92,7 +92,8 @@ def _import_cupy() -> Any:
             f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
             f"{cupy_package(torch.version.cuda)}"
         ) from error
-    if not hasattr(cupy.cuda.Stream, "from_external"):
+    # Builds for ROCm may have no newer version; they take streams the older way.
+    if torch.version.hip is None and not hasattr(cupy.cuda.Stream, "from_external"):
         raise ConfigError(
             f"samo: CuPy {cupy.__version__} cannot take torch's streams, as it can from 14 on; "
             f"pip install 'cupy-cuda{major}x>=14'"

@@ -216,7 +216,7 @@ def test_partials_and_pieces_have_to_fit() -> None:
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_cupy_that_knows_the_older_way_takes_torchs_stream_by_it(
+def test_a_cupy_for_rocm_that_knows_the_older_way_takes_torchs_stream_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cupy, taken = StandInCupy(), []
@@ -227,6 +227,7 @@ def test_a_cupy_that_knows_the_older_way_takes_torchs_stream_by_it(
 
     cupy.cuda.Stream = SimpleNamespace()
     cupy.cuda.ExternalStream = external
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
 
     launcher(monkeypatch, cupy)("judge<Fp32>", 1)
 
