@@ -227,7 +227,7 @@ def shape_after(recipe: Recipe, shape: Shape) -> Shape | None:
     if recipe.piece in ("refused", "late writer", "tied"):
         return shape
     kind = torch.int64 if recipe.piece == "front" else torch.float32
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
         try:
             module = make_module(replace(recipe, give="", frozen=False), shape)
             x = torch.zeros(2, *shape, dtype=kind).requires_grad_(kind == torch.float32)
@@ -276,7 +276,7 @@ def make_model(case: Case) -> Model:
             )
         )
     if case.start == "values":
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
             torch.manual_seed(case.config.get("seed", 0))
             made = from_sequential([layer.build() for layer in layers], loss)
         return replace(
