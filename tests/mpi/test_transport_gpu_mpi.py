@@ -91,12 +91,14 @@ def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
             for ranks in [(first, first + 1) for first in range(SIZE - 1)]
             for name in ("there", "and back")
         ]
-        for name, ranks in groups:
-            if transport.rank in ranks:
-                rendezvous.group(name, ranks, 1)
-        # The first rank has the store.
+        made = [
+            rendezvous.group(name, ranks, 1) for name, ranks in groups if transport.rank in ranks
+        ]
+        # The first rank has the store, and a group that is let go of closes its connections,
+        # which the other end may still be making.
         here = torch.zeros(1, dtype=torch.float64)
         wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+        made.clear()
 
 
 @needs_a_neighbour
