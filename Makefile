@@ -42,7 +42,7 @@ test: $(VENV)/test.stamp
 	$(TEST) -m "not exhaustive and not fault" $(ARGS)
 
 test-all: $(VENV)/test.stamp
-	$(TEST) $(ARGS)
+	AXSPARSE_MODELS=$${AXSPARSE_MODELS-100} $(TEST) $(ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)

@@ -313,7 +313,7 @@ ax.run(main)
 """
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0,), (1, 2)])
+@pytest.mark.parametrize("ranks", by_default([(0,)], [(1,), (0,), (1, 2)]))
 def test_a_rank_that_returns_before_it_builds_ends_all_with_one_line(ranks: tuple[int]) -> None:
     job = run_mpirun(3, ["-c", LEAVES_EARLY.format(ranks=ranks)])
 

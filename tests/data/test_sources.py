@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.exhaustive import by_default
 from support.mpirun import Finished, run_mpirun
 
 from axsparse.config.load import load_config
@@ -109,8 +110,9 @@ def test_a_model_has_an_output_for_every_class(settings: list[str], text: str, r
         open_datasets(loaded)
 
 
+@pytest.mark.parametrize("ranks", by_default([2], [2, 4]))
 def test_images_train_over_mpi_alike_in_all_layouts_and_with_any_workers(
-    root: Path, tmp_path: Path
+    ranks: int, root: Path, tmp_path: Path
 ) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir()
@@ -118,7 +120,7 @@ def test_images_train_over_mpi_alike_in_all_layouts_and_with_any_workers(
     settings = [*IMAGES, f"data.path={root}", "train.eval_first=true", "batch.microbatch_size=4"]
 
     first = train(1, one, *settings, "layout.g_inter=1", "data.workers=0")
-    second = train(4, many, *settings, "data.workers=1")
+    second = train(ranks, many, *settings, "data.workers=1")
 
     assert first.returncode == 0, first
     assert second.returncode == 0, second

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.allocated import peak_of
+from support.exhaustive import by_default, each_once
 from support.moving import EXACT, MovingOracle, Plan, masks_of, moving
 from support.runs import (
     assert_bitwise,
@@ -210,7 +211,7 @@ def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_trai
             assert later[name][kind][grown].count_nonzero() > 0.5 * count, (name, kind)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16", "fp16"]))
 def test_sharded_state_moves_as_whole_state_does(precision: str) -> None:
     whole, sharded = (
         config_of(precision=precision, samo={"shard_optimizer": shard}, pruning={"include": "all"})
@@ -224,8 +225,7 @@ def test_sharded_state_moves_as_whole_state_does(precision: str) -> None:
             assert torch.equal(ours.masters[name], master)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
+@pytest.mark.parametrize(("precision", "plan"), each_once(["bf16", "fp16"], [GRADIENT, CHANCE]))
 def test_no_number_of_stages_changes_a_bit_in_half_precision(precision: str, plan: Plan) -> None:
     config = config_of(precision=precision, pruning={"include": "all"})
     [(_, one)] = run(config, plan)
