@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.planner.cluster import DEFAULT_CLUSTER
 from axsparse.runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ exit codes:
   0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
 """
 METHODS = ("dense", "samo")
-DEFAULT_CLUSTER = "laptop"
 
 
 def parser() -> CommandParser:

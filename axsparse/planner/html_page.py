@@ -73,7 +73,7 @@ def _title(answers: Sequence[MethodPlan]) -> str:
 
 def _section(answer: MethodPlan) -> Iterator[str]:
     plan, best = answer.plan, answer.plan.recommended
-    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.grid}</h2>"
+    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.layout.grid}</h2>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
         f"because {escape(because(plan))}. <code>{escape(settings(best))}</code></p>"
@@ -100,9 +100,9 @@ def _layouts(plan: Plan) -> Iterator[str]:
     yield "</tr>"
     for row in plan.rows:
         cells = (
-            row.grid,
-            f"{row.microbatches} × {row.microbatch_size}",
-            row.schedule.slack,
+            row.layout.grid,
+            f"{row.layout.microbatches} × {row.layout.microbatch_size}",
+            row.layout.schedule.slack,
             f"{gigabytes(row.memory[row.fullest].total)}",
             f"{row.seconds:.4g}",
             f"{100 * plan.margin(row):+.1f}",
@@ -121,8 +121,8 @@ def _timeline(row: Row) -> Iterator[str]:
     length = row.seconds if len(drawn) == len(found) else max(span.end for span in drawn)
     height = 18
     yield from _keys({span.phase for span in found})
-    yield _svg(height * row.grid.g_inter + 20)
-    for stage in range(row.grid.g_inter):
+    yield _svg(height * row.layout.grid.g_inter + 20)
+    for stage in range(row.layout.grid.g_inter):
         yield _text(4, height * stage + 13, f"stage {stage}")
     scale = (WIDTH - LEFT - 10) / length
     for span in drawn:
@@ -136,8 +136,8 @@ def _timeline(row: Row) -> Iterator[str]:
         if span.phase == "compute" and width > LETTER * len(span.name) + 6:
             x = LEFT + scale * span.begin + 3
             yield _text(x, height * span.stage + 13, span.name, fill="#fff")
-    yield _text(LEFT, height * row.grid.g_inter + 14, "0")
-    yield _text(WIDTH - 70, height * row.grid.g_inter + 14, f"{length:.3g} s")
+    yield _text(LEFT, height * row.layout.grid.g_inter + 14, "0")
+    yield _text(WIDTH - 70, height * row.layout.grid.g_inter + 14, f"{length:.3g} s")
     yield "</svg>"
 
 

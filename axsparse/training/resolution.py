@@ -219,7 +219,7 @@ def _layout(
         if has_costs(inputs.survey):
             choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
         if choice is not None:
-            chosen = {"layout.g_inter": choice.row.grid.g_inter}
+            chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
             loaded = replace(loaded, config=_with(loaded.config, chosen))
         grid = resolve_grid(loaded, ranks, num_layers)
     check_batch(loaded, grid)
@@ -232,7 +232,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     automatic = {
         "data.sequence_length": config.model.sequence_length,
-        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
+        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
