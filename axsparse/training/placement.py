@@ -77,7 +77,7 @@ class MemoryRoom:
     """Names the host or GPU, the same for all ranks that share it."""
 
 
-def place(transport: Transport, loaded: LoadedConfig) -> Placement:
+def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     """Bind this rank to a GPU, if there are any, and choose the transport.
 
     All ranks call this together. Raises ConfigError on all of them if the setting
