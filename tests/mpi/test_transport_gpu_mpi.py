@@ -179,7 +179,9 @@ def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
 
-    placement = placing.bind_rank(MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {}))
+    placement = placing.bind_rank(
+        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {})
+    )
 
     assert placement.transport.name.startswith("pinned, mpi (")
     assert re.match(
