@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
 from axsparse.planner.cluster import DEFAULT_CLUSTER
@@ -189,17 +189,13 @@ def _numbers(flag: str, text: str) -> list[int]:
 def _methods(text: str | None) -> list[Method]:
     if text is None:
         return ["start"]
-    found: list[Method] = []
-    for part in text.split(","):
-        if part == "dense":
-            found.append("dense")
-        elif part == "samo":
-            found.append("samo")
-        else:
+    parts = text.split(",")
+    for part in parts:
+        if part not in METHODS:
             raise ConfigError(
                 f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
             )
-    return found
+    return cast("list[Method]", parts)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import BufferSlot, slots
+from axsparse.models.module_buffers import BufferSlot, replaced, slots
 from axsparse.runtime.communication import Op
 from axsparse.runtime.tensor_bytes import bytes_of
 from axsparse.samo.shards import Replicas
@@ -48,16 +49,10 @@ class RunningStatistics:
 
         All replicas of a stage enter it together; afterwards each has its own buffers again.
         """
-        own = [(slot, slot.tensor) for layer in self._layers for slot in layer]
-        for layer in self._layers:
-            tensors = [slot.tensor for slot in layer]
-            for slot, tensor in zip(layer, self._received(tensors), strict=True):
-                slot.put(tensor)
-        try:
+        received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
+        pairs = zip(chain(*self._layers), chain(*received), strict=True)
+        with replaced(list(pairs)):
             yield
-        finally:
-            for slot, tensor in own:
-                slot.put(tensor)
 
     def different(self) -> list[tuple[int, str]]:
         """The buffers that differ between replicas, other than running statistics of torch's

@@ -12,8 +12,9 @@ from html import escape
 
 from axsparse.config.validate import counted
 from axsparse.planner.layout_search import Plan, Row
-from axsparse.planner.plan_report import MethodPlan, because, rejections, settings
+from axsparse.planner.plan_report import MethodPlan, because, cells, rejections, settings
 from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
 WIDTH, LEFT = 960, 90
@@ -94,21 +95,13 @@ def _section(answer: MethodPlan) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
+    rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
+    heads = [head for head in rows[0] if head not in STEP_PHASES]
     yield "<table><tr>"
-    heads = ("layout", "microbatches", "slack", "GB", "step s", "margin %", "peak %")
     yield "".join(f"<th>{head}</th>" for head in heads)
     yield "</tr>"
-    for row in plan.rows:
-        cells = (
-            row.layout.grid,
-            f"{row.layout.microbatches} × {row.layout.microbatch_size}",
-            row.layout.schedule.slack,
-            f"{gigabytes(row.memory[row.fullest].total)}",
-            f"{row.seconds:.4g}",
-            f"{100 * plan.margin(row):+.1f}",
-            f"{row.percent_of_peak:.1f}",
-        )
-        yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{escape(row[head])}</td>" for head in heads) + "</tr>"
     yield "</table>"
 
 

@@ -46,7 +46,7 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
         f"{plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
     )
     yield ""
-    yield from table([_cells(plan, row) for row in plan.rows[:MOST_ROWS]])
+    yield from table([cells(plan, row) for row in plan.rows[:MOST_ROWS]])
     if len(plan.rows) > MOST_ROWS:
         yield f"… and {len(plan.rows) - MOST_ROWS} more (--json has all)"
     yield ""
@@ -103,7 +103,7 @@ def comparison(answers: Sequence[MethodPlan]) -> Iterator[str]:
         [
             {
                 "method": answer.method,
-                **_cells(answer.plan, row),
+                **cells(answer.plan, row),
                 "reduction %": f"{100 * (1 - row.seconds / first.seconds):.1f}",
             }
             for answer in answers
@@ -127,7 +127,7 @@ def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
             {
                 "method": answer.method,
                 "devices": str(plan.gpus),
-                **_cells(plan, row),
+                **cells(plan, row),
                 "efficiency %": f"{100 * ideal / row.seconds:.0f}",
             }
         )
@@ -156,17 +156,18 @@ def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
 
     def line(row: Mapping[str, str]) -> str:
-        cells = (
+        aligned = (
             row[head].ljust(widths[head]) if head in _LEFT else row[head].rjust(widths[head])
             for head in heads
         )
-        return "  ".join(cells).rstrip()
+        return "  ".join(aligned).rstrip()
 
     yield line({head: head for head in heads})
     yield from map(line, rows)
 
 
-def _cells(plan: Plan, row: Row) -> dict[str, str]:
+def cells(plan: Plan, row: Row) -> dict[str, str]:
+    """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
     most = row.memory[row.fullest].total
     return {

@@ -33,7 +33,7 @@ from axsparse.runtime.errors import (
     StoppedError,
 )
 from axsparse.runtime.exchange import leave_together
-from axsparse.runtime.launcher import flush_streams, speaks
+from axsparse.runtime.launcher import flush_streams, speaks, write_line
 from axsparse.runtime.stop_signal import StopRequest
 
 
@@ -169,9 +169,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    # This is one write, since other ranks may fail at the same moment; print would need two.
-    sys.stderr.write(f"axsparse: error: {job.where}: {words}\n")
-    sys.stderr.flush()
+    write_line(f"error: {job.where}: {words}")
     job.transport.abort(code)
 
 

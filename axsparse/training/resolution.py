@@ -76,7 +76,7 @@ class RunInputs:
     score: Score | None = None
     """A pruning criterion of the user's own."""
     found_memory: float | None = None
-    """Bytes that this machine leaves to every rank, the same on all; None decides nothing."""
+    """Bytes that this machine leaves to every rank, equal on all; None if that is not known."""
     saved: Mapping[str, int] | None = None
     """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
     on_host: bool = True
@@ -103,8 +103,8 @@ class RunSpec:
     kept_at_start: Mapping[str, int]
     """The number of entries of each pruned tensor that state is built with.
 
-    Under one threshold for all tensors this is an even spread, since the true one takes weights.
-    A run that goes on has the numbers that were saved.
+    Under one threshold for all tensors it is an even spread, since the true numbers depend on the
+    weights. A run that resumes has the numbers that were saved.
     """
     prediction: Prediction | None = None
     """The planner's memory and time; None for a model without an example."""
@@ -256,7 +256,7 @@ def _predicted(
 
 
 def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
-    """That the run can go on under `layout.g_inter_pruned` is seen before it begins."""
+    """ConfigError now if the run could not go on under `layout.g_inter_pruned` later."""
     stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
     if stages is None:
         return
@@ -289,7 +289,7 @@ def loss_scale(config: Config) -> LossScale:
 
 
 def _gradient(config: Config, grid: Grid) -> str:
-    """Precision of accumulation, by the rule in the schema."""
+    """The precision in which gradients are accumulated."""
     if config.precision == "fp32":
         return "fp32"
     if config.samo.gradient != "auto":
