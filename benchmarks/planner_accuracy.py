@@ -296,7 +296,7 @@ def shared_seconds(row: Row, cores: int) -> float:
     """A step of ranks that take turns on the cores: each is as slow as its share, and so is who
     waits for it. Where idle ranks give way to others it is less, down to all work over the cores.
     """
-    return max(1.0, row.grid.size / cores) * row.seconds
+    return max(1.0, row.layout.grid.size / cores) * row.seconds
 
 
 def compared(

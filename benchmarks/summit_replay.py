@@ -101,8 +101,8 @@ def tensor_parallel(cluster: Cluster, gpus: int) -> dict[str, Any]:
         **{
             name: {
                 "percent_of_peak": round(row.percent_of_peak, 2),
-                "tensor_parallel": gpus // row.grid.size,
-                "grid": str(row.grid),
+                "tensor_parallel": gpus // row.layout.grid.size,
+                "grid": str(row.layout.grid),
             }
             for name, row in rows.items()
         },

@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.planner.cluster import DEFAULT_CLUSTER
 from axsparse.runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ exit codes:
   0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
 """
 METHODS = ("dense", "samo")
-DEFAULT_CLUSTER = "laptop"
 
 
 def parser() -> CommandParser:
@@ -189,17 +189,13 @@ def _numbers(flag: str, text: str) -> list[int]:
 def _methods(text: str | None) -> list[Method]:
     if text is None:
         return ["start"]
-    found: list[Method] = []
-    for part in text.split(","):
-        if part == "dense":
-            found.append("dense")
-        elif part == "samo":
-            found.append("samo")
-        else:
+    parts = text.split(",")
+    for part in parts:
+        if part not in METHODS:
             raise ConfigError(
                 f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
             )
-    return found
+    return cast("list[Method]", parts)
 
 
 if __name__ == "__main__":

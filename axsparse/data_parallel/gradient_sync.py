@@ -1,7 +1,7 @@
 """Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas.
 
-There is one bucket for each layer. The layer's flat gradient buffer itself travels, without a copy
-if its type is the one that is sent. The way of a gradient:
+There is one bucket for each layer. The layer's flat gradient buffer itself is sent; it is copied
+only if it has another type than what is sent. The way of a gradient:
 
 1. The backward reports its layer as `ready`.
 2. Once the backward is over, tied weights sum their two uses.
@@ -10,9 +10,9 @@ if its type is the one that is sent. The way of a gradient:
 4. The sum comes back into the gradient buffer.
 
 The order of the buckets is fixed (last layer first, layers with ties at the end), so that all
-replicas start them alike. Where the optimizer state is sharded, a replica
-receives only the sums of its own share. A weight that is tied to another stage's goes through
-steps 2 to 4 in pieces, since nothing else is left to do meanwhile.
+replicas start them alike. Where the optimizer state is sharded, a replica receives only the sums
+of its own share. A weight that two stages share goes through steps 2 to 4 in pieces, so that the
+stages sum one piece while the replicas sum the one before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from axsparse.samo.layer_state import LayerState
 from axsparse.samo.ties import StageTie
 
 PIECE = 1 << 24
-"""The most entries of a weight that is tied to another stage's that are summed at a time. The
-replicas sum one piece while the two stages sum the next, which halves the time after the
-backward of what is often the largest tensor."""
+"""The most entries in a piece of a weight that two stages share. It is often the largest tensor,
+and summing it in pieces halves the time that it takes after the backward."""
 
 
 @dataclass
@@ -41,9 +40,9 @@ class _Bucket:
 
     layer: LayerState
     part: range
-    """The entries of the layer's reduced gradient."""
+    """Its entries in the layer's `owned_gradient`."""
     wire: Tensor | None = None
-    """The copy that travels, if the gradients have a wider type than what is sent."""
+    """The copy that is sent; None if the gradient buffer itself is."""
     work: Work | None = None
     """The collective operation under way."""
 
@@ -94,7 +93,7 @@ class GradientSync:
         self._started = 0
 
     def ready(self, layer: LayerState) -> None:
-        """Start whatever may start now that all gradients of this layer are complete.
+        """Start the sums that may start, now that all gradients of this layer are complete.
 
         Ties wait for `finish`: summing one may block this rank's GPU or host until the other
         stage joins in, and that stage may need what this backward has yet to send.
@@ -103,12 +102,12 @@ class GradientSync:
         self.advance()
 
     def advance(self) -> None:
-        """Start what may start and push what is under way; never waits."""
+        """Start the sums that may start and move those under way on; never waits."""
         with self._phases("collective"):
             self._advance()
 
     def finish(self) -> None:
-        """Wait until every gradient that is held here has its sum over uses and replicas."""
+        """Wait until every gradient of this stage is summed over uses and replicas."""
         with self._phases("collective"):
             self._backoff.reset()
             self._start_ties()
@@ -119,8 +118,9 @@ class GradientSync:
 
     @property
     def own_extremes(self) -> Sequence[Tensor]:
-        """Numbers that are all finite if this replica's own gradients were, before those of other
-        replicas were added. Empty for a single replica, whose sums are its own gradients."""
+        """The smallest and the largest gradient of each bucket on this replica, before those of
+        other replicas were added: they are finite if all its gradients were. Empty for a single
+        replica, whose sums are its own gradients."""
         return self._extremes
 
     @property
@@ -163,8 +163,8 @@ class GradientSync:
         self._tie_works = [one for one in self._tie_works if not one[2].poll()]
 
     def _parts(self, layer: LayerState) -> list[range]:
-        """The pieces in which a layer is summed: one, but where it waits for another stage."""
-        numel = layer.reduced_gradient.numel()
+        """The pieces in which a layer is summed: one, unless another stage uses its weight too."""
+        numel = layer.owned_gradient.numel()
         waits = any(t.pair is not None and t.uses[0].layer is layer for t in self._ties)
         if not waits or layer.shares.is_sharded:
             return [range(numel)]
@@ -191,12 +191,12 @@ class GradientSync:
     def _start(self, bucket: _Bucket) -> None:
         """Send a bucket to the other replicas, if there are any."""
         part = bucket.part
-        gradient = bucket.layer.reduced_gradient[part.start : part.stop]
+        gradient = bucket.layer.owned_gradient[part.start : part.stop]
         if self._replicas.size == 1 or gradient.numel() == 0:
             return
         if gradient.dtype != self._wire_dtype:
             gradient = bucket.wire = gradient.to(self._wire_dtype)
-        # One pass that only reads, at a few per cent of the cost of a norm.
+        # This pass only reads, and takes a few per cent of the time of a norm.
         self._extremes += gradient.aminmax()
         if bucket.layer.shares.is_sharded:
             bucket.work = self._replicas.start(
@@ -206,14 +206,14 @@ class GradientSync:
             bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)
 
     def _poll_buckets(self) -> None:
-        """Take the sums of the buckets that are through into the gradient buffers."""
+        """Copy the sums of the buckets that are complete into the gradient buffers."""
         for bucket in self._buckets[: self._started]:
             if bucket.work is not None and bucket.work.poll():
                 if bucket.wire is not None:
-                    # A layer that is sharded is one piece.
+                    # A sharded layer is one bucket, so its shares count from the bucket's start.
                     shares = bucket.layer.shares
                     own = shares.held if shares.is_sharded else range(len(bucket.part))
-                    gradient = bucket.layer.reduced_gradient[bucket.part.start :]
+                    gradient = bucket.layer.owned_gradient[bucket.part.start :]
                     gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
                 bucket.work = bucket.wire = None
 
@@ -224,5 +224,5 @@ class GradientSync:
 
 
 def pieces(numel: int) -> list[range]:
-    """Entries in stretches of at most `PIECE`; one empty stretch if there are none."""
+    """Ranges of at most `PIECE` that cover `numel` entries; one empty range if there are none."""
     return [range(start, min(start + PIECE, numel)) for start in range(0, max(numel, 1), PIECE)]

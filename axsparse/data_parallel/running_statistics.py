@@ -1,7 +1,7 @@
 """The running statistics of a stage, such as a BatchNorm's, and its other saved buffers.
 
-Every replica trains with its own, which follow from the samples that it has seen. Evaluations
-and checkpoints use those of the first replica.
+Every replica trains with buffers of its own, which follow from the samples that it has seen.
+Evaluations and checkpoints use the buffers of the first replica.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import BufferSlot, slots
+from axsparse.models.module_buffers import BufferSlot, replaced, slots
 from axsparse.runtime.communication import Op
 from axsparse.runtime.tensor_bytes import bytes_of
 from axsparse.samo.shards import Replicas
@@ -48,23 +49,17 @@ class RunningStatistics:
 
         All replicas of a stage enter it together; afterwards each has its own buffers again.
         """
-        own = [(slot, slot.tensor) for layer in self._layers for slot in layer]
-        for layer in self._layers:
-            tensors = [slot.tensor for slot in layer]
-            for slot, tensor in zip(layer, self._received(tensors), strict=True):
-                slot.put(tensor)
-        try:
+        received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
+        pairs = zip(chain(*self._layers), chain(*received), strict=True)
+        with replaced(list(pairs)):
             yield
-        finally:
-            for slot, tensor in own:
-                slot.put(tensor)
 
     def different(self) -> list[tuple[int, str]]:
-        """The buffers that replicas have changed differently, without running statistics of torch's
-        normalizations: each by the number of its layer on this stage and its name there.
+        """The buffers that differ between replicas, other than running statistics of torch's
+        normalization layers: the number of the layer on this stage, and the buffer's name in it.
 
-        What a layer computes in training may depend on these. All replicas of a stage call this
-        together.
+        What a layer computes in training may depend on such a buffer. All replicas of a stage call
+        this together.
         """
         found = [
             (number, slot)
@@ -95,6 +90,6 @@ class RunningStatistics:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A 52-bit hash, exact as a float, of the contents of a buffer."""
+    """A hash of a buffer's contents, of 52 bits so that a float holds it exactly."""
     raw = bytes_of(tensor.detach()).cpu().numpy()
     return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12

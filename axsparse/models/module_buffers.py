@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +60,19 @@ def slots(module: nn.Module) -> list[BufferSlot]:
         for key, buffer in child._buffers.items()
         if buffer is not None
     ]
+
+
+@contextmanager
+def replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
+    """Put other tensors in the places of buffers, and the original ones back at the end."""
+    own = [(slot, slot.tensor) for slot, _ in values]
+    for slot, value in values:
+        slot.put(value)
+    try:
+        yield
+    finally:
+        for slot, tensor in own:
+            slot.put(tensor)
 
 
 def tracked_norms(module: nn.Module) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import get_args
 
@@ -104,19 +104,12 @@ class Survey:
     @property
     def num_params(self) -> int:
         """Number of parameters before pruning; a tied weight counts once."""
-        return sum(
-            p.numel for layer in self.layers for p in layer.parameters if p.name not in self.ties
-        )
+        return sum(parameter.numel for parameter in self._parameters())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by global name, in model order, a tied weight once; they identify the model."""
-        return {
-            p.name: p.shape
-            for layer in self.layers
-            for p in layer.parameters
-            if p.name not in self.ties
-        }
+        return {parameter.name: parameter.shape for parameter in self._parameters()}
 
     @property
     def counted(self) -> list[str]:
@@ -124,12 +117,11 @@ class Survey:
 
         The gradient norm is taken over these.
         """
-        return [
-            p.name
-            for layer in self.layers
-            for p in layer.parameters
-            if p.trained and p.name not in self.ties
-        ]
+        return [parameter.name for parameter in self._parameters() if parameter.trained]
+
+    def _parameters(self) -> Iterator[ParameterInfo]:
+        """All parameters in model order, a tied weight once."""
+        return (p for layer in self.layers for p in layer.parameters if p.name not in self.ties)
 
     @property
     def flops(self) -> float:

@@ -154,12 +154,6 @@ class MetricsFile:
         except OSError as error:
             raise self._failure(error) from error
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _failure(self, error: OSError) -> OutputError:
         return OutputError(
             f"{self._path}: cannot be written ({error.strerror}); "

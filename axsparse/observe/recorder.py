@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.metrics import (
@@ -191,6 +192,8 @@ class Recorder:
         run = self._run
         seconds = gathered.times["step"]
         flops = run.flops_per_step / seconds
+        phases: dict[str, Any] = {f"{name}_seconds": t for name, t in gathered.times.items()}
+        maxima: dict[str, Any] = gathered.maxima
         return StepRecord(
             step=figures.step,
             loss=figures.loss,
@@ -201,22 +204,11 @@ class Recorder:
             skip_reason=figures.skipped,
             skipped_steps=figures.skipped_steps,
             tokens=run.tokens_per_step,
-            step_seconds=seconds,
-            data_seconds=gathered.times["data"],
-            compute_seconds=gathered.times["compute"],
-            compress_seconds=gathered.times["compress"],
-            optimizer_seconds=gathered.times["optimizer"],
-            p2p_seconds=gathered.times["p2p"],
-            bubble_seconds=gathered.times["bubble"],
-            collective_seconds=gathered.times["collective"],
-            other_seconds=gathered.times["other"],
             tokens_per_second=run.tokens_per_step / seconds,
             model_flops_per_second=flops,
             mfu=flops / run.peak_flops,
-            model_state_bytes=gathered.maxima["model_state_bytes"],
-            gradient_bytes_sent=gathered.maxima["gradient_bytes_sent"],
-            p2p_bytes_sent=gathered.maxima["p2p_bytes_sent"],
-            peak_memory_bytes=gathered.maxima["peak_memory_bytes"],
+            **phases,
+            **maxima,
         )
 
     def _compare(self, predicted: StepForecast, record: StepRecord) -> None:

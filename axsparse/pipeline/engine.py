@@ -1,7 +1,7 @@
 """Moves the microbatches of one replica through one stage.
 
-The loop in `Engine._execute` reads in the way of a microbatch: take in what the link has brought,
-ask the policy what to run, run it on the stage, send the result over the link.
+The loop in `Engine._execute` follows a microbatch: take what the link has brought, ask the policy
+what to run, run it on the stage, send the result over the link.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
 
 MOST_UNSENT = 8
-"""With more messages than this still being sent, a stage starts no further action. In an
-evaluation no gradients come back, so that nothing else slows down a stage that is ahead."""
+"""A stage starts no further action while more messages than this are still being sent. This
+slows down a stage that is ahead in an evaluation, where it waits for no gradients."""
 MOST_WAITING = 4
-"""With this many messages waiting for their action, an evaluation takes in no more of them."""
+"""An evaluation takes no more messages from the link while this many wait for their action."""
 EVALUATED = 1 << 40
-"""Added to the microbatch of a message in an evaluation, since a neighbour that trains meanwhile
-must not take it for one of its own."""
+"""Added to the microbatch numbers of messages in an evaluation, so that a neighbour that trains
+meanwhile does not take them for those of its own microbatches."""
 MOST_AHEAD = 2
-"""Actions that a GPU may have unfinished: one that runs and one behind it. With more, the order
-would be decided by how far the host is ahead, and not by what has arrived."""
+"""How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
+the order would depend on how far the host is ahead, and not on what has arrived."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
         self._inbox: dict[Action, Message] = {}
         """Messages that wait for their action."""
         self._offset = 0
-        """Stands before the microbatches of messages of what runs now: 0, or `EVALUATED`."""
+        """What is added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
         self._policy: Policy | None = None
         self._taken: dict[Direction, int] = {}
         """How many messages the current policy has been told of."""
@@ -96,6 +96,7 @@ class Engine:
         device that computes. Each is the microbatch's summed loss over `divisor`, the step's
         global count of targets, so that losses and gradients add up over microbatches and
         replicas. Gradients are multiplied by `loss_scale`, losses are not.
+        `before_last_backward` is called before the backward of the last microbatch.
         """
         place = self._place
         policy = self._schedule.policy(
@@ -189,7 +190,7 @@ class Engine:
 
     @property
     def _waiting(self) -> int:
-        """Messages that have arrived and were not used yet."""
+        """How many messages have arrived and were not used yet."""
         return len(self._inbox) + sum(map(len, self._arrived.values()))
 
     def _receive(self) -> None:
@@ -204,7 +205,7 @@ class Engine:
         return len(self._unfinished) >= MOST_AHEAD
 
     def _tell(self, policy: Policy) -> None:
-        """Tell the policy of the messages that it expects; those of the next step wait."""
+        """Tell the policy of the messages that it expects; others wait until it does."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()
@@ -216,7 +217,7 @@ class Engine:
                 policy.arrived(direction, number)
 
     def _evaluates_alone(self) -> ConfigError:
-        """What to say if a neighbour trains while this stage evaluates, or the other way round."""
+        """The error of a stage that trains while its neighbour evaluates, or the reverse."""
         here, there = ("trains", "evaluates")[:: -1 if self._offset else 1]
         return ConfigError(
             f"trainer.evaluate: this rank {here} while a neighbouring stage {there}; call it on "
@@ -229,8 +230,8 @@ class Engine:
             self._backoff.pause()
 
     def _finish_sending(self) -> None:
-        """Wait until a GPU has sent everything: the rank's next wait may be for a neighbour that
-        itself waits for one of these messages."""
+        """Wait until a GPU has sent everything: a neighbour may need one of these messages before
+        it can do what this rank waits for next."""
         while self._gpu is not None and self._link.unsent:
             self._receive()
             self._pause()

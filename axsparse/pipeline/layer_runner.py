@@ -2,14 +2,13 @@
 
 A forward may write into its inputs, return strided tensors, one tensor twice or one of its
 buffers, change buffers, or draw random numbers. Each of these would differ between layouts, or
-between a forward and its recomputation. They are made safe (by copies and seeds), or refused with
-a ConfigError that names the layer; its first calls show which it writes to.
+between a forward and its recomputation. So copies and seeds make it safe, or a ConfigError names
+the layer. The first calls of a layer show what it writes to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
-from axsparse.models.module_buffers import BufferSlot, slots, tracked_norms
+from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
@@ -41,9 +40,9 @@ class LayerRunner:
         is_recomputed: bool,
         is_compiled: bool = False,
     ) -> None:
-        """`is_random`: the forward draws random numbers, also outside torch's dropout modules.
-        `is_recomputed`: the backward computes the activations once more, and does not keep them.
-        `is_compiled`: torch.compile fuses the layer's operations."""
+        """`is_random` says that the forward draws random numbers outside torch's dropout modules,
+        `is_recomputed` that the backward computes the activations once more instead of keeping
+        them, and `is_compiled` that torch.compile fuses the layer's operations."""
         self.name = name
         self._module = module
         self._is_random = is_random or _has_dropout(module)
@@ -53,8 +52,8 @@ class LayerRunner:
         self._changing: list[BufferSlot] | None = None
         """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
-        """Whether a forward writes into its inputs, as its first call has shown: by whether the
-        module is in training mode."""
+        """Whether a forward writes into its inputs, for each training mode whose first call has
+        shown it."""
         self._is_proven = self._is_random
         """Whether the layer is known to be random, or its first call has drawn no random number."""
         self._parameters = list(module.named_parameters())
@@ -117,7 +116,7 @@ class LayerRunner:
             if passes == 1:
                 return self._watched(tensors, key, before)
             # The second pass starts from the same buffers, and its changes to them are dropped.
-            with _replaced(before):
+            with replaced(before):
                 return self._seeded(tensors, key)
 
         # Each pass seeds the generator from the key, so both draw the same random numbers.
@@ -224,8 +223,8 @@ class LayerRunner:
 def _allow_graphs(more: int) -> None:
     """Let torch.compile make more graphs of one function.
 
-    All layers run the same function, and torch counts its graphs. From the ninth on it would, but
-    for a warning, run what it was not asked to: layers that are not fused.
+    All layers run the same function, and torch counts its graphs. From the ninth on it would only
+    warn, and run layers without fusing them.
     """
     from torch._dynamo import config
 
@@ -249,10 +248,11 @@ def _has_dropout(module: nn.Module) -> bool:
 def _half_parameters_of_norms(
     module: nn.Module,
 ) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """The parameters of normalisations in another type than their running statistics.
+    """The parameters of normalisations that have another type than the running statistics there,
+    each with its name and the type of the statistics.
 
-    Each with its name and the type of the statistics. Statistics stay in fp32, since half
-    precision would lose small changes, and torch wants weights and statistics of one type.
+    Statistics stay in fp32, since half precision would lose small changes, and torch wants weights
+    and statistics of one type.
     """
     found = []
     for prefix, norm in tracked_norms(module).items():
@@ -265,19 +265,6 @@ def _half_parameters_of_norms(
 
 
 # -- buffers ----------------------------------------------------------------------------
-
-
-@contextmanager
-def _replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
-    """Put other tensors in the places of buffers, and the original ones back at the end."""
-    own = [(slot, slot.tensor) for slot, _ in values]
-    for slot, value in values:
-        slot.put(value)
-    try:
-        yield
-    finally:
-        for slot, tensor in own:
-            slot.put(tensor)
 
 
 def _marks(watched: Sequence[BufferSlot]) -> list[tuple[Tensor, int]]:

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage, so that the stage with most work has as little as can be."""
+"""Cuts a list of layers into stages, so that the stage with most work has as little as possible."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     before = list(itertools.accumulate(costs, initial=0.0))
     known: dict[tuple[int, int, int], bool] = {}
 
-    def held(stage: int, start: int, stop: int) -> bool:
+    def fits_once(stage: int, start: int, stop: int) -> bool:
         """`fits`, asked at most once for each stage and range of layers."""
         key = (stage, start, stop)
         if key not in known:
             known[key] = fits is None or fits(stage, range(start, stop))
         return known[key]
 
-    found = _best(before, stages, held, lambda cost: cost, max)
+    found = _best(before, stages, fits_once, lambda cost: cost, max)
     if found is None:
         return None
     dearest = found[0]
@@ -41,7 +41,7 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     def balanced(cost: float) -> float:
         return cost**2 if cost <= dearest else math.inf
 
-    best = _best(before, stages, held, balanced, lambda front, own: front + own)
+    best = _best(before, stages, fits_once, balanced, lambda front, own: front + own)
     assert best is not None, "the first search has found such a cut"
     return [range(start, stop) for start, stop in itertools.pairwise((*best[1], layers))]
 
@@ -49,21 +49,22 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
 def _best(
     before: Sequence[float],
     stages: int,
-    held: Callable[[int, int, int], bool],
+    fits: Callable[[int, int, int], bool],
     price: Callable[[float], float],
     combine: Combine,
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cut with the least combined price: that price, and the first layer of each stage.
+    """The least combined price of a cut, and the first layer of each of its stages; None if no cut
+    has a finite price.
 
-    Of several such cuts, the one with the lowest first layers. `before[n]` is the cost of the
-    first n layers; a cut with an infinite price is none.
+    Of several such cuts, it is the one with the lowest first layers. `before[n]` is the cost of
+    the first n layers.
     """
     layers = len(before) - 1
     # best[end] is the best cut of layers [0, end) into the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         end: (price(before[end]), (0,))
         for end in range(1, layers + 1)
-        if price(before[end]) < math.inf and held(0, 0, end)
+        if price(before[end]) < math.inf and fits(0, 0, end)
     }
     for stage in range(1, stages):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -74,7 +75,7 @@ def _best(
                 total = combine(front, price(before[end] - before[start]))
                 candidate = (total, (*starts, start))
                 better = total < math.inf and (end not in following or candidate < following[end])
-                if better and held(stage, start, end):
+                if better and fits(stage, start, end):
                     following[end] = candidate
         best = following
     return best.get(layers)

@@ -5,8 +5,8 @@ functions, one after the other:
 
 1. `chosen_layout`, if the costs of the model's layers are known. If `layout.memory_per_rank` or the
    machine's memory limits what a rank may take, it searches for the fewest stages that fit.
-2. `resolve_grid` for all else. It takes the numbers that the configuration gives; if neither
-   g_inter nor g_data is given, 2 stages where that divides the ranks, and 1 elsewhere.
+2. `resolve_grid` otherwise. It takes the numbers that the configuration gives. If it gives neither
+   g_inter nor g_data, there are 2 stages where 2 divides the ranks, and 1 elsewhere.
 
 `balanced` decides `layout.split: auto`. The layout that a run goes on with after pruning,
 `layout.g_inter_pruned`, is decided in the same way for the configuration of `pruned_layout`.
@@ -27,7 +27,7 @@ from axsparse.config.validate import (
     one_of,
 )
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import Layout
 from axsparse.planner.layout_search import (
     LayoutQuestion,
@@ -43,9 +43,6 @@ from axsparse.planner.workload import StageLoad
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-
-ASSUMED_CLUSTER = "laptop"
-"""The cluster used if none is named; then memory alone decides, and no time is predicted."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,10 @@ def chosen_layout(
 ) -> Choice | None:
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
-    `found_memory` is what the machine leaves to each rank, in bytes, if that is known. None if
-    the configuration gives g_inter, g_data or a split, if nothing limits the memory of a rank, or
-    if no number of stages divides ranks and batch: `resolve_grid` decides then. Memory that was
-    only found on the machine may add stages and never takes fewer than 2. ConfigError if nothing
+    `found_memory` is what the machine leaves to each rank, in bytes, if that is known. It may lead
+    to more stages than `resolve_grid` would take, never to fewer. Returns None, so that
+    `resolve_grid` decides, if the configuration gives g_inter, g_data or a split, if nothing limits
+    the memory of a rank, or if no number of stages divides ranks and batch. ConfigError if nothing
     fits.
     """
     config = loaded.config
@@ -100,7 +97,7 @@ def chosen_layout(
     if layout.memory_per_rank != "auto":
         room = layout.memory_per_rank * 1e9
     elif found_memory is not None:
-        # Others on the host may take some of the memory that was found.
+        # Fewer stages than usual might not fit later: others on the host may take some memory.
         room, usual = found_memory, _usual_stages(stages)
         if not divides(usual):
             return None
@@ -110,7 +107,8 @@ def chosen_layout(
     stages = [n for n in stages if divides(n)]
     if not stages:
         return None
-    assumed = cluster or replace(load_cluster(ASSUMED_CLUSTER), overhead_bytes=0.0)
+    # Without a named cluster memory alone decides, and no time is predicted.
+    assumed = cluster or replace(load_cluster(DEFAULT_CLUSTER), overhead_bytes=0.0)
     question = run_question(subject, assumed, config, ranks, stages, room)
     found = fewest_stages(question, schedules(config, has_times=cluster is not None))
     if isinstance(found, Rejection):
@@ -126,11 +124,12 @@ def chosen_layout(
 def fewest_stages(
     question: LayoutQuestion, schedules: Sequence[Schedule | None]
 ) -> Choice | Rejection:
-    """The first of the question's numbers of stages that fits under one of these schedules.
+    """The fewest of the question's stages that fit under one of these schedules, tried in order.
 
-    The question names the numbers of stages in rising order. If none fits, the last rejection.
+    The question names its numbers of stages in rising order. If none fits, returns the last
+    rejection.
     """
-    assert question.g_inter, "some numbers of stages to try"
+    assert question.g_inter, "there is nothing to try"
     rejected: list[Rejection] = []
     for stages in question.g_inter:
         for schedule in schedules:
@@ -186,7 +185,7 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
 
 
 def _usual_stages(possible: Sequence[int]) -> int:
-    """How many stages a run has where nothing asks for more or fewer."""
+    """How many of the possible stages a run takes where nothing asks for more or fewer."""
     return 2 if 2 in possible else 1
 
 

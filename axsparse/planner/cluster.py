@@ -20,6 +20,8 @@ Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 _FOLDER = Path(__file__).parent / "clusters"
+DEFAULT_CLUSTER = "laptop"
+"""The bundled cluster that the planner takes where none is named."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from html import escape
 
 from axsparse.config.validate import counted
 from axsparse.planner.layout_search import Plan, Row
-from axsparse.planner.plan_report import MethodPlan, because, rejections, settings
+from axsparse.planner.plan_report import MethodPlan, because, cells, rejections, settings
 from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
 WIDTH, LEFT = 960, 90
@@ -73,7 +74,7 @@ def _title(answers: Sequence[MethodPlan]) -> str:
 
 def _section(answer: MethodPlan) -> Iterator[str]:
     plan, best = answer.plan, answer.plan.recommended
-    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.grid}</h2>"
+    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.layout.grid}</h2>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
         f"because {escape(because(plan))}. <code>{escape(settings(best))}</code></p>"
@@ -94,21 +95,13 @@ def _section(answer: MethodPlan) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
+    rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
+    heads = [head for head in rows[0] if head not in STEP_PHASES]
     yield "<table><tr>"
-    heads = ("layout", "microbatches", "slack", "GB", "step s", "margin %", "peak %")
     yield "".join(f"<th>{head}</th>" for head in heads)
     yield "</tr>"
-    for row in plan.rows:
-        cells = (
-            row.grid,
-            f"{row.microbatches} × {row.microbatch_size}",
-            row.schedule.slack,
-            f"{gigabytes(row.memory[row.fullest].total)}",
-            f"{row.seconds:.4g}",
-            f"{100 * plan.margin(row):+.1f}",
-            f"{row.percent_of_peak:.1f}",
-        )
-        yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{escape(row[head])}</td>" for head in heads) + "</tr>"
     yield "</table>"
 
 
@@ -121,8 +114,8 @@ def _timeline(row: Row) -> Iterator[str]:
     length = row.seconds if len(drawn) == len(found) else max(span.end for span in drawn)
     height = 18
     yield from _keys({span.phase for span in found})
-    yield _svg(height * row.grid.g_inter + 20)
-    for stage in range(row.grid.g_inter):
+    yield _svg(height * row.layout.grid.g_inter + 20)
+    for stage in range(row.layout.grid.g_inter):
         yield _text(4, height * stage + 13, f"stage {stage}")
     scale = (WIDTH - LEFT - 10) / length
     for span in drawn:
@@ -136,8 +129,8 @@ def _timeline(row: Row) -> Iterator[str]:
         if span.phase == "compute" and width > LETTER * len(span.name) + 6:
             x = LEFT + scale * span.begin + 3
             yield _text(x, height * span.stage + 13, span.name, fill="#fff")
-    yield _text(LEFT, height * row.grid.g_inter + 14, "0")
-    yield _text(WIDTH - 70, height * row.grid.g_inter + 14, f"{length:.3g} s")
+    yield _text(LEFT, height * row.layout.grid.g_inter + 14, "0")
+    yield _text(WIDTH - 70, height * row.layout.grid.g_inter + 14, f"{length:.3g} s")
     yield "</svg>"
 
 

@@ -29,8 +29,8 @@ PAYS = 0.005
 PLAYED_REPLICAS = 4
 """Replicas that are simulated if there is jitter: enough to tell layouts apart."""
 Costing: TypeAlias = Callable[[Workload, Sequence[StageLoad], Cluster, Grid, int], StepCosts]
-"""Gives the seconds of a layout, at a microbatch size (the last argument): `step_costs`, or a
-function of the same arguments that returns what was measured."""
+"""Gives the seconds of a layout at a microbatch size, the last argument: `step_costs`, or another
+function of the same arguments, which may return measured seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,7 @@ class LayoutQuestion:
 class Row:
     """A layout that fits, its memory and its predicted step."""
 
-    grid: Grid
-    microbatch_size: int
-    microbatches: int
-    """Number of microbatches of each replica in a step."""
-    schedule: Schedule
+    layout: Layout
     loads: Sequence[StageLoad]
     """What each stage computes and holds."""
     memory: Sequence[StageMemory]
@@ -155,8 +151,8 @@ def plan(question: LayoutQuestion) -> Plan:
             f"{cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take more "
             "devices, or prune more"
         )
-    fewest = min(row.grid.g_inter for row in rows)
-    best = min((r for r in rows if r.grid.g_inter == fewest), key=lambda row: row.seconds)
+    fewest = min(row.layout.grid.g_inter for row in rows)
+    best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
     curve: list[SlackPoint] = []
     if question.schedule is None:
@@ -251,10 +247,7 @@ def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -
     flops = question.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)
     return Row(
-        grid=grid,
-        microbatch_size=layout.microbatch_size,
-        microbatches=layout.microbatches,
-        schedule=layout.schedule,
+        layout=layout,
         loads=loads,
         memory=layout.memory(loads, cluster.overhead_bytes),
         costs=costs,
@@ -297,7 +290,7 @@ def chosen_slack(curve: Sequence[SlackPoint]) -> int:
 def _slack_curve(question: LayoutQuestion, row: Row) -> list[SlackPoint]:
     """The step with each slack up to G_inter, as far as the memory goes; delays are the same."""
     points = []
-    for slack in range(row.grid.g_inter + 1):
+    for slack in range(row.layout.grid.g_inter + 1):
         found = _with_slack(question.cluster, row, slack)
         most = max(stage.total for stage in found.memory)
         if most > question.room:
@@ -308,12 +301,11 @@ def _slack_curve(question: LayoutQuestion, row: Row) -> list[SlackPoint]:
 
 def _with_slack(cluster: Cluster, row: Row, slack: int) -> Row:
     """The same layout with another slack."""
-    schedule = replace(row.schedule, slack=slack)
-    layout = Layout(row.grid, schedule, row.microbatch_size, row.microbatches)
+    layout = replace(row.layout, schedule=replace(row.layout.schedule, slack=slack))
     run = _simulate(row.costs, cluster, layout)
     return replace(
         row,
-        schedule=schedule,
+        layout=layout,
         memory=layout.memory(row.loads, cluster.overhead_bytes),
         run=run,
         percent_of_peak=row.percent_of_peak * row.run.seconds / run.seconds,

@@ -46,11 +46,12 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
         f"{plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
     )
     yield ""
-    yield from table([_cells(plan, row) for row in plan.rows[:MOST_ROWS]])
+    yield from table([cells(plan, row) for row in plan.rows[:MOST_ROWS]])
     if len(plan.rows) > MOST_ROWS:
         yield f"… and {len(plan.rows) - MOST_ROWS} more (--json has all)"
     yield ""
-    yield f"recommended: {best.grid}, microbatches of {best.microbatch_size}, {settings(best)}"
+    layout = best.layout
+    yield f"recommended: {layout.grid}, microbatches of {layout.microbatch_size}, {settings(best)}"
     yield f"because {because(plan)}"
     yield ""
     yield "memory of each stage, GB:"
@@ -68,9 +69,9 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
 def settings(row: Row) -> str:
     """The options that make training take this layout."""
     keys = {
-        "layout.g_inter": row.grid.g_inter,
-        "batch.microbatch_size": row.microbatch_size,
-        "pipeline.slack": row.schedule.slack,
+        "layout.g_inter": row.layout.grid.g_inter,
+        "batch.microbatch_size": row.layout.microbatch_size,
+        "pipeline.slack": row.layout.schedule.slack,
     }
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
 
@@ -79,7 +80,7 @@ def because(plan: Plan) -> str:
     """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
     room = f"{gigabytes(plan.memory_bytes)} GB"
-    smaller = [r for r in plan.rejected if r.g_inter < best.grid.g_inter]
+    smaller = [r for r in plan.rejected if r.g_inter < best.layout.grid.g_inter]
     if smaller:
         last = max(smaller, key=lambda each: each.g_inter)
         reason = f"fewer stages do not do (with {last.g_inter}: {last.reason})"
@@ -89,8 +90,8 @@ def because(plan: Plan) -> str:
     fastest = min(plan.rows, key=lambda row: row.seconds)
     if fastest.seconds < best.seconds:
         reason += (
-            f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are predicted "
-            f"{-100 * plan.margin(fastest):.1f} % faster"
+            f"; {fastest.layout.grid} with microbatches of {fastest.layout.microbatch_size} are "
+            f"predicted {-100 * plan.margin(fastest):.1f} % faster"
         )
     return reason
 
@@ -102,7 +103,7 @@ def comparison(answers: Sequence[MethodPlan]) -> Iterator[str]:
         [
             {
                 "method": answer.method,
-                **_cells(answer.plan, row),
+                **cells(answer.plan, row),
                 "reduction %": f"{100 * (1 - row.seconds / first.seconds):.1f}",
             }
             for answer in answers
@@ -126,7 +127,7 @@ def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
             {
                 "method": answer.method,
                 "devices": str(plan.gpus),
-                **_cells(plan, row),
+                **cells(plan, row),
                 "efficiency %": f"{100 * ideal / row.seconds:.0f}",
             }
         )
@@ -155,23 +156,24 @@ def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
 
     def line(row: Mapping[str, str]) -> str:
-        cells = (
+        aligned = (
             row[head].ljust(widths[head]) if head in _LEFT else row[head].rjust(widths[head])
             for head in heads
         )
-        return "  ".join(cells).rstrip()
+        return "  ".join(aligned).rstrip()
 
     yield line({head: head for head in heads})
     yield from map(line, rows)
 
 
-def _cells(plan: Plan, row: Row) -> dict[str, str]:
+def cells(plan: Plan, row: Row) -> dict[str, str]:
+    """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
     most = row.memory[row.fullest].total
     return {
-        "layout": f"{row.grid.g_inter} × {row.grid.g_data}",
-        "microbatches": f"{row.microbatches} × {row.microbatch_size}",
-        "slack": str(row.schedule.slack),
+        "layout": f"{row.layout.grid.g_inter} × {row.layout.grid.g_data}",
+        "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
+        "slack": str(row.layout.schedule.slack),
         "GB": f"{gigabytes(most)}",
         "step s": f"{row.seconds:.4g}",
         "margin %": f"{100 * plan.margin(row):+.1f}",
@@ -224,11 +226,11 @@ def as_json(answer: MethodPlan) -> dict[str, Any]:
 
 def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
     return {
-        "g_inter": row.grid.g_inter,
-        "g_data": row.grid.g_data,
-        "microbatch_size": row.microbatch_size,
-        "microbatches": row.microbatches,
-        "schedule": asdict(row.schedule),
+        "g_inter": row.layout.grid.g_inter,
+        "g_data": row.layout.grid.g_data,
+        "microbatch_size": row.layout.microbatch_size,
+        "microbatches": row.layout.microbatches,
+        "schedule": asdict(row.layout.schedule),
         "step_seconds": row.seconds,
         "margin": plan.margin(row),
         "percent_of_peak": row.percent_of_peak,

@@ -17,9 +17,9 @@ from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind, StateFormat
 
 LOSS_BYTES = 8
-"""Bytes that the loss takes for each number of the last layer's output, and for each logit that it
-computes itself: an fp32 copy of it, and one more or its gradient. Chunks of logits were seen
-to take 5 bytes each in fp32 and 6.5 in bf16."""
+"""Bytes that the loss takes for each number of the last layer's output, and for each logit that
+the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that works in chunks was
+measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,24 +80,23 @@ class SurveyedModel:
     def ranges(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[range] | None:
-        """The layers of each stage; the arguments are those of `stages`, None as well."""
+        """The layers of each stage; takes what `stages` takes, and returns None where that does."""
         variant = self._variant(g_data, microbatches)
 
-        def held(stage: int, layers: range) -> bool:
+        def has_room(stage: int, layers: range) -> bool:
             return fits is None or fits(stage, self._load(layers, *variant))
 
         if self.split is None:
             work = [layer.work for layer in self.survey.layers]
-            return partition(work, g_inter, None if fits is None else held)
+            return partition(work, g_inter, None if fits is None else has_room)
         found = split_by_hand(self.split)
         assert len(found) == g_inter, "a split says how many stages"
-        fit = all(held(stage, layers) for stage, layers in enumerate(found))
+        fit = all(has_room(stage, layers) for stage, layers in enumerate(found))
         return found if fit else None
 
     def _variant(self, g_data: int, microbatches: int) -> tuple[int, int, Precision]:
-        """What a load depends on beside its layers: among how many replicas the state is sharded,
-        how many replicas share the writing of a checkpoint, and in which precision gradients add
-        up."""
+        """What a load depends on beside its layers: how many replicas share the optimizer's state,
+        how many write a checkpoint together, and the precision in which gradients add up."""
         gradient: Precision = "fp32"
         if self.gradient != "auto":
             gradient = self.gradient
@@ -107,13 +106,13 @@ class SurveyedModel:
         return g_data if self.shard_optimizer else 1, writers, gradient
 
     def _load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
-        """The load of these layers, kept for the search for a split, which asks repeatedly."""
+        """The load of these layers, remembered, since the search for a split asks repeatedly."""
         key = (held, replicas, writers, gradient)
         if key not in self._loads:
-            self._loads[key] = self._made(held, replicas, writers, gradient)
+            self._loads[key] = self._new_load(held, replicas, writers, gradient)
         return self._loads[key]
 
-    def _made(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
+    def _new_load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
         layers = [self.survey.layers[number] for number in held]
         again = [
             layer
@@ -162,7 +161,7 @@ class SurveyedModel:
 
         Masters and moments are saved in fp32, and what is not trained as it is, each tensor once.
         Each layer goes to the writer with least so far, so that no writer has more than an equal
-        share and the largest layer. A copy that waits for room comes on top of the buffer.
+        share and the largest layer. A copy that waits for room in the buffer comes on top of it.
         """
         if not self.checkpoint_buffer:
             return 0.0

@@ -10,10 +10,10 @@ processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add ano
 
 1. Write a class with the members of `Transport`, and classes for its links and collectives.
    Nothing has to be inherited.
-2. Run the contracts over it, from ranks that are all there at once: every function of
-   `CONTRACT` in `tests/support/link_contract.py` with two ranks and more, and of `CONTRACT`
-   in `tests/support/collective_contract.py` with one rank and more.
-   `tests/runtime/test_link.py` and `tests/runtime/test_collective.py` show how.
+2. Call its contracts on all ranks at once: every function of `CONTRACT` in
+   `tests/support/link_contract.py` with at least two ranks, and every function of `CONTRACT` in
+   `tests/support/collective_contract.py` with at least one. `tests/runtime/test_link.py` and
+   `tests/runtime/test_collective.py` show how.
 3. Choose it in `runtime/connection.py`, or in `training/placement.py` if a setting decides.
 """
 
@@ -56,10 +56,10 @@ class Event(Protocol):
 class Message:
     """One microbatch's tensors between neighbouring stages.
 
-    A message is identified by its direction and its microbatch number. `tensors` may hold None in a
-    backward message: a tensor that asked for a gradient and got none.
-    `requires_grad` says, per tensor of a forward message, whether its gradient is
-    to come back; empty means that none is.
+    A message is identified by its direction and its microbatch number. In a backward message None
+    stands in `tensors` for a tensor that asked for a gradient and got none. `requires_grad` says
+    of each tensor of a forward message whether its gradient is to come back; if it is empty, no
+    gradient is.
     """
 
     direction: Direction
@@ -71,12 +71,12 @@ class Message:
 class Link(Protocol):
     """Moves messages between one rank and the stages before and after it.
 
-    Messages of one direction arrive in the order in which they were sent, also where a later,
-    smaller one is complete earlier. Between the two directions there is no order. No call but
-    `close` waits. Both neighbours may send any amount before either of them receives.
+    Messages of one direction arrive in the order in which they were sent, even if a later, smaller
+    one is complete earlier. Between the two directions there is no order. No call but `close`
+    waits. Both neighbours may send any amount before either of them receives.
 
-    Work on messages moves on only inside these calls, so whoever waits for something else
-    meanwhile has to call `push` or `arrivals` now and then.
+    Messages move on only inside these calls, so a rank that waits for something else has to call
+    `push` or `arrivals` meanwhile.
     """
 
     @property
@@ -87,20 +87,20 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Start sending: forward to the next stage, backward to the previous one.
 
-        Tensors may be strided and part of an autograd graph; they travel contiguous and cut off
-        from it. The link keeps them alive until they are sent. The caller may let go of them
-        at once, and must not write to them any more.
+        Tensors may be strided and part of an autograd graph; the receiver gets them contiguous
+        and without the graph. The link keeps them alive until they are sent. The caller may let go
+        of them at once, and must not write to them any more.
 
-        A direction in which there is no neighbour is an AssertionError. A type of element that
-        is not among `message_header.DTYPES` is a ValueError of links that leave the process.
+        Raises AssertionError if there is no neighbour in this direction. A link between processes
+        raises ValueError for a type of element that is not among `message_header.DTYPES`.
         """
         ...
 
     def arrivals(self) -> list[Message]:
-        """The messages that are complete and new; sends make progress as well.
+        """The messages that have arrived completely since the last call; sends make progress too.
 
-        What had arrived when the call began is in it. Tensors are contiguous leaves in memory of
-        their own, may be read at once, and belong to the caller.
+        All that had arrived when the call began is among them. Tensors are contiguous leaves in
+        memory of their own, may be read at once, and belong to the caller.
         """
         ...
 
@@ -110,7 +110,7 @@ class Link(Protocol):
 
     @property
     def unsent(self) -> int:
-        """Messages whose tensors the link still keeps alive; brought up to date by `push`."""
+        """How many messages are not sent yet, as of the last `push`; their tensors stay alive."""
         ...
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class Link(Protocol):
 class Op(Enum):
     """Collective operations on a flat buffer, in place.
 
-    `ALL_REDUCE` sums in rank order: halves are added in fp32 and rounded once (NCCL alone has
-    an order and a rounding of its own).
+    `ALL_REDUCE` sums in rank order; half-precision numbers are added in fp32 and rounded once.
+    NCCL alone adds and rounds in an order of its own.
     `REDUCE_SCATTER` leaves each rank the sum of its own shard; the rest of the buffer
     is undefined. `ALL_GATHER` fills the buffer from every rank's shard.
     `BROADCAST` copies rank 0's buffer.
@@ -137,13 +137,13 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """An operation that a group will carry out, on a buffer as large as the largest one."""
+    """An operation that a group will carry out, with the size of its largest buffer."""
 
     op: Op
     dtype: torch.dtype
     numel: int
     bounds: tuple[int, ...] | None = None
-    """As of `Collective.start`."""
+    """The `bounds` that `Collective.start` will get."""
 
 
 class Work(Protocol):
@@ -152,8 +152,8 @@ class Work(Protocol):
     def poll(self) -> bool:
         """Move the operation on; True once the buffer holds the result.
 
-        Operations of one group may be polled in any order. One that is never polled moves on
-        whenever another of its group is.
+        Operations of one group may be polled in any order. Polling one of them moves the others
+        on as well.
         """
         ...
 
@@ -178,10 +178,10 @@ class Collective(Protocol):
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Start an operation in place and return at once.
 
-        `buffer` is contiguous and has one dimension; it is neither read nor written by the caller
-        until the work is done. Rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`, where
+        `buffer` is contiguous and has one dimension; the caller neither reads nor writes it until
+        the work is done. Rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`, where
         `bounds` has `size + 1` ascending entries from 0 to the buffer's length and may leave
-        shards empty; None means `shard_bounds`. A buffer of another shape is an AssertionError.
+        shards empty; None means `shard_bounds`. AssertionError for a buffer of another shape.
         """
         ...
 
@@ -189,8 +189,8 @@ class Collective(Protocol):
 class Backoff(Protocol):
     """How a rank waits: call `reset`, then `pause` between polls; pauses get longer with time.
 
-    It is the only way to wait in this package, so that a transport may do in `pause` whatever
-    has to be done while its rank waits. One object serves all waits of a rank.
+    This package waits in no other way, so that a transport can use `pause` to do what must go on
+    while its rank waits. One object serves all waits of a rank.
     """
 
     pauses: int
@@ -218,14 +218,14 @@ def wait(work: Work, backoff: Backoff) -> None:
 
 
 def wait_for(event: Event, backoff: Backoff) -> None:
-    """Ask after an event until it is complete, pausing in between."""
+    """Query an event until it is complete, pausing in between."""
     backoff.reset()
     while not event.query():
         backoff.pause()
 
 
 class Closable(Protocol):
-    """What a transport has made and releases when it is closed."""
+    """Anything that a transport has made and closes when it is closed itself."""
 
     def close(self) -> None: ...
 
@@ -257,8 +257,8 @@ class Transport(Protocol):
         """A new group of ranks in this order, of which this rank is one.
 
         Its members call this together, with the same name, order and plans, and make all groups
-        that they share in the same order. A transport may connect here what `planned` needs, so
-        that no operation has to later.
+        that they share in the same order. A transport may set up here what the `planned`
+        operations need, so that none of them has to do it later.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import check_size, started_by_launcher
+from axsparse.runtime.launcher import check_size, started_by_launcher, write_line
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.mpi.mpi_transport import (
@@ -24,9 +24,7 @@ def cannot_start(reason: Exception) -> NoReturn:
     host lacks."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
-    # In one piece, since other ranks may fail at the same moment.
-    sys.stderr.write(f"axsparse: error: {where}: {text}\n")
-    sys.stderr.flush()
+    write_line(f"error: {where}: {text}")
     if started_by_launcher():
         wait_until_all_ranks_have_started()
         from mpi4py import MPI

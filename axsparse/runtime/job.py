@@ -1,4 +1,4 @@
-"""Runs a function on every rank and ends the job as one: one line, one exit code, no hang.
+"""Runs a function on every rank, and ends all ranks together with one line and one exit code.
 
 A failure that all ranks raise (`runtime.exchange.together`) is printed once, and every rank
 leaves by itself. A failure of one rank ends the others through the transport, since they may be
@@ -33,12 +33,12 @@ from axsparse.runtime.errors import (
     StoppedError,
 )
 from axsparse.runtime.exchange import leave_together
-from axsparse.runtime.launcher import flush_streams, speaks
+from axsparse.runtime.launcher import flush_streams, speaks, write_line
 from axsparse.runtime.stop_signal import StopRequest
 
 
 class HasTransport(Protocol):
-    """All that a job knows of a placement, which belongs to training: it has a transport."""
+    """A placement as a job sees it; the class itself belongs to training."""
 
     @property
     def transport(self) -> Transport:
@@ -47,9 +47,9 @@ class HasTransport(Protocol):
 
 
 class Job:
-    """What one rank knows of its job; filled in as the run learns it.
+    """What one rank knows of its job, of which more is filled in as the run goes on.
 
-    If the rank fails, its last words come from here.
+    If the rank fails, its error message is made from this.
     """
 
     def __init__(self, transport: Transport, stop: StopRequest | None = None) -> None:
@@ -59,7 +59,7 @@ class Job:
         """The device of this rank and the transport between such devices; None until a
         configuration has been read that chooses them."""
         self.stop = stop or StopRequest()
-        """Whether this rank was told to stop; listens once there is a place to save."""
+        """Whether this rank was told to stop; it listens to signals once a run can be saved."""
         self.where = f"rank {transport.rank}"
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
@@ -74,10 +74,10 @@ class Job:
         return bool(self._branches)
 
     def branch(self) -> Transport:
-        """A transport for one more trainer; all ranks call this together.
+        """Open a transport for one more trainer; all ranks call this together.
 
         The transports of trainers that no rank refers to any more are closed first, since MPI has
-        some 2,000 communicators only.
+        only some 2,000 communicators.
         """
         transport = (self.placement or self).transport
         if self._branches:
@@ -91,7 +91,7 @@ class Job:
                     self._branches.append((branch, owner))
                 else:
                     branch.close()
-            # NCCL needs memory to connect, and torch keeps what has been freed.
+            # NCCL needs memory to connect, which torch would otherwise keep for itself.
             torch.cuda.empty_cache()
         branch = transport.branch()
         self._branches.append((branch, lambda: None))
@@ -106,20 +106,20 @@ class Job:
 def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoReturn:
     """Call `main` on this rank and end the process; never returns.
 
-    The exit code is 0 if `main` returns; an error's own (see `axsparse.runtime.errors`); 130 if
-    interrupted; the code of `sys.exit(code)`; and 70 for any other exception and for a rank that
-    leaves by `sys.exit(0)`. All ranks have to call the same things: if `main` returns on one rank
-    before it has built a trainer, and others build one, all end with ConfigError; if it returns
-    while others train, these wait until the watchdog ends them. torch's generator has the same seed
-    on every rank when `main` begins, so that modules which are made there start alike. `stop` is
-    for a caller that listens to signals already.
+    The exit code is 0 if `main` returns, the error's own for an AxsparseError (see
+    `axsparse.runtime.errors`), 130 if the job is interrupted, the code of `sys.exit(code)`, and 70
+    for any other exception and for `sys.exit(0)`. All ranks have to call the same things: if `main`
+    returns on one rank before it has built a trainer, and others build one, all end with
+    ConfigError; if it returns while others train, they wait until the watchdog ends them. torch's
+    generator has the same seed on every rank when `main` begins, so that modules made there start
+    alike. A caller that listens to signals already passes its `stop`.
     """
     _mend_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         transport = connect()
     except AxsparseError as error:
-        # Without MPI every process is rank 0 of a job of its own, so the launcher has to say.
+        # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
         if speaks():
             print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
@@ -142,7 +142,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
 
 
 def _mend_streams() -> None:
-    """Replace closed streams, and let no character end a run that the locale lacks, such as "×"."""
+    """Replace closed streams, and replace characters that the locale lacks instead of failing."""
     if sys.stdout is None:
         sys.stdout = _nowhere()
     if sys.stderr is None:
@@ -169,10 +169,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    # In one call, since other ranks may fail at the same moment; print would write the end of the
-    # line on its own.
-    sys.stderr.write(f"axsparse: error: {job.where}: {words}\n")
-    sys.stderr.flush()
+    write_line(f"error: {job.where}: {words}")
     job.transport.abort(code)
 
 
@@ -193,9 +190,9 @@ def _describe(failure: BaseException) -> tuple[int, str]:
 
 
 def _keep_traceback(job: Job, failure: BaseException) -> str:
-    """Write the traceback to the run directory, and return how the line ends that names the file.
+    """Write the traceback to the run directory, and return words that name the file.
 
-    Without a run directory it goes to stderr, ahead of that line.
+    Without a run directory the traceback goes to stderr, and nothing is returned.
     """
     text = "".join(traceback.format_exception(failure))
     if job.run_dir is not None:

@@ -27,6 +27,13 @@ def flush_streams() -> None:
             stream.flush()
 
 
+def write_line(text: str) -> None:
+    """Write a line to stderr in one piece, since other ranks may write at the same moment; print
+    would write the end of the line on its own."""
+    sys.stderr.write(f"axsparse: {text}\n")
+    sys.stderr.flush()
+
+
 def started_by_launcher() -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in os.environ for name in LAUNCHER_VARIABLES)

@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def git_hash() -> str | None:
+def checkout_commit() -> str | None:
     """The commit of the checkout that axsparse runs from, with "-dirty" if files differ from it.
 
     None if the package is installed, or git fails.

@@ -1,7 +1,7 @@
 """A one-way channel between the hosts of two neighbouring stages, as a protocol.
 
 `MpiLink` sends whole messages over wires. The link of GPUs sends headers over them, and
-contents, too, where these go by way of the hosts. `runtime/mpi/mpi_wire.py` has the real ones.
+contents too, where these pass through the hosts. `runtime/mpi/mpi_wire.py` implements it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from axsparse.runtime.message_header import Header
 from axsparse.runtime.tensor_bytes import bytes_of
 
 QUIET_PASSES = 2
-"""How often in a row a link looks for messages without a find before it takes arrivals for
-complete. A call that finds nothing may be the one that lets MPI take in what has come: after a
-long action one look saw nothing in 12 cases of 12 (MPICH 5.0), two saw all, and a schedule that
-decides on half the arrivals is not driven by them."""
+"""A link stops looking for arrivals after this many looks in a row that find nothing. A look that
+finds nothing may have let MPI take in what has come: after a long action one look saw nothing in
+12 cases of 12 (MPICH 5.0), two saw everything, and schedules must decide on all arrivals."""
 
 
 class Wire(Protocol):

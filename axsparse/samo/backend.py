@@ -33,14 +33,14 @@ class Backend:
 
     device: torch.device
     launch: Launcher | None
-    """Starts kernels on the device; None where torch's own operations are all there is."""
+    """Starts kernels on the device; None computes with torch's own operations."""
     host: Callable[[int], Tensor] | None = None
     """Allocates a number of bytes on the host, where masters and moments rest between updates
     (`samo/offload.py`); None if they stay on the device."""
 
     def index(self, mask_D: Tensor, kind: IndexKind) -> Index:
-        """The index of a flat boolean mask (True: kept), which is on the host. Raises ConfigError
-        where `make_index` or `make_device_index` does."""
+        """The index of a flat boolean mask on the host, True where an entry is kept. Raises
+        ConfigError where `make_index` or `make_device_index` does."""
         if self.launch is None:
             return make_index(mask_D, kind)
         return make_device_index(self.launch, mask_D.to(self.device), kind)
@@ -83,7 +83,7 @@ HOST = Backend(torch.device("cpu"), None)
 
 
 def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Flat fp64 copies of tensors of one device, which the host waits for once."""
+    """Flat fp64 copies on the host of tensors of one device; the host waits once for all."""
     flat = [part.detach().double().reshape(-1) for part in parts]
     if not flat:
         return []

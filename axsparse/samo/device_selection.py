@@ -1,8 +1,7 @@
 """Exact selection of the largest magnitudes on the device that has them.
 
-The way is that of `samo/selection.py`, with torch's operations instead of numpy's: two histograms
-of the halves of keys find the cut. Only the histograms and the positions that are chosen come to
-the host.
+This works as `samo/selection.py` does, with torch's operations instead of numpy's: histograms of
+the upper and lower halves of keys find the cut. Only the histograms are copied to the host.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def largest_magnitudes(scores: Tensor, keep: int) -> Tensor:
 
 
 def _histogram(scores: Tensor, upper: int | None) -> Tensor:
-    """As `selection.histogram`, on the host."""
+    """What `selection.histogram` returns, on the host."""
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=scores.device)
     for _, keys in _keys(scores):
         high = keys >> 16
         if upper is not None:
-            # What is not in the bin of the upper halves is counted apart.
+            # Scores outside the bin of the upper halves go to a bin of their own.
             high = torch.where(high == upper, keys & (BINS - 1), BINS)
         counts += torch.bincount(high, minlength=BINS + 1)
     return counts[:BINS].cpu()

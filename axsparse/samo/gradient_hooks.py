@@ -1,12 +1,12 @@
 """From autograd's dense gradients to compressed ones, one parameter at a time.
 
-A hook runs as soon as autograd has finished one parameter's gradient: it gathers the
-kept entries, adds them to the layer's buffer and frees the dense gradient. So the dense
-gradients of at most one layer live at any time.
+A hook runs as soon as autograd has finished one parameter's gradient: it gathers the kept entries,
+adds them to the layer's buffer and frees the dense gradient. So the dense gradients of at most one
+layer live at any time.
 
-On a GPU a tensor of which everything is kept costs less: from its second gradient of a step on,
-autograd itself adds to the layer's buffer, of which the parameter's `grad` is a view then, and
-nothing is launched. Most tensors of a transformer are such vectors.
+On a GPU, tensors that are not pruned take a shortcut: after the first gradient of a step, the
+parameter's `grad` is a view of the layer's buffer, and autograd itself adds to it without another
+kernel. Most tensors of a transformer are unpruned vectors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GradientCollector:
                 tensor.parameter.grad = None
 
     def last_microbatch(self) -> None:
-        """The backward that follows is the step's last: its gradients complete the sums.
+        """Announce that the backward that follows is the step's last and completes the sums.
 
         Layers without trained parameters, which no hook will report, are reported now.
         """
@@ -77,7 +77,7 @@ class GradientCollector:
         unused = []
         for layer in self._layers:
             for tensor in layer.tensors:
-                tensor.parameter.grad = None  # a view, if the last microbatch gave no gradient
+                tensor.parameter.grad = None  # still a view if the last microbatch gave no gradient
                 if not tensor.accumulated:
                     layer.gradient_of(tensor).zero_()
                     unused.append(tensor.name)
@@ -95,8 +95,8 @@ class GradientCollector:
         self._wanted = dict(wanted)
 
     def harvested(self) -> dict[str, Candidates]:
-        """The candidates of the last step, by name of tensor; tensors without a gradient have none.
-        Ends the collecting."""
+        """Stop collecting, and return the candidates of the last step by name of tensor; tensors
+        without a gradient have none."""
         found, self._candidates, self._wanted = self._candidates, {}, {}
         return found
 
@@ -141,7 +141,7 @@ class GradientCollector:
         return compress
 
     def _pick(self, tensor: TensorState, dense: Tensor) -> None:
-        """Join a dense gradient with the tensor's candidates; needs memory of 5 bytes an entry."""
+        """Add a dense gradient to the tensor's candidates; needs 5 bytes of memory an entry."""
         before = self._candidates.get(tensor.name)
         self._candidates[tensor.name] = strongest(
             dense.reshape(-1).to(torch.float32, copy=True),

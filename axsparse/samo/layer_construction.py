@@ -50,19 +50,19 @@ class StateOptions:
     masks: Masks | None
     """Which entries are kept from the start; None builds dense state."""
     index: IndexKind = "int32"
-    """How the kept positions of tensors are stored that are pruned now or later."""
+    """How tensors that are pruned now or later store their kept positions."""
     split_master: bool = False
     """Whether masters are stored as bf16 weight and 16-bit remainder."""
     replicas: Replicas = ALONE
     """The ranks that hold the same layers."""
     start: StartValues | None = None
-    """The values that the model starts from, if not its layers' own."""
+    """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
     """Where the state lives."""
 
     @property
     def types(self) -> StateTypes:
-        """In which form the state of a layer is stored."""
+        """The forms in which the state of a layer is stored."""
         master = master_kind(half=self.dtype != torch.float32, split=self.split_master)
         return StateTypes(self.gradient_dtype, master, self.moments, self.index)
 
@@ -128,7 +128,7 @@ def _construct_layer(
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
-    # Allocates the moments, after the last fp32 value, which needs room itself.
+    # This allocates the moments, which wait until the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
 
@@ -205,7 +205,7 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(parameter, storage):
         parameter.data = storage
         return
-    # It is on the meta device. What autograd knows of its hooks goes with its old contents.
+    # It is on the meta device. Autograd's record of its hooks is lost with its old contents.
     made = nn.Parameter(storage, parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
     if type(made) is not type(parameter):  # such as that of a device written in Python
@@ -218,8 +218,7 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device. Those built on the meta device have none
-    yet."""
+    """Give buffers their start values, on the device; those on the meta device have none yet."""
     start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(f"{layer.name}.{slot.name}")

@@ -2,8 +2,8 @@
 
 A layer has one flat buffer of each kind (gradient, master, each moment). The gradient holds the
 kept entries of every tensor, those of tensor t at [offset, offset + kept). Master and moments hold
-the entries [held.start, held.stop) of the owned tensors only: all of them, or this replica's share
-where the optimizer state is sharded (`samo/shards.py`).
+only the entries [held.start, held.stop), which belong to owned tensors: all of their entries, or
+this replica's share of them where the optimizer state is sharded (`samo/shards.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shares:
 
     def __init__(self, tensors: Sequence[TensorState], replicas: Replicas) -> None:
         self.replicas = replicas
-        # Aliases last, so that what is reduced over replicas is one contiguous piece.
+        # Aliases come last, so that the part which replicas sum is contiguous.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
         self.owned = [tensor for tensor in self.tensors if tensor.alias_of is None]
         self.lay_out()
@@ -55,8 +55,7 @@ class Shares:
         return self.replicas.shard and self.replicas.size > 1
 
     def blocks(self, tensor: TensorState, part: range) -> Iterator[tuple[int, int]]:
-        """The bounds, within the tensor, of those of its blocks that lie in a part of the flat
-        buffers."""
+        """The bounds within the tensor of its blocks that are in a part of the flat buffers."""
         for start, stop in tensor.blocks():
             if part.start <= tensor.offset + start and tensor.offset + stop <= part.stop:
                 yield start, stop

@@ -1,12 +1,12 @@
 """The training state of one layer, compressed to the kept entries.
 
-The state has three parts: the accumulated gradient, here; master weights and moments
-(`samo/optimizer_state.py`); and the shares, which say where each entry stands and which replica
-holds it (`samo/layer_shares.py`). Weight, index and gradient are whole on every replica, also
-where the optimizer state is sharded.
+The state has three parts. The accumulated gradient is here, master weights and moments are in
+`samo/optimizer_state.py`, and `samo/layer_shares.py` says where each entry stands and which
+replica holds it. Weight, index and gradient are whole on every replica, also where the optimizer
+state is sharded.
 
-Buffers belong to a layer and never to a stage, because a view keeps its whole storage alive: so
-a layer can be pruned, sharded or freed by itself.
+Each layer has buffers of its own, so that it can be pruned, sharded or freed by itself: a view
+keeps its whole storage alive, so no layer's memory could leave a buffer of the whole stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from axsparse.samo.tensor_state import TensorState
 
 @dataclass(frozen=True)
 class StateTypes:
-    """In which form the state of a layer is stored."""
+    """The forms in which the state of a layer is stored."""
 
     gradient: torch.dtype
     """The type of accumulated gradients: that of the weights, or fp32."""
@@ -65,9 +65,9 @@ class LayerState:
         self._index_kind = types.index
         self.shares = Shares(tensors, replicas)
         self.tensors = self.shares.tensors
-        """Aliases come last."""
+        """All trained tensors; aliases come last."""
         self.owned = self.shares.owned
-        """The tensors that have masters here: all but aliases."""
+        """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self.gradient = self._zeros(self.shares.total, types.gradient)
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
@@ -82,8 +82,8 @@ class LayerState:
     # -- gradient ---------------------------------------------------------------------
 
     @property
-    def reduced_gradient(self) -> Tensor:
-        """The part of the gradient that replicas sum: all owned tensors."""
+    def owned_gradient(self) -> Tensor:
+        """The gradient of all owned tensors, which is the part that replicas sum."""
         return self.gradient[: self.shares.bounds[-1]]
 
     def gradient_of(self, tensor: TensorState) -> Tensor:
@@ -93,7 +93,7 @@ class LayerState:
     def accumulate(self, tensor: TensorState, dense: Tensor, *, is_last: bool = False) -> None:
         """Add a dense gradient's kept entries; the first of a step replaces what was there.
 
-        `is_last`: no microbatch follows, so that a kernel can sum the squares on its way.
+        `is_last` says that no microbatch follows, so that a kernel may sum the squares as well.
         """
         tensor.partials = self.backend.compress(
             tensor.index,
@@ -105,8 +105,9 @@ class LayerState:
         tensor.accumulated = True
 
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
-        """The memory of a tensor's gradient in the parameter's shape, to which autograd may add by
-        itself; None where it has to be compressed. Only on GPUs, where launches count."""
+        """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
+        itself. None where the gradient must be compressed, and on the CPU, where the view would
+        save nothing."""
         parameter = tensor.parameter
         if self.backend.launch is None or tensor.kept < parameter.numel():
             return None
@@ -115,9 +116,9 @@ class LayerState:
         return self.gradient_of(tensor).view(parameter.shape)
 
     def gather_gradient(self) -> None:
-        """Receive the sums of the other replicas' shares, after a step; all replicas together."""
+        """Receive the gradients of the other replicas' shares, summed; all replicas call this."""
         if self.shares.is_sharded:
-            self.shares.replicas.exchange(Op.ALL_GATHER, self.reduced_gradient, self.shares.bounds)
+            self.shares.replicas.exchange(Op.ALL_GATHER, self.owned_gradient, self.shares.bounds)
 
     # -- one tensor by its name, for pruning and checkpoints ------------------------------
 
@@ -135,14 +136,14 @@ class LayerState:
         return self.optimizer_state.whole_master(self.tensor(name)).cpu()
 
     def dense_master(self, name: str) -> Tensor:
-        """As `master`, in the parameter's shape: zero at pruned positions; may be a view."""
+        """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
         tensor = self.tensor(name)
         if tensor.kept == tensor.parameter.numel():
             return self.master(name).view(tensor.parameter.shape)
         return self._dense(tensor, self.optimizer_state.whole_master(tensor))
 
     def moment(self, name: str, moment: str) -> Tensor:
-        """All values of one moment of a tensor, kept entries only; as `master`."""
+        """All values of one moment of a tensor, kept entries only; else like `master`."""
         return self.optimizer_state.whole_moment(self.tensor(name), moment).cpu()
 
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
@@ -170,8 +171,8 @@ class LayerState:
             own = tensor.entries_in(self.shares.own)
             parts = self.shares.blocks(tensor, self.shares.own)
             if self.backend.launch is not None:
-                # The range that the blocks make up, since each launch costs. On a host blocks
-                # bound the memory that a gather takes.
+                # Every launch costs, so a GPU gathers all blocks at once. A CPU gathers them one
+                # by one, which bounds the memory of a gather.
                 parts = iter([(own.start, own.stop)])
             for start, stop in parts:
                 weight_K = tensor.index.gather(tensor.weight_D, start, stop)
@@ -189,12 +190,12 @@ class LayerState:
     # -- masks ------------------------------------------------------------------------
 
     def remask(self, name: str, mask_D: Tensor) -> None:
-        """Keep exactly the entries where the flat mask, of the host, is True, between two steps.
+        """Keep exactly the entries where a flat mask, which is on the host, is True.
 
-        Entries kept before and after carry their master weight, moments and gradient over,
-        exactly; entries that are new start at zero. Buffers are replaced one at a time, so the
-        extra memory is one new buffer, and the whole of the old one where it is sharded. A layer
-        with an alias of this tensor follows by `refit`. All replicas call this together.
+        Entries that stay keep their master weight, moments and gradient exactly; new entries
+        start at zero. Buffers are replaced one at a time, so the extra memory is one new buffer,
+        and the whole of the old one where it is sharded. Called between two steps, by all
+        replicas together; then call `refit` on a layer with an alias of this tensor.
         """
         changed = self.tensor(name)
         assert changed.alias_of is None, "an alias follows the tensor that owns its weight"
@@ -214,14 +215,14 @@ class LayerState:
         changed.weight_D.masked_fill_(~survives_D, 0)
 
     def refit(self) -> None:
-        """Lay the gradient out anew after the owner of an alias in this layer was re-masked."""
+        """Lay the gradient out anew, after `remask` of a tensor that this layer has an alias of."""
         self.shares.lay_out()
         self.gradient = self._zeros(self.shares.total, self.gradient.dtype)
 
     # -- bytes ------------------------------------------------------------------------
 
     def live_bytes(self) -> StateBytes:
-        """Bytes of the tensors that live, each storage once."""
+        """Bytes of all tensors of the state; each storage counts once."""
         return self.optimizer_state.live_bytes() + StateBytes(
             weight=sum(tensor.parameter.nbytes for tensor in self.owned)
             + sum(parameter.nbytes for parameter in self.frozen),

@@ -18,7 +18,7 @@ from axsparse.samo.tensor_state import TensorState
 def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
     """Prune the tensors that the masks name; kept weights and their moments stay as they are.
 
-    Of tensors that are pruned already, some of the kept entries stay. `ties` maps the name of a
+    A tensor that is pruned already keeps some of its kept entries. `ties` maps the name of a
     weight's second use to its first. All replicas call this together.
     """
     layers = list(layers)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class Masks(Protocol):
-    """A mask for every pruned tensor, by the global name of the weight (of a tied one, of its first
-    use). Masks must not depend on the layout: all replicas, and both stages of a tie, ask for the
-    same tensor and must get the same bits.
+    """A mask for every pruned tensor, by the global name of the weight; a tied weight has that of
+    its first use. Masks must not depend on the layout: all replicas, and both stages of a tie, ask
+    for the same tensor and must get the same bits.
 
         class FirstHalf:
             kept = {"block0.attention.weight": 8}

@@ -39,8 +39,8 @@ class Offload:
     """Copies each layer's masters and moments to the GPU for its update, and back."""
 
     def __init__(self, device: Device, layers: Sequence[LayerState], backoff: Backoff) -> None:
-        """`layers`: all layers of this rank whose state rests on the host. They may shrink later,
-        when they are pruned; they never grow."""
+        """`layers` are all layers of this rank whose state rests on the host. They may shrink when
+        they are pruned, and never grow."""
         self._device = device
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
@@ -88,7 +88,7 @@ class Offload:
 
     def _bring(self, layer: LayerState, number: int) -> _Visit:
         free = self._free[number % VISITS]
-        # On the first visit: the compute stream may still use the memory for what it was before.
+        # Before the first visit, the compute stream may still use this memory for something else.
         self._up.wait(self._device.compute.record() if free is None else free)
         room, resting, at = self._places[number % VISITS], layer.optimizer_state.resting(), 0
         put = []

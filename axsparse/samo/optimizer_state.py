@@ -1,10 +1,11 @@
 """The fp32 master weights and the optimizer's moments of one layer's held entries.
 
-    master         where the fp32 master weight of a kept entry is
+There are three ways to store the masters (`MasterKind`):
+
     "weight"       fp32 training: the weight is its own master, gathered for an update
     "fp32"         half training: an fp32 buffer of held entries, from which weights are rounded
-    "remainder"    bf16 training: the weight is the master's upper half, an int16 buffer of held
-                   entries has the lower
+    "remainder"    bf16 training: the weight is the master's upper half, and an int16 buffer of
+                   held entries has the lower half
 
 Moments are fp32 buffers of held entries. All of these buffers may rest on the host and visit the
 GPU for an update (`samo/offload.py`).
@@ -56,13 +57,13 @@ class OptimizerState:
         self._moments_K: dict[str, Tensor] = {}
         self._visit: HeldBuffers | None = None
         self.settle: Callable[[], None] = _nothing
-        """Waits until what rests on the host is what the last update left."""
+        """Waits until the buffers on the host have the values of the last update."""
 
     # -- buffers ----------------------------------------------------------------------
 
     @property
     def moments_K(self) -> dict[str, Tensor]:
-        """The held values of each moment, fp32; zero at first."""
+        """The held values of each moment, fp32; zero before the first update."""
         if self._visit is not None:
             return self._visit.moments
         self.settle()
@@ -77,8 +78,8 @@ class OptimizerState:
         return self._master_K  # not by `resting`, which would allocate the moments
 
     def resting(self) -> HeldBuffers:
-        """The buffers where they are between updates. An update's values may still be on their way
-        there until `settle` returns."""
+        """The buffers where they are between updates. Before `settle` returns, values of the last
+        update may still be missing there."""
         if not self._moments_K:
             size, rest = len(self._shares.held), self._backend.rest
             self._moments_K.update((name, rest(size, torch.float32)) for name in self._names)
@@ -188,4 +189,4 @@ class OptimizerState:
 
 
 def _nothing() -> None:
-    """Settles what is never on its way: values that do not leave the device."""
+    """The `settle` of buffers that never leave the device."""

@@ -15,13 +15,13 @@ from axsparse.samo.tensor_state import TensorState
 
 @dataclass(frozen=True)
 class Relocation:
-    """The layer's shares as they were, and which entries of the changed tensor are kept on."""
+    """Where the values of a layer were, and which entries of the changed tensor stay kept."""
 
     shares: Shares
-    """Laid out anew by the time that values are carried over."""
+    """The shares, which are laid out anew before values are carried over."""
     changed: TensorState
     stays: Tensor
-    """Of each new kept entry of the changed tensor: whether it was kept before, bool."""
+    """Whether each new kept entry of the changed tensor was kept before, bool."""
     before: Tensor
     """The old numbers of those that stay, int64, ascending."""
     old_places: Mapping[str, range]

@@ -14,7 +14,6 @@ from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.observe.gpu_phases import make_phases
-from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.pipeline.engine import Engine, Rank
@@ -25,7 +24,7 @@ from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
-from axsparse.runtime.communication import Backoff, Collective, Transport
+from axsparse.runtime.communication import Collective, Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
@@ -62,11 +61,14 @@ def assemble(
     planned = replica_exchanges(state.layers, run.dtype)
     gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
     ties = _stage_ties(run, state.layers, transport)
-    sync = _gradient_sync(run, states, ties, gradients, transport.backoff, phases)
+    backoff = transport.backoff
+    sync = GradientSync(
+        states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
+    )
     collector = GradientCollector(states, sync.ready, phases.compression)
     link = transport.link(place)
     engine = Engine(
-        Rank(place, transport.backoff, phases, placement.gpu),
+        Rank(place, backoff, phases, placement.gpu),
         _stage(run, state.layers),
         link,
         schedule=_schedule(config),
@@ -84,7 +86,7 @@ def assemble(
         collector=collector,
         sync=sync,
         replicas=state.options.replicas,
-        weights=WeightGather(gradients, transport.backoff, phases),
+        weights=WeightGather(gradients, backoff, phases),
         statistics=RunningStatistics(
             [layer.module for layer in state.layers], state.options.replicas
         ),
@@ -97,29 +99,15 @@ def assemble(
         validation=data.validation,
         metrics=tuple(run.model.metrics),
         phases=phases,
-        pulse=Pulse(phases, transport.backoff, engine.awaited),
+        pulse=Pulse(phases, backoff, engine.awaited),
         recorder=recorder,
         peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,
     )
 
 
-def _gradient_sync(
-    run: RunSpec,
-    states: Sequence[LayerState],
-    ties: Sequence[StageTie],
-    gradients: Collective,
-    backoff: Backoff,
-    phases: Phases,
-) -> GradientSync:
-    """What sums compressed gradients over tied weights and replicas."""
-    return GradientSync(
-        states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
-    )
-
-
 def _offload(config: Config, placement: Placement, states: Sequence[LayerState]) -> Offload | None:
-    """What brings masters and moments to the GPU for their update; None where they stay there."""
+    """Brings masters and moments to the GPU for their update; None if they stay on one device."""
     if not config.samo.offload or placement.gpu is None:
         return None
     return Offload(placement.gpu, states, placement.transport.backoff)
@@ -151,7 +139,7 @@ def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
 
 def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
     """ConfigError for an RReLU that would be recomputed: torch's gradients are wrong there, since
-    the recomputation keeps the noise of before it was drawn."""
+    the recomputation reads the noise before it is drawn."""
     for layer in layers:
         for child in layer.module.modules():
             if isinstance(child, nn.RReLU) and not child.inplace:
@@ -169,7 +157,7 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:
-    """What is pruned of these layers; None where nothing ever is."""
+    """The pruned tensors of these layers; None if nothing is ever pruned."""
     if run.targets is None:
         return None
     pattern, ties = run.criterion.pattern, run.survey.ties
@@ -179,7 +167,7 @@ def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMa
 def _masking(
     run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
 ) -> Masking | None:
-    """What draws and changes masks between steps; None where those of the start stay."""
+    """The pruning method; None if the masks never change."""
     return choose_masking(
         run.config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
     )

@@ -1,4 +1,4 @@
-"""Builds a trainer from a configuration, a model and data, new or resumed from a checkpoint."""
+"""Builds a trainer from a configuration, a model and data, for a new or a resumed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once
-from axsparse.runtime.provenance import git_hash, versions
+from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
 from axsparse.samo.precision import DTYPES
@@ -43,7 +43,7 @@ from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMask
 from axsparse.training.checkpoint.saver import RunFacts, Saver
 from axsparse.training.checkpoint.verification import Checkpoint
 from axsparse.training.parts import Parts
-from axsparse.training.placement import Placement, found_memory, place
+from axsparse.training.placement import Placement, bind_rank, found_memory
 from axsparse.training.rank_facts import facts_of, refuse_odd_rank
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.resume_point import ResumePoint
@@ -112,7 +112,7 @@ def build(
     job.keep_branch(parts)
     if point.checkpoint is not None:
         together(transport, partial(_load, point.checkpoint, parts))
-    return _make_trainer(job, run, parts, directory, point, facts)
+    return _make_trainer(job, run, parts, directory, facts)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _place(job: Job, loaded: LoadedConfig) -> Placement:
     """This rank's device, and a new transport that only the coming trainer uses."""
     placement = job.placement
     if not isinstance(placement, Placement):
-        job.placement = placement = place(job.transport, loaded)
+        job.placement = placement = bind_rank(job.transport, loaded)
     transport = job.branch()
     has_gpu = placement.gpu is not None
     together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
@@ -201,7 +201,7 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
 
 
 def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
-    """Check that all ranks run the same, and set what holds for the whole process."""
+    """Check that all ranks run the same code and settings, and set up this process."""
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
@@ -213,7 +213,7 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
 
 
 def _facts(run: RunSpec, data: Data) -> RunFacts:
-    """What every checkpoint says of the run; git is asked on the rank that writes it."""
+    """What every checkpoint says of the run; only rank 0, which writes it, asks git."""
     return RunFacts(
         data=DataEntry(
             name=data.name,
@@ -223,7 +223,7 @@ def _facts(run: RunSpec, data: Data) -> RunFacts:
         ),
         config=run.config,
         versions=versions(),
-        git=git_hash() if run.place.rank == 0 else None,
+        git=checkout_commit() if run.place.rank == 0 else None,
     )
 
 
@@ -243,15 +243,11 @@ def _open_run_directory(
         refuse_other_data(point.checkpoint, facts.data)
         return refuse_other_settings(point.checkpoint, run.config, loaded)
 
-    def begin() -> None:
-        if transport.rank == 0:
-            opened.begin(run.config, point.progress, is_back=point.order is not None)
-
     told = together(transport, fits)
     opened = open_run_dir(loaded, transport, point)
-    together(transport, begin)
+    together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*opened.notes, *told):
+        for line in (*point.notes, *told):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()
@@ -345,12 +341,7 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 
 
 def _make_trainer(
-    job: Job,
-    run: RunSpec,
-    parts: Parts,
-    directory: RunDir | None,
-    point: ResumePoint,
-    facts: RunFacts,
+    job: Job, run: RunSpec, parts: Parts, directory: RunDir | None, facts: RunFacts
 ) -> Trainer:
     """The trainer; with a run directory it also gets a saver and a watchdog."""
     if directory is None:
@@ -368,5 +359,5 @@ def _make_trainer(
         saver=Saver(directory, facts, parts),
         stop=job.stop,
         watchdog=watchdog,
-        progress=point.progress,
+        progress=directory.point.progress,
     )

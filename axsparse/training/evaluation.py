@@ -63,7 +63,7 @@ def evaluate(
 
 
 def exact_sum(values: Sequence[float]) -> tuple[float, float]:
-    """The rounded sum of fp64 numbers and the remainder; the order of the numbers is no matter.
+    """The rounded sum of fp64 numbers and the remainder; in any order of the numbers.
 
     Rounded sum plus remainder are exact for fp32 numbers whose bits span at most 106 binary
     places. A sum that is not finite stays so, with a remainder of 0.

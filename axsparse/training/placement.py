@@ -77,7 +77,7 @@ class MemoryRoom:
     """Names the host or GPU, the same for all ranks that share it."""
 
 
-def place(transport: Transport, loaded: LoadedConfig) -> Placement:
+def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     """Bind this rank to a GPU, if there are any, and choose the transport.
 
     All ranks call this together. Raises ConfigError on all of them if the setting
@@ -157,10 +157,10 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
 def _room_beside_nccl(
     room: MemoryRoom, transport: Transport, connections: Connections, gpu: CudaDevice
 ) -> MemoryRoom:
-    """What is left once the connections are there that a rank has at most.
+    """The memory that is left beside the most connections that a rank can have.
 
-    Each rank tries them with one neighbour; the least of all counts, so that a last rank without
-    one may be left out.
+    Each rank tries them with one neighbour. The smallest result of all ranks counts, so a last
+    rank without a neighbour may leave the trial out.
     """
     first = transport.rank // 2 * 2
     if first + 1 == transport.size:

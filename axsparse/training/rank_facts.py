@@ -1,4 +1,4 @@
-"""What ranks compare before a run: versions, configuration, data; and the run directory."""
+"""Compares the versions, settings and layers of all ranks before a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts
 from axsparse.runtime.provenance import versions
+from axsparse.training.checkpoint.compatibility import flat
 
 
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
     """What must be equal on all ranks: every version, every setting, every layer."""
-    settings = {
-        f"{section}.{key}" if isinstance(values, dict) else section: str(value)
-        for section, values in config.model_dump().items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
+    settings = {key: str(value) for key, value in flat(config.model_dump()).items()}
     layers = {f"layer {layer.name}": repr(layer.parameters) for layer in survey.layers}
     return {
         **versions(),

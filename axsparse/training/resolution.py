@@ -76,7 +76,7 @@ class RunInputs:
     score: Score | None = None
     """A pruning criterion of the user's own."""
     found_memory: float | None = None
-    """Bytes that this machine leaves to every rank, the same on all; None decides nothing."""
+    """Bytes that this machine leaves to every rank, equal on all; None if that is not known."""
     saved: Mapping[str, int] | None = None
     """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
     on_host: bool = True
@@ -103,8 +103,8 @@ class RunSpec:
     kept_at_start: Mapping[str, int]
     """The number of entries of each pruned tensor that state is built with.
 
-    Under one threshold for all tensors this is an even spread, since the true one takes weights.
-    A run that goes on has the numbers that were saved.
+    Under one threshold for all tensors it is an even spread, since the true numbers depend on the
+    weights. A run that resumes has the numbers that were saved.
     """
     prediction: Prediction | None = None
     """The planner's memory and time; None for a model without an example."""
@@ -219,7 +219,7 @@ def _layout(
         if has_costs(inputs.survey):
             choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
         if choice is not None:
-            chosen = {"layout.g_inter": choice.row.grid.g_inter}
+            chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
             loaded = replace(loaded, config=_with(loaded.config, chosen))
         grid = resolve_grid(loaded, ranks, num_layers)
     check_batch(loaded, grid)
@@ -232,7 +232,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     automatic = {
         "data.sequence_length": config.model.sequence_length,
-        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.schedule.slack,
+        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
@@ -256,7 +256,7 @@ def _predicted(
 
 
 def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
-    """That the run can go on under `layout.g_inter_pruned` is seen before it begins."""
+    """ConfigError now if the run could not go on under `layout.g_inter_pruned` later."""
     stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
     if stages is None:
         return
@@ -289,7 +289,7 @@ def loss_scale(config: Config) -> LossScale:
 
 
 def _gradient(config: Config, grid: Grid) -> str:
-    """Precision of accumulation, by the rule in the schema."""
+    """The precision in which gradients are accumulated."""
     if config.precision == "fp32":
         return "fp32"
     if config.samo.gradient != "auto":

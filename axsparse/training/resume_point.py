@@ -20,9 +20,9 @@ class ResumePoint:
     checkpoint: Checkpoint | None = None
     """The checkpoint that all ranks have verified; None starts from the beginning."""
     notes: tuple[str, ...] = ()
-    """What the user is told of the choice."""
+    """Lines that tell the user what was found and chosen."""
     lock: RunLock | None = None
-    """Holds `path` on rank 0; None on other ranks, and where there is no directory yet."""
+    """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
     order: RewindOrder | None = None
     """The spike of the loss that sent the run back to the checkpoint; None if none did."""
 

@@ -15,7 +15,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.run_lock import InUseError, RunLock
-from axsparse.runtime.provenance import git_hash, versions
+from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, remove, step_of
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.newest import newest_whole, remains, steps_in, verify_together
@@ -25,29 +25,28 @@ from axsparse.training.run_names import automatic_run_dirs
 from axsparse.training.spikes import RewindOrder
 
 AUTO = "auto"
-"""As `resume`: the newest whole checkpoint of the run, if there is one."""
+"""The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory that a run writes to, and the checkpoint that it resumes from."""
+    """The directory that a run writes to."""
 
     path: Path
-    checkpoint: Checkpoint | None
-    """None if training begins at its start; may be in another run's directory."""
-    notes: tuple[str, ...]
-    """Lines that tell the user what was found and chosen."""
     lock: RunLock | None
     """Keeps other jobs out of `path`; None on ranks other than 0."""
+    point: ResumePoint
+    """Where the run goes on from; its checkpoint may be in another run's directory."""
 
-    def begin(self, config: Config, progress: Progress | None, *, is_back: bool) -> None:
-        """Write the configuration, and remove the records that are later than `progress`.
+    def begin(self, config: Config) -> None:
+        """Write the configuration, and remove the records of later steps than the run resumes at.
 
-        If a spike of the loss sends the run back (`is_back`), later checkpoints are removed too.
-        Only rank 0 calls this. OutputError if the directory cannot be written.
+        If a spike of the loss sends the run back, later checkpoints are removed too. Only rank 0
+        calls this. OutputError if the directory cannot be written.
         """
+        progress, is_back = self.point.progress, self.point.order is not None
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         try:
@@ -134,7 +133,7 @@ def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint)
         text = "" if made is None else str(made[0])
         path = Path(gather_texts(transport.world, transport.backoff, text)[0])
         lock = None if made is None else made[1]
-    return RunDir(path, found.checkpoint, found.notes, lock)
+    return RunDir(path, lock, found)
 
 
 # -- a new directory ------------------------------------------------------------------------
@@ -208,12 +207,12 @@ def _holds_run(path: Path) -> bool:
 
 
 def save_config(config: Config, run_dir: Path) -> None:
-    """Write the resolved configuration, headed by the versions and the git hash.
+    """Write the resolved configuration, headed by the versions and the commit.
 
     OutputError if it cannot be written.
     """
     head = [f"{name} {version}" for name, version in versions().items()]
-    head.append(f"git {git_hash() or 'unknown'}")
+    head.append(f"git {checkout_commit() or 'unknown'}")
     text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
     path = run_dir / CONFIG_FILE
     try:

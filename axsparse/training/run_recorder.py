@@ -1,4 +1,4 @@
-"""Makes the recorder of a run: what was planned, what it takes, who shows it and who writes it."""
+"""Makes the recorder of a run, and shows the banner."""
 
 from __future__ import annotations
 

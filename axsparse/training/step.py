@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
+from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.live_pruning import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
@@ -32,7 +32,7 @@ from axsparse.training.replica_check import (
 from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
-"""The warning about parameters without a gradient names at most this many."""
+"""A warning names at most this many parameters or buffers."""
 
 
 class Step:
@@ -65,7 +65,7 @@ class Step:
         steps in a row could not update, or once replicas are found to have other weights.
         """
         batch = self._next_batch()
-        self._zero_grad()
+        self._begin_step()
         losses = self._forward_backward(batch)
         self._all_reduce_gradients()
         verdict = self._agree(losses, notice, self._digest())
@@ -91,8 +91,8 @@ class Step:
                 self._prefetcher = Prefetcher(self._parts.training.training, self.position.batch)
             return self._prefetcher.get(self.position.batch)
 
-    def _zero_grad(self) -> None:
-        """Open a step; the first gradient of each parameter then overwrites that of the last."""
+    def _begin_step(self) -> None:
+        """Open a step, whose first gradient of each parameter overwrites that of the last step."""
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
@@ -117,7 +117,7 @@ class Step:
         self._parts.sync.finish()
 
     def _digest(self) -> int:
-        """What tells this rank's weights from others, in steps that compare replicas; else 0."""
+        """A hash of this rank's weights in steps that compare replicas; 0 in other steps."""
         every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
         if not every or step % every or self._parts.place.grid.g_data == 1:
             return 0
@@ -176,7 +176,7 @@ class Step:
         """
         batch = self._read_ahead = self._next_batch()
         while True:
-            self._zero_grad()
+            self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
             verdict = self._agree(losses)
@@ -279,13 +279,11 @@ class Step:
             for number, name in parts.statistics.different()
         ]
         if names and parts.place.replica == 0:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            sys.stderr.write(  # in one piece, since other stages may warn at the same moment
-                f"axsparse: warning: {parts.place}: each replica has its own "
-                f"{', '.join(names[:MOST_NAMED])}{more}; checkpoints hold the first replica's, so "
-                "that a run that resumes goes on otherwise if training depends on them\n"
+            write_line(
+                f"warning: {parts.place}: each replica has its own {_listed(names)}; checkpoints "
+                "hold the first replica's, so that a run that resumes goes on otherwise if "
+                "training depends on them"
             )
-            sys.stderr.flush()
 
     def _warn_of_unused(self, names: Sequence[str]) -> None:
         """Warn once of each parameter that no microbatch of a step gave a gradient to."""
@@ -294,11 +292,13 @@ class Step:
         new = [name for name in names if name not in self._warned]
         if new:
             self._warned.update(new)
-            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
-            sys.stderr.write(  # in one piece, since other stages may warn at the same moment
-                f"axsparse: warning: {self._parts.place}: its microbatches of step "
-                f"{self.position.steps_done + 1} gave no gradient to "
-                f"{', '.join(new[:MOST_NAMED])}{more}; it counts as zero (freeze what no sample "
-                "ever uses)\n"
+            write_line(
+                f"warning: {self._parts.place}: its microbatches of step "
+                f"{self.position.steps_done + 1} gave no gradient to {_listed(new)}; it counts as "
+                "zero (freeze what no sample ever uses)"
             )
-            sys.stderr.flush()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"

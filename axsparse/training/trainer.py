@@ -161,7 +161,7 @@ class Trainer:
         is_due = saver is not None and (
             self.hands_over or saver.due(self.steps_done, is_last=is_over)
         )
-        if is_due:  # what a signal saves is not a place to go back to
+        if is_due:  # a spike never sends the run back to a checkpoint that a signal asked for
             self._step.skips.spikes.saved(self.steps_done)
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
@@ -183,8 +183,8 @@ class Trainer:
     def evaluate(self) -> Evaluation | None:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
 
-        All ranks call this together, before, between or after steps. The training state stays as
-        it is. None if there is no validation data. ConfigError on a rank whose neighbouring stage
+        All ranks call this together, before, between or after steps; the training state does not
+        change. None if there is no validation data. ConfigError on a rank whose neighbouring stage
         trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
         parts = self.parts
@@ -262,7 +262,7 @@ class Trainer:
             skipped=self._step.skips.reason,
             skipped_steps=self._step.skips.not_finite + self._step.skips.spiked,
         )
-        most = {
+        maxima = {
             "model_state_bytes": self.state_bytes().total,
             "gradient_bytes_sent": gradient_bytes,
             "p2p_bytes_sent": p2p_bytes,
@@ -271,7 +271,7 @@ class Trainer:
         seconds = parts.phases.end_step()
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
-        parts.recorder.step(figures, seconds, most)
+        parts.recorder.step(figures, seconds, maxima)
         if on_step is not None:
             on_step(self.steps_done, verdict)
         parts.pulse.steps += 1
@@ -305,9 +305,9 @@ class Trainer:
         transport = self.parts.transport
         sizes = [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
-        most = [int(max(column)) for column in zip(*rows, strict=True)]
+        old, new = (int(max(column)) for column in zip(*rows, strict=True))
         self.parts.recorder.masks(
-            MaskRecord(self.steps_done, change.text, dict(change.figures), most[1], most[0])
+            MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
 
     def _bytes_sent(self) -> tuple[int, int]:
@@ -345,7 +345,7 @@ class Trainer:
             return
         if self.steps_done == 0 or saver.has_saved(self._progress()):
             self._leave()
-        # One that went back after a spike of the loss can save that only after the next step.
+        # A run that has just gone back after a spike can be saved only after its next step.
         self._is_stopped = self.steps_done != saver.resumed_step
 
     def _leave(self) -> None:

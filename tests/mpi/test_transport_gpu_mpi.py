@@ -134,7 +134,7 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
     )
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
 
-    placement = placing.place(
+    placement = placing.bind_rank(
         MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport="mpi"), "test", {})
     )
 
@@ -165,7 +165,7 @@ def test_contents_go_the_way_that_is_asked_for(
     # With stages given, no memory has to be found.
     config = tiny_config(transport=wanted, layout={"g_inter": 1})
 
-    transport = placing.place(
+    transport = placing.bind_rank(
         MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {})
     ).transport
 
@@ -181,7 +181,9 @@ def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
 
-    placement = placing.place(MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {}))
+    placement = placing.bind_rank(
+        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {})
+    )
 
     assert placement.transport.name.startswith("pinned, mpi (")
     assert re.match(
@@ -201,7 +203,7 @@ def test_an_mpi_that_does_not_read_gpu_memory_is_not_given_any(
     wanted = LoadedConfig(tiny_config(transport="cuda-aware-mpi"), "test", {})
 
     with on_mpi() as transport, pytest.raises(ConfigError, match="does not say that it reads GPU"):
-        placing.place(transport, wanted)
+        placing.bind_rank(transport, wanted)
 
 
 @needs_a_neighbour

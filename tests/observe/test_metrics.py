@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def test_a_step_is_one_line_with_the_documented_fields_in_order(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write(STEP_RECORD)
 
     (line,) = read(tmp_path / "metrics.jsonl")
@@ -70,7 +71,7 @@ def test_every_phase_of_a_step_has_its_field() -> None:
 
 
 def test_an_evaluation_is_a_line_of_its_own(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write(EvalRecord(5, 0.0, {"perplexity": perplexity(0.0), "top1": math.nan}))
 
     assert read(tmp_path / "metrics.jsonl") == [
@@ -88,7 +89,7 @@ def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write(replace(STEP_RECORD, grad_norm=value))
 
     (line,) = read(tmp_path / "metrics.jsonl")
@@ -97,7 +98,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write(STEP_RECORD)
         lines = read(tmp_path / "metrics.jsonl")
 
@@ -106,14 +107,14 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
             metrics.write(replace(STEP_RECORD, step=step))
 
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_leaving_the_block_closes_the_file(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         pass
 
     with pytest.raises(ValueError, match="closed file"):
@@ -140,7 +141,7 @@ def test_a_full_disk_is_named_when_the_line_is_written_and_when_the_file_is_clos
 
 def test_a_change_of_masks_is_a_line_with_its_figures_as_keys(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write(MaskRecord(7, "pruned", {"sparsity": 0.9, "churn": math.inf}, 10, 80))
 
     assert json.loads(path.read_text()) == {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action, from_text, to_text
+from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import InOrder, MessageDriven
 from axsparse.pipeline.schedules import Schedule, dry_run, gpipe, one_forward_one_backward
 from axsparse.runtime.communication import Direction

@@ -44,7 +44,7 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
     tight = chosen(0.8 * whole)
     assert isinstance(tight, Choice)
 
-    assert (roomy.row.grid, tight.row.grid) == (Grid(1, 4), Grid(2, 2))
+    assert (roomy.row.layout.grid, tight.row.layout.grid) == (Grid(1, 4), Grid(2, 2))
     assert roomy.reason == "fits 1.0 GB a rank"
     assert tight.reason.startswith("the fewest that fit ")
     assert "(with 1, stage 0 needs " in tight.reason
@@ -66,14 +66,14 @@ def test_slack_falls_to_nothing_where_memory_asks_for_it() -> None:
     less = fewest(config, [4], most - 1)
     assert isinstance(less, Choice)
 
-    assert (held.row.schedule.slack, less.row.schedule.slack) == (1, 0)
+    assert (held.row.layout.schedule.slack, less.row.layout.schedule.slack) == (1, 0)
 
 
 def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
     assert schedules(tiny_config(), has_times=True) == [None]
     found = chosen(1e9, has_times=True)
     assert isinstance(found, Choice)
-    assert found.row.schedule.slack == 0  # one stage waits for nobody
+    assert found.row.layout.schedule.slack == 0  # one stage waits for nobody
 
 
 def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
@@ -83,9 +83,9 @@ def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
     need = max(stage.total for stage in at_the_end.row.memory)
 
     enough = chosen(need, **sections)
-    assert isinstance(enough, Choice) and enough.row.grid.g_inter == 1
+    assert isinstance(enough, Choice) and enough.row.layout.grid.g_inter == 1
     more = chosen(need, **sections, checkpoint={"every": 1})
-    assert isinstance(more, Rejection) or more.row.grid.g_inter > 1
+    assert isinstance(more, Rejection) or more.row.layout.grid.g_inter > 1
 
 
 # -- resolve_grid ---------------------------------------------------------------------------

@@ -42,39 +42,39 @@ def test_sharded_state_needs_fewer_stages_than_axonn() -> None:
     found = deepspeed_3d(GPT, SUMMIT, 128, 512)
 
     assert max(stage.total for stage in found.memory) <= SUMMIT.memory_bytes
-    degree = 128 // found.grid.size
+    degree = 128 // found.layout.grid.size
     assert degree in (1, 2)  # 32 heads on nodes of six
-    assert degree * found.grid.g_inter < 8
+    assert degree * found.layout.grid.g_inter < 8
 
 
 def test_a_copy_is_spread_over_as_many_devices_as_asked() -> None:
     found = deepspeed_3d(GPT, SUMMIT, 128, 512, 8)
 
-    assert 128 // found.grid.size * found.grid.g_inter == 8
+    assert 128 // found.layout.grid.size * found.layout.grid.g_inter == 8
     assert found.seconds > deepspeed_3d(GPT, SUMMIT, 128, 512).seconds
 
 
 def test_an_odd_number_of_devices_leaves_only_pipelines() -> None:
     found = deepspeed_3d(GPT, cluster(memory_bytes=1e12), 20, 20, 5)
 
-    assert (found.grid.g_inter, found.grid.g_data) == (5, 4)
+    assert (found.layout.grid.g_inter, found.layout.grid.g_data) == (5, 4)
 
 
 def test_slow_rings_within_a_node_make_tensor_parallelism_not_worth_it() -> None:
     slow = deepspeed_3d(GPT, cluster(ring_bandwidth=1e8), 128, 512)
 
-    assert slow.grid.size == 128
+    assert slow.layout.grid.size == 128
 
 
 def test_the_group_reduces_in_forward_recomputation_and_backward_and_shares_its_cards() -> None:
     gpt = formula("gpt3_13b")
     row = deepspeed_3d(gpt, SUMMIT, 512, 2048)
-    stages, replicas = row.grid.g_inter, row.grid.g_data
-    assert 512 // row.grid.size == 2
+    stages, replicas = row.layout.grid.g_inter, row.layout.grid.g_data
+    assert 512 // row.layout.grid.size == 2
     load, found = row.loads[0], row.costs.stages[0]
     rate = SUMMIT.efficiency * SUMMIT.peak("fp16")
     # A ring of two sends the whole once, twice for a block's attention and MLP.
-    nbytes = 2 * row.microbatch_size * gpt.sequence * gpt.hidden
+    nbytes = 2 * row.layout.microbatch_size * gpt.sequence * gpt.hidden
     once = nbytes / SUMMIT.ring_bandwidth + 2 * SUMMIT.ring_latency
     reduces = 2 * gpt.layers / stages * once
 

@@ -42,9 +42,9 @@ def made(config: str, density: float, gpus: int, machine: Cluster = SUMMIT) -> P
 def test_the_smallest_pipeline_that_fits_is_recommended(density: float, expected: int) -> None:
     found = made("gpt3_2.7b", density, 64)
 
-    assert found.recommended.grid.g_inter == expected
-    assert min(row.grid.g_inter for row in found.rows) == expected
-    same = [row for row in found.rows if row.grid.g_inter == expected]
+    assert found.recommended.layout.grid.g_inter == expected
+    assert min(row.layout.grid.g_inter for row in found.rows) == expected
+    same = [row for row in found.rows if row.layout.grid.g_inter == expected]
     assert found.recommended.seconds == min(row.seconds for row in same)
 
 
@@ -61,7 +61,9 @@ def test_runners_up_come_by_predicted_step_with_their_margins() -> None:
 def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
     found = made("gpt3_2.7b", 1.0, 64)
 
-    assert {row.grid.g_inter for row in found.rows} | {r.g_inter for r in found.rejected} == {
+    assert {row.layout.grid.g_inter for row in found.rows} | {
+        r.g_inter for r in found.rejected
+    } == {
         1,
         2,
         4,
@@ -114,7 +116,7 @@ def test_every_row_fits_and_counts_its_flops() -> None:
     for row in found.rows:
         assert max(stage.total for stage in row.memory) <= found.memory_bytes
         assert row.memory[row.fullest].total == max(stage.total for stage in row.memory)
-        assert row.grid.g_data * row.microbatches * row.microbatch_size == 512
+        assert row.layout.grid.g_data * row.layout.microbatches * row.layout.microbatch_size == 512
         flops = 512 * found.workload.sample_flops
         assert row.percent_of_peak == pytest.approx(100 * flops / (row.seconds * 64 * 125e12))
 
@@ -132,7 +134,7 @@ def test_less_memory_takes_more_stages() -> None:
         )
     )
 
-    assert tight.recommended.grid.g_inter > roomy.recommended.grid.g_inter
+    assert tight.recommended.layout.grid.g_inter > roomy.recommended.layout.grid.g_inter
     assert tight.memory_bytes == 8e9
 
 
@@ -197,13 +199,13 @@ def test_jitter_makes_slack_worth_its_memory() -> None:
     calm, calm_curve = curve(cluster(intra_node_bandwidth=1e15, inter_node_bandwidth=1e15))
     shaky, points = curve(cluster(jitter=0.5))
 
-    assert calm.schedule.slack == 0
+    assert calm.layout.schedule.slack == 0
     assert [point.slack for point in points] == [point.slack for point in calm_curve] == [*range(9)]
-    assert shaky.schedule.slack >= 1
-    assert points[shaky.schedule.slack].seconds == shaky.seconds
+    assert shaky.layout.schedule.slack >= 1
+    assert points[shaky.layout.schedule.slack].seconds == shaky.seconds
     flops = 256 * formula("gpt3_13b").sample_flops
     assert shaky.percent_of_peak == pytest.approx(100 * flops / (shaky.seconds * 64 * 125e12))
-    assert points[shaky.schedule.slack].seconds < 0.95 * points[0].seconds
+    assert points[shaky.layout.schedule.slack].seconds < 0.95 * points[0].seconds
     assert [point.bytes for point in points] == sorted(point.bytes for point in points)
 
 
@@ -222,7 +224,7 @@ def test_a_model_with_no_room_for_slack_runs_without() -> None:
 
     row, points = curve(cluster(jitter=0.5), whole[0].bytes)
 
-    assert (row.schedule.slack, [point.slack for point in points]) == (0, [0])
+    assert (row.layout.schedule.slack, [point.slack for point in points]) == (0, [0])
 
 
 def test_planning_a_formula_needs_neither_torch_nor_mpi_nor_numpy() -> None:

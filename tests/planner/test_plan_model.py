@@ -28,7 +28,7 @@ def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
 
 
 def grids(found: Plan) -> set[tuple[int, int]]:
-    return {(row.grid.g_inter, row.grid.g_data) for row in found.rows}
+    return {(row.layout.grid.g_inter, row.layout.grid.g_data) for row in found.rows}
 
 
 def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
@@ -146,7 +146,7 @@ def test_the_python_api_plans_a_model() -> None:
     config = tiny_config()
     found = axsparse.plan_for(tiny_gpt(config), "laptop", 4, config)
 
-    assert found.recommended.grid.g_inter == 1
+    assert found.recommended.layout.grid.g_inter == 1
     assert found.cluster.name == "laptop"
     with pytest.raises(MissingInputError, match="no such file and no bundled cluster"):
         axsparse.plan_for(tiny_gpt(config), "nowhere", 4, config)

@@ -65,7 +65,10 @@ def test_it_says_when_a_layout_of_more_stages_is_predicted_faster() -> None:
     fastest = min(found.rows, key=lambda row: row.seconds)
 
     assert because(found).startswith("the fewest stages fit: ")
-    assert f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are" in because(found)
+    assert (
+        f"; {fastest.layout.grid} with microbatches of {fastest.layout.microbatch_size} are"
+        in because(found)
+    )
 
 
 def test_memory_of_stages_is_told_by_category_and_adds_up() -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action, from_text, to_text
+from axsparse.pipeline.actions import Action
 from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate

@@ -145,8 +145,8 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(half: bool) -> No
     assert layer.owned == [owner, other]
     assert alias.index is owner.index
     assert layer.gradient.numel() == 2 * owner.kept + 3
-    assert layer.reduced_gradient.numel() == owner.kept + 3
-    assert layer.reduced_gradient.data_ptr() == layer.gradient.data_ptr()
+    assert layer.owned_gradient.numel() == owner.kept + 3
+    assert layer.owned_gradient.data_ptr() == layer.gradient.data_ptr()
     assert alias.offset == owner.kept + 3
     assert layer.live_bytes() == formula(layer, half=half)
 
@@ -157,7 +157,7 @@ def test_a_layer_of_aliases_alone_has_nothing_to_reduce() -> None:
 
     layer = layer_state([alias], half=True)
 
-    assert layer.reduced_gradient.numel() == 0
+    assert layer.owned_gradient.numel() == 0
     assert layer.live_bytes() == StateBytes(gradient=40)
 
 

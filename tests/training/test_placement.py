@@ -28,7 +28,7 @@ def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(placing, "visible_gpus", list)
     transport = LocalTransport(LocalWorld(1), 0)
 
-    assert placing.place(transport, loaded()) == placing.Placement(transport, HOST)
+    assert placing.bind_rank(transport, loaded()) == placing.Placement(transport, HOST)
 
 
 def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placing, "bind", bind)
     transport = LocalTransport(LocalWorld(1), 0)
 
-    placement = placing.place(transport, loaded())
+    placement = placing.bind_rank(transport, loaded())
 
     assert (placement.transport, placement.backend, placement.gpu) == (transport, backend, gpu)
     assert placement.room is room and placement.pins

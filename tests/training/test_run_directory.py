@@ -121,7 +121,7 @@ def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> Non
 def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_path: Path) -> None:
     found = opened(loaded(tmp_path / "new"), None)
 
-    found.begin(tiny_config(), None, is_back=False)
+    found.begin(tiny_config())
 
     assert sorted(path.name for path in found.path.iterdir()) == [
         *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
@@ -134,7 +134,7 @@ def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> Non
     (found.path / "checkpoints").write_text("in the way")
 
     with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
-        found.begin(tiny_config(), None, is_back=False)
+        found.begin(tiny_config())
 
 
 def test_runs_are_named_after_their_configuration_and_numbered(
@@ -328,9 +328,9 @@ def test_checkpoints_are_not_mixed_up_either(tmp_path: Path) -> None:
 def test_auto_starts_where_there_is_nothing_yet_and_says_so(tmp_path: Path) -> None:
     found = opened(loaded(tmp_path / "new"))
 
-    assert found.checkpoint is None
+    assert found.point.checkpoint is None
     assert found.path == tmp_path / "new"
-    assert found.notes == ("there is no run to go on with; starts from the beginning",)
+    assert found.point.notes == ("there is no run to go on with; starts from the beginning",)
 
 
 def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> None:
@@ -338,15 +338,15 @@ def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> Non
 
     found = opened(loaded(run))
 
-    assert found.checkpoint is None
-    assert found.notes == (f"{run} has no checkpoint; starts from the beginning",)
+    assert found.point.checkpoint is None
+    assert found.point.notes == (f"{run} has no checkpoint; starts from the beginning",)
 
 
 def test_a_run_that_is_over_is_told_so(run: Path) -> None:
     found = opened(loaded(run, steps=5))
 
     told = f"goes on from {run}/checkpoints/step-5, after step 5; train.steps 5 asks for no more"
-    assert found.notes == (told,)
+    assert found.point.notes == (told,)
 
 
 def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:
@@ -354,8 +354,8 @@ def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:
 
     found = opened(loaded(run))
 
-    assert found.checkpoint is not None and found.checkpoint.step == 5
-    assert found.notes == (f"goes on from {run}/checkpoints/step-5, after step 5",)
+    assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
+    assert found.point.notes == (f"goes on from {run}/checkpoints/step-5, after step 5",)
 
 
 def test_auto_without_a_directory_means_the_last_run_of_the_name(
@@ -369,7 +369,7 @@ def test_auto_without_a_directory_means_the_last_run_of_the_name(
     found = opened(loaded())
 
     assert found.path == Path("runs/quick-2")
-    assert found.checkpoint is not None and found.checkpoint.step == 5
+    assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
 
 
 @pytest.mark.parametrize(
@@ -390,8 +390,8 @@ def test_auto_passes_over_what_is_damaged_and_says_which_and_why(
 
     found = opened(loaded(run))
 
-    assert found.checkpoint is not None and found.checkpoint.step == 4
-    why, chosen = found.notes
+    assert found.point.checkpoint is not None and found.point.checkpoint.step == 4
+    why, chosen = found.point.notes
     assert why.startswith(f"passed over: checkpoint {run}/checkpoints/step-")
     assert what in why
     assert chosen == f"goes on from {run}/checkpoints/step-4, after step 4"
@@ -404,9 +404,9 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> N
 
     found = on_ranks(3, lambda transport: opened_here(transport, loaded(run), "auto"))
 
-    assert {one.checkpoint.step for one in found if one.checkpoint} == {2}
-    assert len({one.notes for one in found}) == 1
-    unfinished, fifth, fourth, _ = found[0].notes
+    assert {one.point.checkpoint.step for one in found if one.point.checkpoint} == {2}
+    assert len({one.point.notes for one in found}) == 1
+    unfinished, fifth, fourth, _ = found[0].point.notes
     assert unfinished == (
         f"passed over: checkpoint {run}/checkpoints/step-6.tmp: was not finished when the run was "
         "killed"
@@ -435,14 +435,14 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path) -> N
         found = opened(source, str(path))
 
         assert found.path.resolve() == run.resolve()
-        assert found.checkpoint is not None and found.checkpoint.step == 5
+        assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
 
 
 def test_a_checkpoint_begins_a_run_of_its_own_elsewhere(run: Path, tmp_path: Path) -> None:
     found = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
 
     assert found.path == tmp_path / "other"
-    assert found.checkpoint is not None and found.checkpoint.step == 2
+    assert found.point.checkpoint is not None and found.point.checkpoint.step == 2
 
 
 @pytest.mark.parametrize(

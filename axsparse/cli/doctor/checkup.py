@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from axsparse.cli.doctor.machine import MachineFacts
@@ -53,7 +53,7 @@ def findings(ranks: Sequence[MachineFacts]) -> list[Finding]:
         _thread_level(ranks),
         _cuda_aware(ranks),
         _cuda(ranks),
-        _nccl(ranks),
+        _same("NCCL", ranks, lambda rank: rank.nccl),
         _cupy(ranks),
         _placement(ranks),
         _devices(ranks),
@@ -128,11 +128,7 @@ def _cuda_aware(ranks: Sequence[MachineFacts]) -> Finding:
     words = {True: "yes", False: "no", None: "not said"}
     found = _same("CUDA-aware MPI", ranks, lambda rank: words[rank.cuda_aware])
     # Neither is wrong: without it, tensors of GPUs go by NCCL or by pinned host memory.
-    return found if found.said == "yes" or found.mark == "wrong" else _absent(found)
-
-
-def _absent(found: Finding) -> Finding:
-    return Finding("absent", found.name, found.said)
+    return found if found.said == "yes" or found.mark == "wrong" else replace(found, mark="absent")
 
 
 def _cuda(ranks: Sequence[MachineFacts]) -> Finding:
@@ -149,27 +145,14 @@ def _cuda(ranks: Sequence[MachineFacts]) -> Finding:
     return Finding("ok", "CUDA", f"{found.said} · {', '.join(sorted(set(ranks[0].gpus)))}")
 
 
-def _nccl(ranks: Sequence[MachineFacts]) -> Finding:
-    return _same("NCCL", ranks, lambda rank: rank.nccl)
-
-
 def _cupy(ranks: Sequence[MachineFacts]) -> Finding:
     found = _same("CuPy", ranks, lambda rank: rank.cupy)
-    if found.mark == "absent" and ranks[0].gpus and ranks[0].cuda is None:
-        return Finding(
-            "wrong",
-            "CuPy",
-            "cannot be imported, and runs the kernels of GPUs",
-            "install CuPy's build for torch's ROCm",
-        )
     if found.mark == "absent" and ranks[0].gpus:
         major = _major(ranks[0].cuda)
-        return Finding(
-            "wrong",
-            "CuPy",
-            "cannot be imported, and runs the kernels of GPUs",
-            f"pip install cupy-cuda{major}x, as the extra cuda{major} does",
-        )
+        mend = f"pip install cupy-cuda{major}x, as the extra cuda{major} does"
+        if major is None:
+            mend = "install CuPy's build for torch's ROCm"
+        return Finding("wrong", "CuPy", "cannot be imported, and runs the kernels of GPUs", mend)
     if found.mark != "ok":
         return found
     if ranks[0].gpus and int(_major(found.said) or 0) < LEAST_CUPY:
@@ -226,10 +209,8 @@ def _devices(ranks: Sequence[MachineFacts]) -> Finding:
                 f"start {counted(gpus, 'rank')} there",
             )
     gpus = len(ranks[0].gpus)
-    return Finding("ok", "devices", f"{gpus} a rank to see") if gpus else _no_devices()
-
-
-def _no_devices() -> Finding:
+    if gpus:
+        return Finding("ok", "devices", f"{gpus} a rank to see")
     return Finding("absent", "devices", "no GPU: ranks compute on cores")
 
 

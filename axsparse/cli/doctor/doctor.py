@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from axsparse.cli.parser import CommandParser
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import speaks
+from axsparse.runtime.launcher import speaks, write_line
 
 if TYPE_CHECKING:
     from axsparse.cli.doctor.checkup import Finding
@@ -74,8 +74,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         own = json.dumps(asdict(look(transport.rank, transport.size, mpi, arguments.run_dir)))
         texts = gather_texts(transport.world, transport.backoff, own)
     except Exception as failure:  # any failure has to end the other ranks, which wait
-        # In one piece, since other ranks may fail at the same moment.
-        sys.stderr.write(f"axsparse: error: doctor: rank {transport.rank}: {failure}\n")
+        write_line(f"error: doctor: rank {transport.rank}: {failure}")
         transport.abort(EXIT_INTERNAL)
     ranks = [MachineFacts(**_tuples(json.loads(text))) for text in texts]
     from axsparse.cli.doctor.checkup import findings

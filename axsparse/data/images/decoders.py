@@ -129,8 +129,8 @@ class _Worker:
         self._stream.close()
 
     def _end(self) -> str:
-        code = self._process.wait()
         """How the process ended, for an error message."""
+        code = self._process.wait()
         return (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
         )

@@ -25,7 +25,7 @@ MISSING_FIELD: Problem = "missing field"
 UNREADABLE: Problem = "unreadable"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SKIPPED = 1 << 20
-"""Bytes of a huge line that are skipped at a time."""
+"""Bytes of a line that are skipped at a time."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def record_pieces(file: BinaryIO, begin: int, end: int, reading: Reading) -> Ite
             return
         if len(line) > reading.max_line and not line.endswith(b"\n"):
             yield Piece(at, "", opens=True, closes=True, problem=HUGE_LINE)
-            at += len(line) + _skip_line(file)
+            at += len(line) + skip_line(file)
             continue
         content = line if at else line.removeprefix(BYTE_ORDER_MARK)
         if content.strip():
@@ -207,7 +207,7 @@ def record_pieces(file: BinaryIO, begin: int, end: int, reading: Reading) -> Ite
         at += len(line)
 
 
-def _skip_line(file: BinaryIO) -> int:
+def skip_line(file: BinaryIO) -> int:
     """Read to the end of a line in small blocks; returns the number of bytes."""
     skipped = 0
     while rest := file.readline(SKIPPED):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,15 @@ from axsparse.data.prepare.documents import (
     Reading,
     Splitter,
     record_pieces,
+    skip_line,
     text_pieces,
 )
+from axsparse.data.prepare.tokenizers import WORD_END
 from axsparse.runtime.errors import DataError, MissingInputError
 
 JSONL_ENDINGS = (".jsonl", ".ndjson")
 WINDOW = 1 << 20
 """Bytes in which a good place to cut is searched for."""
-_WORD_END = re.compile(r"\S(?=[ \t\r\n])")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _ends(
     while at < source.size:
         file.seek(at)
         if is_jsonl(source):
-            at += _to_line(file)
+            at += skip_line(file)
         elif splitter.whole:
             at += _to_word_end(file.read(WINDOW))
         else:
@@ -185,22 +185,12 @@ def is_jsonl(source: Source) -> bool:
     return source.path.endswith(JSONL_ENDINGS)
 
 
-def _to_line(file: BinaryIO) -> int:
-    """Number of bytes up to the next line."""
-    passed = 0
-    while line := file.readline(WINDOW):
-        passed += len(line)
-        if line.endswith(b"\n"):
-            break
-    return passed
-
-
 def _to_word_end(window: bytes) -> int:
     """Number of bytes up to the end of a word, across which no token reaches (see
     `tokenizers.pieces`); up to the next character if there is none."""
     begin = _to_character(window)
     text = window[begin:].decode("utf-8", "surrogateescape")
-    found = _WORD_END.search(text)
+    found = WORD_END.search(text)
     if found is None:
         return begin
     return begin + len(text[: found.end()].encode("utf-8", "surrogateescape"))

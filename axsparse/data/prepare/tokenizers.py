@@ -30,7 +30,8 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-_CUT = re.compile(r"\S(?=[ \t\r\n])")
+WORD_END = re.compile(r"\S(?=[ \t\r\n])")
+"""Finds the last letter of a word before white space."""
 
 
 class Tokenizer(Protocol):
@@ -120,7 +121,7 @@ def pieces(text: str) -> Iterator[str]:
     begin = 0
     while len(text) - begin > PIECE + SLACK:
         end = begin + PIECE
-        found = _CUT.search(text, end - 1, end + SLACK)
+        found = WORD_END.search(text, end - 1, end + SLACK)
         end = found.end() if found else end
         yield text[begin:end]
         begin = end

@@ -37,6 +37,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, OutputError
 from axsparse.runtime.exchange import together
 from axsparse.runtime.grid import Place
+from axsparse.runtime.launcher import write_line
 
 T = TypeVar("T")
 THREAD = "axsparse watchdog"
@@ -276,9 +277,7 @@ class Watchdog:
         self._end(line)
 
     def _end(self, line: str) -> None:
-        # In one piece, since print may write the end of the line on its own.
-        sys.stderr.write(f"axsparse: error: {line}\n")
-        sys.stderr.flush()
+        write_line(f"error: {line}")
         # If MPI itself hangs, `_leave` does not return.
         timer = threading.Timer(ABORT_SECONDS, os._exit, (EXIT_INTERNAL,))
         timer.daemon = True

@@ -10,16 +10,15 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_distance import Judgement, MaskConvergence, SearchState
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.scored_masks import ScoredMasks
-from axsparse.runtime.errors import DataError, TrainingError
+from axsparse.runtime.errors import DataError, TrainingError, everywhere
 
 KIND = "search"
 """The kind under which the masks are saved."""
 
 
 class EarlyBirdSearch:
-    """Draws a mask at intervals of successful steps, and prunes once `search` says it settled."""
+    """Draws a mask at intervals of successful steps, and prunes once `search` finds it settled."""
 
     def __init__(
         self,
@@ -28,15 +27,13 @@ class EarlyBirdSearch:
         search: MaskConvergence,
         *,
         fails_undrawn: bool,
-        rewinder: Rewinder | None,
     ) -> None:
-        """`fails_undrawn`: a search that ends without a settled mask ends the run; otherwise the
-        last mask is taken."""
+        """If the search ends without a settled mask, the last mask is taken, or with
+        `fails_undrawn` the run ends."""
         self._live = live
         self._criterion = criterion
         self.search = search
         self._fails = fails_undrawn
-        self._rewinder = rewinder
         self._is_done = False
 
     @property
@@ -49,11 +46,7 @@ class EarlyBirdSearch:
         )
 
     def before_step(self, now: Moment) -> Change | None:
-        if self._is_done:
-            return None
-        if self._rewinder is not None:
-            self._rewinder.note(now.step)
-        if not self.search.due(now.updates):
+        if self._is_done or not self.search.due(now.updates):
             return None
         masks = self._live.masks(self._criterion, lambda final: final)
         judged = self._judge(masks, now.updates)
@@ -66,22 +59,19 @@ class EarlyBirdSearch:
         if judged.outcome == "search":
             return Change(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
         if judged.outcome == "exhausted" and self._fails:
-            lost = TrainingError(
-                f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
-                f"(last: {said}, pruning.threshold is above); search longer, raise the threshold, "
-                "or set pruning.undrawn to draw"
+            raise everywhere(
+                TrainingError(
+                    f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
+                    f"(last: {said}, pruning.threshold is above); search longer, raise the "
+                    "threshold, or set pruning.undrawn to draw"
+                )
             )
-            lost.on_all_ranks = True
-            raise lost
         self._is_done = True
         self._live.prune(masks)
-        if self._rewinder is not None:
-            self._rewinder.rewind()
         how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
         return Change(
             f"early-bird {how}: {said}",
             {**figures, **self._live.figures()},
-            rewound=self._rewinder is not None,
             is_ticket=True,
         )
 
@@ -101,7 +91,7 @@ class EarlyBirdSearch:
             return MaskingState(MethodState(is_done=True))
         found = self.search.state()
         standing = MethodState(distances=tuple(found.queue), last_look=found.last_step)
-        return with_weights(MaskingState(standing, {KIND: found.masks}), self._rewinder)
+        return MaskingState(standing, {KIND: found.masks})
 
     def restore(self, standing: MethodState, read: Read) -> None:
         self._is_done = standing.is_done
@@ -117,4 +107,3 @@ class EarlyBirdSearch:
                     )
         queue = list(standing.distances)
         self.search.restore(SearchState(masks, queue, standing.last_look))
-        restore_weights(self._rewinder, standing, read)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
 from axsparse.pruning.sparsity_schedule import gradual_sparsity, iterative_sparsity
 
 
@@ -43,7 +42,6 @@ class GradualPruning:
         rounds: PruningRounds,
         *,
         geometric: bool,
-        rewinder: Rewinder | None,
     ) -> None:
         """With `geometric`, each round removes the same share of what is left; without, the
         sparsity rises as a cubic. There is at least one round.
@@ -53,14 +51,11 @@ class GradualPruning:
         self._criterion = criterion
         self._rounds = rounds
         self._geometric = geometric
-        self._rewinder = rewinder
         self._is_done = False
 
     def before_step(self, now: Moment) -> Change | None:
         if self._is_done:
             return None
-        if self._rewinder is not None:
-            self._rewinder.note(now.step)
         number = self._rounds.number(now.step)
         if number is None:
             return None
@@ -68,21 +63,18 @@ class GradualPruning:
         self._live.prune(
             self._live.masks(self._criterion, lambda final: self._sparsity(number, final))
         )
-        if self._rewinder is not None:
-            self._rewinder.rewind()
         return Change(
             f"pruning {number} of {self._rounds.count}",
             self._live.figures(),
-            rewound=self._rewinder is not None,
             is_ticket=self._is_done,
         )
 
     def state(self) -> MaskingState:
-        return with_weights(MaskingState(MethodState(is_done=self._is_done)), self._rewinder)
+        return MaskingState(MethodState(is_done=self._is_done))
 
     def restore(self, standing: MethodState, read: Read) -> None:
+        del read  # the masks come with the saved layers
         self._is_done = standing.is_done
-        restore_weights(self._rewinder, standing, read)
 
     def _sparsity(self, number: int, final: float) -> float:
         rounds = self._rounds.count

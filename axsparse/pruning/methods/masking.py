@@ -1,7 +1,6 @@
-"""The protocol of a pruning method: `Masking` decides when masks change, and to which.
+"""The protocol of a pruning method: a `Masking` decides when masks change, and how.
 
-`Moment` is what a method is told, `Change` what it answers, `MaskingState` what a checkpoint
-keeps of it.
+A method is told a `Moment`, answers with a `Change`, and saves its `MaskingState` in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 class Masking(Protocol):
     """A pruning method: it decides between two steps which entries are kept from then on.
 
-    Every rank has one and calls it at the same moments. A method draws masks from `LiveMasks`
-    (`live.masks(criterion, …)`) and applies them with `live.prune(masks)`; it must decide alike
-    on all ranks, so whatever it decides by is either the same everywhere or summed with
-    `live.total`. The smallest example, which prunes once by magnitude before step 100:
+    Every rank has one and calls it at the same moments. A method draws masks with
+    `live.masks(criterion, …)` of `LiveMasks` and applies them with `live.prune(masks)`. It must
+    decide alike on all ranks, so it may use only values that are equal everywhere or that
+    `live.total` has summed. The smallest example prunes once by magnitude, before step 100:
 
         class AtStep100:
             unfinished = None
@@ -46,21 +45,22 @@ class Masking(Protocol):
 
     1. Write the class in a file of its own in `pruning/methods/`; `one_shot.py` is a short one.
        What it must know after a resume goes into `MethodState` (numbers that all ranks share) and
-       into the tensors of `MaskingState`. `is_done` is True from the moment that a `Change` has
-       `is_ticket`: `layout.g_inter_pruned` depends on it.
+       into the tensors of `MaskingState`. Once a `Change` had `is_ticket`, `is_done` must be True,
+       since `layout.g_inter_pruned` depends on it.
     2. Add its name to `PruningConfig.method` in `config/schema.py` and say there what it does;
-       rules between its settings stand in `config/validate.py` (`check_rounds`, `ONCE`).
+       rules between its settings are in `config/validate.py` (`check_rounds`, `ONCE`).
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
        `choose_masking` returns None unless the method moves masks later.
-    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py` and add it to
-       the `METHODS` of `tests/pruning/methods/test_methods.py` (bitwise the oracle in every
-       layout) and of `tests/behavior/test_resume.py` (bitwise the same after a stop at any step).
+    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py`. Add it to the
+       `METHODS` of `tests/pruning/methods/test_methods.py`, which compares every layout bitwise
+       with the oracle, and of `tests/behavior/test_resume.py`, which compares a run bitwise with
+       one that stopped and resumed.
     5. Add it to the table in `docs/howto/prune.md`.
     """
 
     def before_step(self, now: Moment) -> Change | None:
-        """Change the masks if it is time to; None if nothing was done.
+        """Change the masks if it is time to, and return what was done; None if nothing was.
 
         Called on all ranks once before every step. It may prune the state, rewind the weights,
         and compute gradients with `now.gradients()`. Raises TrainingError, on all ranks alike, if
@@ -70,11 +70,11 @@ class Masking(Protocol):
 
     @property
     def unfinished(self) -> str | None:
-        """What is missing if the run ends now, as a text for the user; None if nothing is."""
+        """A text for the user that says what is missing if the run ends now; None if nothing is."""
         ...
 
     def state(self) -> MaskingState:
-        """The state that `restore` needs; later steps do not change what is returned.
+        """The state that `restore` needs, as a copy that later steps do not change.
 
         Called after `before_step` and before the step.
         """
@@ -96,7 +96,7 @@ class Moment:
     step: int
     """Steps done so far."""
     updates: int
-    """How many of them updated the weights, since the last rewinding."""
+    """How many of the steps since the last rewinding updated the weights."""
     gradients: Callable[[], None]
     """Computes the gradients of the coming step's batch into the state, without an update."""
 
@@ -121,19 +121,19 @@ class Change:
 class MethodState:
     """How far a method has come, in numbers that are the same on all ranks.
 
-    Each method uses some of the fields.
+    Each method uses only some of the fields.
     """
 
     is_done: bool = False
     """Whether the method will change no mask any more."""
     distances: tuple[float, ...] = ()
-    """early-bird: the last distances between masks, oldest first."""
+    """The last distances between masks, oldest first (early-bird)."""
     last_look: int | None = None
-    """early-bird: how many updates there had been at the last look at the weights."""
+    """The number of updates before the last mask was drawn (early-bird)."""
     armed: float | None = None
-    """set, rigl: the fraction of the kept entries that moves after the next update."""
+    """The fraction of the kept entries that moves after the next update (set, rigl)."""
     armed_at: int = 0
-    """set, rigl: how many updates there had been when that was decided."""
+    """The number of updates before that was decided (set, rigl)."""
     holds_weights: bool = False
     """Whether the weights to rewind to are saved."""
 

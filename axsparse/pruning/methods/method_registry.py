@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from axsparse.config.schema import Config
-from axsparse.config.validate import DISTANCES
+from axsparse.config.validate import DISTANCES, ONCE
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_distance import MaskConvergence
 from axsparse.pruning.methods.dynamic_sparsity import DynamicSparsity
@@ -15,12 +15,9 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.one_shot import OneShot
 from axsparse.pruning.methods.regrowth import GradientGrowth, RandomGrowth, Regrowth
-from axsparse.pruning.methods.rewind import Rewinder
+from axsparse.pruning.methods.rewind import Rewinding
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.ties import StageTie
-
-ONE_SHOT = ("magnitude", "random", "custom", "snip")
-"""Methods that draw one mask in the middle of a run, by weights or by gradients."""
 
 
 def choose_masking(
@@ -58,8 +55,14 @@ def choose_masking(
             until_step=until,
             alpha=pruning.drop_fraction,
         )
+    method = _drawing_method(config, criterion, live, until)
     step = pruning.rewind_step
-    rewinder = None if step == "never" else Rewinder(live, step)
+    return method if step == "never" else Rewinding(method, live, step)
+
+
+def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until: int) -> Masking:
+    """The method of a run that starts dense, without its rewinding."""
+    pruning = config.pruning
     if pruning.method == "early-bird":
         search = MaskConvergence(
             interval=pruning.interval,
@@ -70,15 +73,14 @@ def choose_masking(
             metric=pruning.metric,
         )
         fails = pruning.undrawn == "fail"
-        return EarlyBirdSearch(live, criterion, search, fails_undrawn=fails, rewinder=rewinder)
+        return EarlyBirdSearch(live, criterion, search, fails_undrawn=fails)
     if pruning.method in ("gradual", "iterative"):
         return GradualPruning(
             live,
             criterion,
             PruningRounds(pruning.at_step, pruning.interval, until),
             geometric=pruning.method == "iterative",
-            rewinder=rewinder,
         )
-    assert pruning.method in ONE_SHOT, f"no class for the method {pruning.method}"
+    assert pruning.method in ONCE, f"no class for the method {pruning.method}"
     by_weights = None if pruning.method == "snip" else criterion
-    return OneShot(live, by_weights, pruning.at_step, rewinder)
+    return OneShot(live, by_weights, pruning.at_step)

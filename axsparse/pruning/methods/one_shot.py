@@ -9,7 +9,6 @@ from torch import Tensor
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.methods.rewind import Rewinder, restore_weights, with_weights
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 
@@ -19,22 +18,15 @@ class OneShot:
 
     unfinished = None
 
-    def __init__(
-        self, live: LiveMasks, criterion: Criterion | None, at_step: int, rewinder: Rewinder | None
-    ) -> None:
+    def __init__(self, live: LiveMasks, criterion: Criterion | None, at_step: int) -> None:
         """Without a `criterion`, `sensitivity` decides."""
         self._live = live
         self._criterion = criterion
         self._at_step = at_step
-        self._rewinder = rewinder
         self._is_done = False
 
     def before_step(self, now: Moment) -> Change | None:
-        if self._is_done:
-            return None
-        if self._rewinder is not None:
-            self._rewinder.note(now.step)
-        if now.step != self._at_step:
+        if self._is_done or now.step != self._at_step:
             return None
         self._is_done = True
         criterion = self._criterion
@@ -42,18 +34,14 @@ class OneShot:
             now.gradients()
             criterion = sensitivity(self._live)
         self._live.prune(self._live.masks(criterion, lambda final: final))
-        if self._rewinder is not None:
-            self._rewinder.rewind()
-        return Change(
-            "pruned", self._live.figures(), rewound=self._rewinder is not None, is_ticket=True
-        )
+        return Change("pruned", self._live.figures(), is_ticket=True)
 
     def state(self) -> MaskingState:
-        return with_weights(MaskingState(MethodState(is_done=self._is_done)), self._rewinder)
+        return MaskingState(MethodState(is_done=self._is_done))
 
     def restore(self, standing: MethodState, read: Read) -> None:
+        del read  # the masks come with the saved layers
         self._is_done = standing.is_done
-        restore_weights(self._rewinder, standing, read)
 
 
 def sensitivity(live: LiveMasks) -> Criterion:

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.pruning.mask_distance import BITS
 from axsparse.pruning.ticket.ticket_manifest import Entry, TicketManifest, hash_of, read_manifest
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
 from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Bits
 
 _PIECE = 1 << 20
 """How many packed bytes are counted at a time."""
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""The number of set bits of every byte."""
 _MEND = "make the model's settings those, or draw a ticket from this model"
 
 
@@ -54,8 +54,7 @@ class Ticket:
         entry = self.manifest.tensors[name]
         assert shape is None or shape == entry.shape, f"{name}: check() comes first"
         del weight
-        bits = np.unpackbits(self._packed(name).numpy(), count=entry.numel)
-        mask = torch.from_numpy(bits.view(np.bool_))
+        mask = Bits(self._packed(name).numpy(), entry.numel).mask()
         assert within is None or int(mask[within].sum()) == entry.kept, f"{name} is pruned already"
         return mask
 
@@ -136,7 +135,7 @@ def pack(mask_D: Tensor) -> Tensor:
 
 def count_kept(packed: Tensor) -> int:
     """How many entries a packed mask keeps."""
-    return sum(int(_ONES[piece.numpy()].sum(dtype=np.int64)) for piece in packed.split(_PIECE))
+    return sum(int(BITS[piece.numpy()].sum(dtype=np.int64)) for piece in packed.split(_PIECE))
 
 
 def _damage(packed: Tensor, entry: Entry) -> str:

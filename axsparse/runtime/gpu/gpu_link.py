@@ -1,4 +1,4 @@
-"""The `Link` for tensors in GPU memory, and what a message passes through on its way.
+"""The `Link` for tensors in GPU memory, and the protocols of the lanes that carry them.
 
 A message crosses from one stage to the next in two parts. Its *header* travels between the
 hosts over a *wire* (`runtime/wire.py`, over MPI). Its contents travel from a `Sender` to a
@@ -6,17 +6,17 @@ hosts over a *wire* (`runtime/wire.py`, over MPI). Its contents travel from a `S
 
 - NCCL's (`nccl_lane.py`): straight from GPU to GPU over an *edge*, a one-way connection.
 - staged (`staged_lane.py`): through pinned memory of both hosts and over the wire between them.
-- direct (likewise): over the wire from GPU memory, for an MPI library that can read it.
+- direct (`staged_lane.py` too): over the wire from GPU memory, if the MPI library can read it.
 
-What a GPU does is enqueued on *streams*, CUDA's queues, and its end is asked after through
-*events*. `device_protocol.py` describes edges, streams and devices. The tests replace these
-and the wires by stand-ins, and run the link and its lanes without a GPU.
+Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* tell when it is complete.
+`device_protocol.py` describes edges, streams and devices. The tests replace these and the wires by
+stand-ins, and run the link and its lanes without a GPU.
 
-A header is sent once its tensors are ready and all that was sent before is through. Contents that
-wait on the GPU for their receiver follow once their header has left. The receiver asks for
-contents only once their header is there. Both sequences are first in, first out, so
-that no message needs a number on the way, and no GPU waits in a receive through the whole
-forward of its neighbour.
+A header is sent once its tensors are ready and everything before it has been sent. A send that
+would wait on the GPU for its receiver starts once its header has left, and the receiver asks for
+contents only once their header is there. So no GPU waits in a receive through the whole forward of
+its neighbour. Headers and contents each arrive in the order of sending, so no message needs a
+number.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ from axsparse.runtime.message_header import Header, contents, decode_header, den
 from axsparse.runtime.wire import QUIET_PASSES, Wire
 
 END = -1
-"""Stands in the place of the microbatch in the last header of a link, which closes it."""
+"""Replaces the microbatch number in the last header of a link, which closes the link."""
 
 
 class Departure(Event, Protocol):
-    """A message's contents on their way out; complete once the lane needs the tensors no more."""
+    """The sending of a message's contents; complete once the lane no longer needs the tensors."""
 
     def begun(self) -> bool:
-        """Whether the contents are ready and next in their queue, so that the header may go."""
+        """Whether the contents are ready and the next to be sent, so that the header may go."""
         ...
 
     def header_left(self) -> None:
-        """Learn that the header is on its way, so that contents may wait for their receiver. It is
-        told again and again."""
+        """Learn that the header is on its way, so that contents may wait for their receiver. The
+        link calls this repeatedly."""
         ...
 
 
 class Sender(Protocol):
-    """The sending end of a lane, first in, first out; no call waits."""
+    """The sending end of a lane, which sends messages in order; no call waits."""
 
     def send(self, tensors: Sequence[Tensor], ready: Event) -> Departure:
         """Start sending contiguous tensors, none of them empty, once `ready` is complete."""
         ...
 
     def advance(self) -> None:
-        """Move on what waits for the host."""
+        """Do the host's part of messages under way."""
         ...
 
 
 class Receiver(Protocol):
-    """The receiving end of a lane, first in, first out; no call waits."""
+    """The receiving end of a lane, which receives messages in order; no call waits."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in GPU memory to receive into."""
         ...
 
     def receive(self, tensors: Sequence[Tensor]) -> Event:
-        """Start receiving the contents of one message, whose header is here already."""
+        """Start receiving the contents of a message whose header has arrived."""
         ...
 
     def advance(self) -> None:
-        """Move on what waits for the host."""
+        """Do the host's part of messages under way."""
         ...
 
 
@@ -88,16 +88,16 @@ class _OutgoingMessage:
     header: Header
     departure: Departure
     header_sent: Event | None = None
-    """None as long as the header may not go yet."""
+    """None until the header is sent."""
 
     def query(self) -> bool:
-        """Whether header and contents are through."""
+        """Whether header and contents have been sent."""
         return self.header_sent is not None and self.header_sent.query() and self.departure.query()
 
 
 @dataclass
 class _IncomingMessage:
-    """A message whose header is here."""
+    """A message whose header has arrived."""
 
     message: Message
     arrival: Event
@@ -130,7 +130,7 @@ class GpuLink:
         header = encode_header(message)
         tensors = contents(message)
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-        # Recorded after `dense`, which may copy.
+        # The event comes after `dense`, which may enqueue a copy.
         ready = self._device.compute.record()
         _, lane = self._outgoing[direction]
         departure = lane.send(tensors, ready)
@@ -150,8 +150,8 @@ class GpuLink:
         return sum(map(len, self._sending.values()))
 
     def close(self) -> None:
-        """Wait for the sends; messages that come until the neighbours close are dropped, so that
-        nothing is left on the way. Both neighbours close together."""
+        """Wait for the sends, and drop what arrives until the neighbours close too. Both
+        neighbours close together."""
         self._backoff.reset()
         while self.unsent:
             self.push()
@@ -169,15 +169,15 @@ class GpuLink:
             self._backoff.pause()
 
     def push(self) -> None:
-        """Send the headers that may go, and let go of what is through.
+        """Send the headers that may go, and let go of messages that have been sent.
 
-        `arrivals` does so, too. Whoever waits for something else has to call this, since a
-        neighbour may need the message before it joins in what is waited for.
+        `arrivals` does this too. A rank that waits for something else has to call it, since the
+        neighbour may need a message before it can do what the rank waits for.
         """
         for direction, (wire, lane) in self._outgoing.items():
             sending = self._sending[direction]
-            # Before the next contents go: when memory is let go, torch ties its reuse to all that
-            # NCCL's stream has been given by then.
+            # Memory is let go before the next contents are sent, since torch reuses it only after
+            # all that NCCL's stream has been given by then.
             while sending and sending[0].query():
                 sending.popleft()
             lane.advance()
@@ -190,7 +190,7 @@ class GpuLink:
                     one.departure.header_left()
 
     def _collect(self, messages: list[Message]) -> bool:
-        """Look at both directions once and add what is complete; whether anything moved."""
+        """Look at both directions once, add complete messages, and say if anything moved."""
         moved = False
         for direction, (wire, lane) in self._incoming.items():
             while (header := wire.receive_header()) is not None:

@@ -55,10 +55,10 @@ class HostTransport(Transport, Protocol):
 
 
 class PushingBackoff:
-    """Waits as another back-off does, and moves on what only moves when the host looks.
+    """Waits as another back-off does, and meanwhile moves transfers on that need the host.
 
-    A header goes out after the GPU has come to its tensors. By then the rank may wait in a
-    collective for a neighbour who waits for that header.
+    A header is sent once the GPU has made its tensors. By then the rank may wait in a collective
+    for a neighbour that waits for that header.
     """
 
     def __init__(self, inner: Backoff) -> None:
@@ -108,10 +108,9 @@ class GpuTransport:
         connections: Connections | None,
         staging: Staging = "pinned",
     ) -> None:
-        """With `connections`, NCCL's, contents travel over them; with None, as `staging` says.
+        """Contents travel over NCCL's `connections`, or without any as `staging` says.
 
-        Where NCCL is active MPI carries host memory only, since both on one GPU may block each
-        other.
+        MPI then carries host memory only, since NCCL and MPI on one GPU may block each other.
         """
         assert connections is None or staging == "pinned"
         self.name = f"{staging if connections is None else 'nccl'}, {host.name}"
@@ -127,7 +126,7 @@ class GpuTransport:
         self._made: list[Closable] = []
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._pushes: list[Callable[[], None]] = []
-        # These number links and groups, whose names NCCL wants to be new. Branches share them.
+        # These number links and groups, since NCCL needs new names; branches share the counts.
         self._links = itertools.count()
         self._groups: dict[tuple[int, ...], int] = {}
 
@@ -198,8 +197,8 @@ class GpuTransport:
     def _communicator(
         self, connections: Connections, name: str, ranks: tuple[int, ...]
     ) -> Communicator:
-        """The one of these ranks, which all their groups share, since each takes memory of the
-        GPU; it has the name of the first group."""
+        """The communicator of these ranks, which has the name of their first group. All their
+        groups share it, since each communicator takes memory of the GPU."""
         found = self._communicators.get(ranks)
         if found is None:
             number = self._groups[ranks] = self._groups.get(ranks, 0) + 1

@@ -30,7 +30,7 @@ from axsparse.runtime.gpu.padded_shards import PaddedShards, PaddedWork, is_wort
 from axsparse.runtime.rank_order import exchanged_bytes
 
 SMALLER = 8
-"""How much smaller each size is than the one before it that is tried when a group connects."""
+"""When a group connects, it tries ever smaller buffers, each smaller by this factor."""
 
 
 class NcclWork:
@@ -39,7 +39,7 @@ class NcclWork:
     def __init__(self, buffer: Tensor, calls: list[Event]) -> None:
         self._buffer = buffer
         self._calls = calls
-        """The calls that it consists of, first to last; those that have run are taken off."""
+        """The calls that have not run yet, in order."""
 
     def poll(self) -> bool:
         while self._calls and self._calls[0].query():
@@ -65,7 +65,7 @@ class NcclCollective:
         self._device = device
         self._backoff = backoff
         self._copies: Stream | None = None
-        """For the copies of padded shards; made when it is first needed."""
+        """The stream for the copies of padded shards; made when it is first needed."""
         self._last: NcclWork | PaddedWork | None = None
 
     def start(
@@ -78,10 +78,10 @@ class NcclCollective:
         return self._last
 
     def warm_up(self, planned: Sequence[Exchange]) -> None:
-        """Carry out what is planned, and the same on ever smaller buffers; members call together.
+        """Carry out the planned operations, also on ever smaller buffers; all members call this.
 
         NCCL chooses its algorithm by operation and size, and connects each at its first use. That
-        holds up the host and takes memory of the GPU, which torch has none left of later.
+        holds up the host and takes memory of the GPU, of which torch may leave none later.
         """
         for one in planned:
             buffer = self._device.compute.empty((one.numel,), one.dtype)
@@ -114,7 +114,7 @@ class NcclCollective:
         """Enqueue an operation as one or more calls of the communicator."""
         communicator = self._communicator
         if op in (Op.BROADCAST, Op.ALL_GATHER):
-            # Nothing is added, so buffers go as bytes, since NCCL knows no int16.
+            # NCCL knows no int16, so buffers whose values are not added go as bytes.
             bounds = [bound * buffer.itemsize for bound in bounds]
             buffer = buffer.view(torch.uint8)
         if op is Op.ALL_REDUCE:
@@ -128,7 +128,7 @@ class NcclCollective:
             else:
                 yield communicator.all_gather(buffer, own)
         else:
-            # Shards so unequal that padding would cost more, such as those of one member alone.
+            # The shards are so unequal that padding would cost more, as if one member had all.
             for root, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 if start < stop and op is Op.REDUCE_SCATTER:
                     yield communicator.reduce(buffer[start:stop], root)

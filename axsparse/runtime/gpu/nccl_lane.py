@@ -30,7 +30,7 @@ class _Departure:
         self._sends: _Transfers | None = None
 
     def take_turn(self) -> bool:
-        """Let the header go if the tensors are ready; nothing is in front of them."""
+        """Let the header go if the tensors are ready; called once nothing is in front of them."""
         self._is_next = self._ready.query()
         return self._is_next
 
@@ -39,7 +39,7 @@ class _Departure:
 
     def header_left(self) -> None:
         if self._sends is None:
-            # As bytes, since NCCL knows no int16, and in one piece, since its counts have 64 bits.
+            # NCCL knows no int16, so contents go as bytes; with 64-bit counts they need no cutting.
             self._sends = _Transfers([self._edge.send(as_bytes(t)) for t in self._tensors])
             self._tensors = ()
 
@@ -48,7 +48,7 @@ class _Departure:
 
 
 class _Transfers:
-    """What one message consists of on an edge, first to last, as one event."""
+    """The transfers of one message on an edge, in order, as one event."""
 
     def __init__(self, transfers: list[Event]) -> None:
         self._left = transfers
@@ -89,7 +89,7 @@ class NcclSender:
 
 
 class NcclReceiver:
-    """Enqueues receives as soon as they are asked for, which is when their header is here."""
+    """Enqueues receives at once; they are asked for when their header has arrived."""
 
     def __init__(self, edge: DeviceEdge) -> None:
         self._edge = edge

@@ -18,8 +18,8 @@ from axsparse.runtime.communication import Event, Op
 from axsparse.runtime.gpu.device_protocol import Device, Stream
 
 MOST_PADDING = 2
-"""A padded buffer is less than so many times as large as its own; where it would be more, as where
-a single member has something, shards travel one by one."""
+"""Shards are padded if that makes the buffer less than this many times as large; otherwise, as if
+one member had all of it, they travel one by one."""
 
 
 class _Work(Protocol):
@@ -54,8 +54,8 @@ class PaddedShards:
         return self._padded
 
     def take_back(self, stream: Stream) -> Event:
-        """Enqueue the copies of what this member gets from the exchange, which has run; returns
-        when they will have."""
+        """Enqueue copies of what this member got from the exchange, which has run; returns the
+        event after them."""
         gets = [self._rank]
         if self._op is Op.ALL_GATHER:
             gets = [member for member in range(len(self._own)) if member != self._rank]
@@ -87,5 +87,5 @@ class PaddedWork:
         return self._shards is None
 
     def query(self) -> bool:
-        """As `poll`."""
+        """Whether the buffer holds the result, as `poll` says too."""
         return self.poll()

@@ -36,13 +36,13 @@ class Transit:
         return self.ready is None or self.ready.query()
 
     def header_left(self) -> None:
-        """Do nothing, since contents on their way hold up nobody."""
+        """Do nothing, since these contents wait for no receiver on the GPU."""
 
     def query(self) -> bool:
         return not self._left
 
     def count_piece(self) -> None:
-        """Note that one more piece is through."""
+        """Note that one more piece has been sent or has arrived."""
         self._left -= 1
 
 
@@ -65,7 +65,7 @@ def _cut(
 
 @dataclass
 class _FullSlot:
-    """A slot in use, the part of it that is, and the piece that it is used for."""
+    """A slot in use, the part of it that is filled, and the piece that fills it."""
 
     slot: Tensor
     part: Tensor
@@ -93,7 +93,7 @@ class _Ring:
             yield _FullSlot(slot, slot[: piece.content.numel()], piece)
 
     def release(self, full: _FullSlot) -> None:
-        """Take a slot back whose piece is through."""
+        """Take a slot back once its piece has been sent or has arrived."""
         self._free.append(full.slot)
         full.piece.transit.count_piece()
 
@@ -194,8 +194,8 @@ class DirectSender:
 class DirectReceiver:
     """Receives into GPU memory.
 
-    Nothing is ever enqueued on the stream that the memory comes from, so what its pool hands out
-    is free at once. MPI, which knows no streams, needs that.
+    Nothing is ever enqueued on the stream that the memory comes from, so its memory is free at
+    once. MPI, which knows no streams, needs that.
     """
 
     def __init__(self, wire: Wire, device: Device, max_call_bytes: int = MAX_CALL_BYTES) -> None:

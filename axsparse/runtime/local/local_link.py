@@ -34,7 +34,7 @@ class LocalLink:
         assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
         target = self._place.rank + (1 if forward else -1)
         copies = tuple(
-            # Contiguous, as what comes over a wire is.
+            # Tensors that come over a wire are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )

@@ -34,7 +34,7 @@ class Group:
 
     size: int
     posted: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """What each member brought to an operation, by the operation's number and the member's."""
+    """The members' parts in each operation, by the operation's number and the member's."""
 
 
 class LocalWorld(Generic[T]):

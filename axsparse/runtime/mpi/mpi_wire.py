@@ -72,5 +72,5 @@ class MpiWires:
 
 
 def _buffer(piece: Tensor) -> object:
-    """As mpi4py takes it: an array of host memory, a GPU's tensor by its own interface."""
+    """A piece as mpi4py takes it: an array of host memory, or a GPU's tensor itself."""
     return piece.numpy() if piece.is_cpu else piece

@@ -29,8 +29,8 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
 
 
 def _fresh_partials(fresh: Sequence[tuple[LayerState, TensorState]]) -> dict[str, Tensor]:
-    """The sums of tensors for which none came with the last gradient; by as few kernels as can be
-    where there are kernels, since most tensors are small."""
+    """The sums of tensors whose gradient came without them. On a GPU few kernels sum all tensors
+    together, since most of them are small."""
     if not fresh:
         return {}
     backend = fresh[0][0].backend

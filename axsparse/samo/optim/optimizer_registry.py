@@ -9,7 +9,7 @@ from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
 
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB}
-"""By name; those that are made from settings, in `optimizer_of`."""
+"""The optimizers without settings of their own, by name; `optimizer_of` makes the others."""
 
 
 def optimizer_of(settings: OptimizerConfig) -> Optimizer:

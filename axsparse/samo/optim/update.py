@@ -49,12 +49,12 @@ def update(
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of one optimizer, over whichever tensors."""
+    """One step of one optimizer, for any tensors."""
 
     optimizer: Optimizer
     hyper: Hyper
     undecayed: Hyper
-    """The same without weight decay."""
+    """The settings for tensors that do not decay."""
     gradient_factor: float
 
     def hyper_of(self, tensor: TensorState) -> Hyper:

@@ -47,7 +47,7 @@ class TensorCopy:
     is_gathered: bool = False
     """Whether all replicas of the stage must ask for the value together."""
     is_fixed: bool = False
-    """Whether the value can be asked for while training goes on, which never changes it."""
+    """Whether training never changes the value, so that it can be read while training goes on."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT: Literal[1] = 1
 """The version of the format of checkpoints; any other is refused."""
 MAX_BYTES = 256_000_000
-"""The largest manifest that is read; usual are some 150 bytes a parameter tensor."""
+"""The largest manifest that is read; a usual one has some 150 bytes for each tensor."""
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -70,7 +70,7 @@ class SpikeHistory(_Strict):
     in_a_row: Count = 0
     """Number of steps skipped since the last good one."""
     base: Count | None = None
-    """Step of the checkpoint that a spike goes back to; 0: there is none yet, None: this one."""
+    """The step of the checkpoint that a spike goes back to: None is this one, 0 none yet."""
     backs: Count = 0
     """How often the run has gone back to that checkpoint."""
 

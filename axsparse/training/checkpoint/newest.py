@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError, everywhere
 from axsparse.runtime.exchange import together
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
@@ -44,12 +44,12 @@ def newest_whole(
             return found, skipped
         skipped.append(f"passed over: {found}")
     if skipped:
-        lost = DataError(
-            f"{run_dir}: none of its {len(steps)} checkpoints is whole ({skipped[0]}); restore "
-            "one, or start another run with another --run-dir"
+        raise everywhere(
+            DataError(
+                f"{run_dir}: none of its {len(steps)} checkpoints is whole ({skipped[0]}); restore "
+                "one, or start another run with another --run-dir"
+            )
         )
-        lost.on_all_ranks = True
-        raise lost
     return None, skipped
 
 

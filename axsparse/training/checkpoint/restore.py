@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, as
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Bits
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.layer_files import BUFFER, MASK, MASTER, VALUE
 from axsparse.training.checkpoint.verification import Checkpoint
@@ -43,8 +43,7 @@ class CheckpointMasks:
         numel = torch.Size(shape).numel()
         wanted = TensorHeader(torch.uint8, (-(-numel // 8),))
         packed = self._files.of(name).read(f"{MASK}/{name}", wanted)
-        bits = np.unpackbits(packed.numpy(), count=numel)
-        mask_D = torch.from_numpy(bits.view(np.bool_))
+        mask_D = Bits(packed.numpy(), numel).mask()
         kept = int(mask_D.count_nonzero())  # sum() would first make an int64 of each entry
         if kept != self.kept[name]:
             raise DataError(

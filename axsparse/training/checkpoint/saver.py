@@ -93,11 +93,12 @@ class Saver:
         The pulse of `parts` is told of every piece that a thread writes or reads back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
-        resumed_at = None if run_dir.checkpoint is None else run_dir.checkpoint.step
+        checkpoint = run_dir.point.checkpoint
+        resumed_at = None if checkpoint is None else checkpoint.step
         self._resumed: Progress | None = None
         """Where the run stood in the checkpoint of this folder that it went on from."""
-        if run_dir.checkpoint is not None and _is_in(run_dir.checkpoint.path, self.folder):
-            self._resumed = run_dir.checkpoint.manifest.progress
+        if checkpoint is not None and _is_in(checkpoint.path, self.folder):
+            self._resumed = checkpoint.manifest.progress
         self._facts = facts
         self._settings = facts.config.checkpoint
         self._parts = parts

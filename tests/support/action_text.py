@@ -1,0 +1,18 @@
+"""Lists of actions as text, such as "F0 F1 B0"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from axsparse.pipeline.actions import Action
+from axsparse.runtime.communication import Direction
+
+DIRECTIONS = {"F": Direction.FORWARD, "B": Direction.BACKWARD}
+
+
+def to_text(actions: Iterable[Action]) -> str:
+    return " ".join(map(str, actions))
+
+
+def from_text(text: str) -> list[Action]:
+    return [Action(DIRECTIONS[word[0]], int(word[1:])) for word in text.split()]
