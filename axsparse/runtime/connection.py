@@ -17,6 +17,7 @@ from axsparse.runtime.mpi.mpi_transport import (
     end_all_ranks,
     wait_until_all_ranks_have_started,
 )
+from axsparse.runtime.shared_segments import remove_leftovers
 
 
 def cannot_start(reason: Exception) -> NoReturn:
@@ -39,9 +40,11 @@ def connect() -> Transport:
     ConfigError if a launcher started this process and MPI does not work, since every process
     would then train alone; or if MPI finds another number of ranks than were started.
     """
-    from axsparse.runtime.gpu.seats import bind_early
+    from axsparse.runtime.gpu.seats import bind_early, local_rank
 
     bind_early(os.environ)
+    if not local_rank(os.environ):
+        remove_leftovers()
     try:
         if started_by_launcher():
             wait_until_all_ranks_have_started()

@@ -115,7 +115,8 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     alike. A caller that listens to signals already passes its `stop`.
     """
     _mend_streams()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if stop is None or not stop.is_listening:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         transport = connect()
     except AxsparseError as error:
@@ -169,7 +170,10 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    write_line(f"error: {job.where}: {words}")
+    if not isinstance(failure, KeyboardInterrupt):
+        write_line(f"error: {job.where}: {words}")
+    elif speaks():  # every rank of a job is interrupted
+        write_line(f"error: {words}")
     job.transport.abort(code)
 
 
@@ -180,7 +184,7 @@ def _describe(failure: BaseException) -> tuple[int, str]:
     if isinstance(failure, ValidationError):  # a Config made by hand in Python
         return EXIT_CONFIG, " ".join(str(failure).split())
     if isinstance(failure, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted"
+        return EXIT_INTERRUPTED, "interrupted; nothing was saved"
     if isinstance(failure, SystemExit):
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
         return code, f"left in the middle of the run (sys.exit({failure.code!r}))"

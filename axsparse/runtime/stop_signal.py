@@ -1,7 +1,8 @@
-"""How a run is told to stop, by SIGUSR1 or SIGTERM; a second signal later ends it at once.
+"""How a run is told to stop, by Ctrl-C, SIGUSR1 or SIGTERM; a second signal ends it at once.
 
 A scheduler, a job script and a launcher may each pass on the same signal, so signals that come
-within seconds of the first are taken for the same one.
+within seconds of the first are taken for the same one. For Ctrl-C that time is short, since
+somebody who presses it twice wants to leave.
 
 Python runs signal handlers between two instructions of the main thread, and so not while that
 thread waits in MPI or computes in torch. The interpreter's own handler writes the signal to a
@@ -12,14 +13,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+from axsparse.runtime.launcher import speaks, write_line
+from axsparse.runtime.shared_segments import remove_own
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """The signals that tell a run to stop."""
+CTRL_C_ECHO_SECONDS = 0.5
+"""How long after SIGINT another is taken for the same one: a terminal and a launcher send both
+within milliseconds."""
 
 
 class StopRequest:
@@ -35,6 +41,11 @@ class StopRequest:
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
         self._before: dict[int, Any] = {}
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether signals are taken."""
+        return self._pipe is not None
 
     @property
     def is_set(self) -> bool:
@@ -69,16 +80,25 @@ class StopRequest:
         self._pipe = None
 
     def hear(self, number: int) -> None:
-        """Note that a signal has come; a second one after `echo_seconds` ends the process."""
+        """Note that a signal has come; a second one that is no echo ends the process."""
         if number not in SIGNALS:
             return
         if self.reason is None:
             self.reason = signal.Signals(number).name
             self._heard_at = time.monotonic()
+            if number == signal.SIGINT and speaks():
+                write_line(
+                    "stops after the step under way and saves; Ctrl-C once more leaves at once"
+                )
             return
-        if time.monotonic() - self._heard_at < self.echo_seconds:
+        echo = self.echo_seconds
+        if number == signal.SIGINT:
+            echo = min(echo, CTRL_C_ECHO_SECONDS)
+        if time.monotonic() - self._heard_at < echo:
             return
-        sys.stderr.write(f"axsparse: leaving at once, by a second {signal.Signals(number).name}\n")
+        if number != signal.SIGINT or speaks():
+            write_line(f"leaving at once, by a second {signal.Signals(number).name}")
+        remove_own()
         self._leave(128 + number)
 
     def _read(self, reader: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -28,7 +29,7 @@ def wait_for(request: StopRequest) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) -> None:
     stop.listen()
     stop.listen()  # once is enough
@@ -63,9 +64,39 @@ def test_one_signal_that_several_pass_on_is_one(stop: StopRequest) -> None:
 
 
 def test_other_signals_mean_nothing_to_it(stop: StopRequest) -> None:
-    stop.hear(signal.SIGINT)
+    stop.hear(signal.SIGHUP)
 
     assert not stop.is_set
+
+
+def test_ctrl_c_says_what_happens_and_once_more_leaves_at_once(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop.hear(signal.SIGINT)
+    stop.hear(signal.SIGINT)  # as the launcher passes it on
+    assert not vars(stop)["left"].is_set()
+    assert capsys.readouterr().err == (
+        "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once\n"
+    )
+
+    now += 1
+    stop.hear(signal.SIGINT)
+
+    assert vars(stop)["left"].is_set()
+    assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGINT\n"
+
+
+def test_one_of_many_ranks_speaks_of_ctrl_c(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+
+    stop.hear(signal.SIGINT)
+
+    assert stop.reason == "SIGINT"
+    assert capsys.readouterr().err == ""
 
 
 def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:

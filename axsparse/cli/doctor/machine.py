@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -15,11 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axsparse.runtime.mpi.mpi_library import cuda_aware
-
-SEGMENTS = re.compile(
-    r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
-)
-"""Matches the names in /dev/shm of the shared memory of MPI libraries, NCCL and torch."""
+from axsparse.runtime.shared_segments import PROCESSES, SHARED, leftovers
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         locked_memory=_locked_memory(),
         infiniband=tuple(infiniband(Path("/sys/class/infiniband"))),
-        leftovers=tuple(leftovers(Path("/dev/shm"), Path("/proc"))),  # noqa: S108 - nothing is written there
+        leftovers=tuple(leftovers(SHARED, PROCESSES)),
         room=shutil.disk_usage(where).free,
         writable=os.access(where, os.W_OK | os.X_OK),
         where=str(where),
@@ -112,32 +107,6 @@ class Mpi:
     library: str | None = None
     thread_level: str | None = None
     problem: str | None = None
-
-
-def leftovers(shared: Path, processes: Path) -> list[str]:
-    """Names of shared-memory files of this user that no process maps or has open.
-
-    Files of other users do not count, since their processes cannot be looked into.
-    """
-    found = {}
-    with contextlib.suppress(OSError):
-        for path in shared.iterdir():
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                if SEGMENTS.match(path.name) and status.st_uid == os.getuid():
-                    found[str(path)] = status.st_ino
-    for process in processes.iterdir() if found else ():
-        if not process.name.isdigit():
-            continue
-        held = ""
-        with contextlib.suppress(OSError):
-            held += (process / "maps").read_text(errors="replace")
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    held += f"{descriptor.readlink()}\n"
-        found = {path: inode for path, inode in found.items() if f"{path}\n" not in held}
-    return sorted(found)
 
 
 def _locked_memory() -> int | None:

@@ -19,6 +19,7 @@ from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Backoff, Closable, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
 from axsparse.runtime.launcher import flush_streams
+from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,6 +107,7 @@ class MpiTransport:
 def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     """End the job with this exit code, and silently, since its last line has been printed."""
     flush_streams()
+    remove_own()
     time.sleep(FORWARDED_SECONDS)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)

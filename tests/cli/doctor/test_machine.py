@@ -13,62 +13,7 @@ import pytest
 import torch
 
 from axsparse.cli.doctor import machine
-from axsparse.cli.doctor.machine import Mpi, leftovers, look
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    for name in ("mpich_shm_1", "mpich_shm_2", "vader_segment.host.1", "somebody_elses"):
-        (folder / name).write_bytes(b"x" * 4096)
-    return folder
-
-
-def process(folder: Path, *, maps: str = "", opened: Path | None = None) -> Path:
-    """A /proc of one process."""
-    (folder / "7" / "fd").mkdir(parents=True)
-    (folder / "self").mkdir()
-    (folder / "7" / "maps").write_text(maps)
-    if opened is not None:
-        (folder / "7" / "fd" / "3").symlink_to(opened)
-    return folder
-
-
-def test_what_no_process_holds_is_left_over(shared: Path, tmp_path: Path) -> None:
-    maps = f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/mpich_shm_1\n"
-    processes = process(tmp_path / "proc", maps=maps, opened=shared / "mpich_shm_2")
-
-    assert leftovers(shared, processes) == [str(shared / "vader_segment.host.1")]
-
-
-def test_a_name_that_begins_alike_holds_nothing(shared: Path, tmp_path: Path) -> None:
-    maps = f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/mpich_shm_11\n"
-
-    assert str(shared / "mpich_shm_1") in leftovers(shared, process(tmp_path / "p", maps=maps))
-
-
-def test_what_others_left_is_not_ours_to_judge(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-
-    assert leftovers(shared, process(tmp_path / "proc")) == []
-
-
-def test_without_shared_memory_nothing_is_left_over(tmp_path: Path) -> None:
-    assert leftovers(tmp_path / "none", tmp_path / "none") == []
-
-
-def test_a_file_that_this_process_maps_is_in_use(tmp_path: Path) -> None:
-    import mmap
-
-    path = tmp_path / "mpich_shm_live"
-    path.write_bytes(b"x" * 4096)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert leftovers(tmp_path, Path("/proc")) == []
-
-    assert leftovers(tmp_path, Path("/proc")) == [str(path)]
+from axsparse.cli.doctor.machine import Mpi, look
 
 
 def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Ctrl-C in a terminal: every process of the job gets it, the launcher as well."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
+
+SHARED = Path("/dev/shm")  # noqa: S108 - nothing is written there
+TRAIN = (
+    *("-m", "axsparse.train", "--config", "quickstart.yaml", "--steps", "100000"),
+    *("--set", "model.hidden_size=32", "--set", "model.num_layers=2"),
+)
+
+
+def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    metrics = run / "metrics.jsonl"
+    with (tmp_path / "errors").open("w") as errors:
+        job = subprocess.Popen(
+            [mpirun_path(), "-n", "2", sys.executable, *TRAIN, "--run-dir", str(run)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + LONGEST_SECONDS
+            while not (metrics.exists() and metrics.stat().st_size):
+                assert job.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            mapped = {line.split()[-1] for line in maps_of(job.pid) if str(SHARED) in line}
+            assert mapped
+
+            os.killpg(job.pid, signal.SIGINT)
+
+            assert job.wait(LONGEST_SECONDS) == 75
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    ours = [
+        line
+        for line in (tmp_path / "errors").read_text().splitlines()
+        if line.startswith("axsparse: ")
+    ]
+    assert ours == [
+        "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once",
+        f"axsparse: stopped after step {steps[-1]}, saved in {run}/checkpoints; --resume auto goes "
+        "on",
+    ]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps[-1]}"]
+    assert not any(Path(name).exists() for name in mapped)
+
+
+def maps_of(session: int) -> list[str]:
+    """What the processes of a session map."""
+    lines: list[str] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended
+            if process.name.isdigit() and os.getsid(int(process.name)) == session:
+                lines += (process / "maps").read_text().splitlines()
+    return lines
