@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal: every process of the job gets it, the launcher as well."""
+"""Ctrl-C in a terminal, which the launcher passes on to the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
             while not (metrics.exists() and metrics.stat().st_size):
                 assert job.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            mapped = {line.split()[-1] for line in maps_of(job.pid) if str(SHARED) in line}
+            mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
             assert mapped
 
             os.killpg(job.pid, signal.SIGINT)
@@ -63,11 +63,11 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert not any(Path(name).exists() for name in mapped)
 
 
-def maps_of(session: int) -> list[str]:
-    """What the processes of a session map."""
+def maps_of(run: Path) -> list[str]:
+    """What the ranks of a run map; launchers start them in sessions of their own."""
     lines: list[str] = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may have ended
-            if process.name.isdigit() and os.getsid(int(process.name)) == session:
+            if str(run) in (process / "cmdline").read_text():
                 lines += (process / "maps").read_text().splitlines()
     return lines
