@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -96,8 +97,10 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
     assert lines[5].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[5]
     assert [line.split("  ")[0] for line in lines[5:]] == [
         *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
+        f"saved in {run.folder}/checkpoints",
     ]
-    assert "validation loss" in lines[-1] and "perplexity" in lines[-1]
+    assert "validation loss" in lines[-2] and "perplexity" in lines[-2]
+    assert re.search(r"  \(48 of \d+ samples\)$", lines[-2])
 
 
 def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:

@@ -302,8 +302,8 @@ class TrainConfig(Section):
     """Optimizer steps."""
     eval_every: Annotated[int, Field(ge=0)] = 50
     """Steps between evaluations; 0 evaluates at the end only."""
-    eval_steps: Annotated[int, Field(ge=0)] = 4
-    """Global batches of validation data per evaluation; 0 never evaluates."""
+    eval_steps: Annotated[int, Field(ge=0)] | Literal["all"] = 4
+    """Global batches of validation data per evaluation, or `all`; 0 never evaluates."""
     eval_first: bool = False
     """Whether to evaluate before the first step as well."""
     log_every: Count = 10

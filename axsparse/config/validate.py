@@ -285,9 +285,12 @@ def check_divides_ranks(
     """ConfigError unless `count`, the value of `key`, divides the ranks; `choices` would."""
     if ranks % count:
         more = ranks + -ranks % count
+        start = counted(more, "rank")
+        if ranks == 1:
+            start += f" (mpirun -n {more} before the same command)"
         raise ConfigError(
             f"{loaded.where(key)}: {count} does not divide the {counted(ranks, 'rank')}; "
-            f"start {counted(more, 'rank')} or choose {one_of(choices, near=count)}"
+            f"start {start} or choose {one_of(choices, near=count)}"
         )
 
 

@@ -31,7 +31,7 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
             size=data.image_size,
             workers=data.workers,
             seed=config.seed,
-            validate=config.train.eval_steps > 0,
+            validate=config.train.eval_steps != 0,
         )
         _check_classes(loaded, len(training.classes), training.name)
         return Datasets(training, validation)
@@ -40,7 +40,7 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
     if data.source == "tokens":
         assert data.path is not None, "check_config asks for it"
         return Datasets(
-            *token_datasets(Path(data.path), length, validate=config.train.eval_steps > 0)
+            *token_datasets(Path(data.path), length, validate=config.train.eval_steps != 0)
         )
     assert data.source == "stdlib", f"nobody opens {data.source}"
     return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))

@@ -21,6 +21,8 @@ class StepRecord:
 
     step: int
     """Optimizer steps done, this one included."""
+    time: float
+    """When it was recorded, in seconds since the beginning of 1970, UTC."""
     loss: float
     """Mean loss of the step's targets, before the update."""
     learning_rate: float

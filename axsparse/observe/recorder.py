@@ -117,15 +117,17 @@ class Recorder:
         else:
             self._write(self._gather.push(figures.step, seconds, maxima))
 
-    def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+    def evaluation(
+        self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
+    ) -> None:
         """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
-        fractions of targets that the model's metrics count."""
+        fractions of targets that the model's metrics count. `part` is that of `eval_line`."""
         self.flush()
         if self._run.unit == "tokens":
             metrics = {"perplexity": perplexity(loss), **metrics}
         if self._file is not None:
             self._file.write(EvalRecord(step, loss, metrics))
-        self.say(eval_line(step, self._run.steps, loss, metrics))
+        self.say(eval_line(step, self._run.steps, loss, metrics, part))
 
     def masks(self, record: MaskRecord) -> None:
         """Record a change of the masks, or a look at them; `record` is the same on all ranks."""
@@ -196,6 +198,7 @@ class Recorder:
         maxima: dict[str, Any] = gathered.maxima
         return StepRecord(
             step=figures.step,
+            time=time.time(),
             loss=figures.loss,
             learning_rate=figures.learning_rate,
             grad_norm=figures.grad_norm,

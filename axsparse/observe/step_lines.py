@@ -18,10 +18,15 @@ def step_line(record: StepRecord, steps: int, eta: float, unit: Unit) -> str:
     return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
 
 
-def eval_line(step: int, steps: int, loss: float, metrics: Mapping[str, float]) -> str:
-    """One evaluation on one line; every metric but perplexity is a fraction of the targets."""
+def eval_line(
+    step: int, steps: int, loss: float, metrics: Mapping[str, float], part: str = ""
+) -> str:
+    """One evaluation on one line; every metric but perplexity is a fraction of the targets.
+
+    `part` says how much of the validation data it was made on, if that was not all.
+    """
     found = "".join(
         f"  {name} {value:.3f}" if name == "perplexity" else f"  {name} {100 * value:.2f} %"
         for name, value in metrics.items()
     )
-    return f"step {step}/{steps}  validation loss {loss:.4f}{found}"
+    return f"step {step}/{steps}  validation loss {loss:.4f}{found}{part and f'  ({part})'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from axsparse.data.batches import Batches
 from axsparse.data.prefetch import Prefetcher
@@ -23,24 +24,29 @@ class Evaluation:
     """Mean loss of a target."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name, the fraction of the targets that each of the model's metrics counted."""
+    samples: int = 0
+    """How many samples of the validation data it was made on."""
+    available: int = 0
+    """How many samples the validation data has."""
 
 
 def evaluate(
     engine: Engine,
     batches: Batches,
-    number: int,
+    number: int | Literal["all"],
     metrics: Sequence[str],
     *,
     transport: Transport,
     place: Place,
 ) -> Evaluation:
-    """Evaluate the first `number` validation batches, or all if there are fewer.
+    """Evaluate the first `number` validation batches, or all of them.
 
     All ranks call this together. Only forward passes are run. Losses of whole microbatches,
     which no layout divides, are added exactly and rounded once, so that their order does not
     matter. `metrics` names the model's metrics.
     """
-    number = min(number, batches.num_evaluation_batches)
+    whole = batches.num_evaluation_batches
+    number = whole if number == "all" else min(number, whole)
     losses: list[float] = []
     counts = [0.0] * len(metrics)
     targets = 0.0
@@ -59,6 +65,8 @@ def evaluate(
     return Evaluation(
         loss / total_targets,
         {name: total / total_targets for name, total in zip(metrics, totals, strict=True)},
+        samples=min(number * batches.global_batch_size, batches.num_samples),
+        available=batches.num_samples,
     )
 
 

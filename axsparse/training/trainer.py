@@ -280,7 +280,9 @@ class Trainer:
         found = self.evaluate()
         self._evaluated_at = self.steps_done
         if found is not None:
-            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics)
+            part = found.samples < found.available
+            said = f"{found.samples} of {found.available} samples" if part else ""
+            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
@@ -362,12 +364,20 @@ class Trainer:
         )
 
     def _sum_up(self) -> None:
-        """Print how many steps were skipped and how many batches jumped over, if any were."""
+        """Print how many steps were skipped and how many batches jumped over, if any were; and
+        where the result is."""
         said = self._step.skips.summary()
         if self._step.position.jumped:
             said.append(f"batches jumped over: {self._step.position.jumped}")
         if said:
             self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
+        saver = self._saver
+        if saver is not None and saver.last_step == self.steps_done:
+            run = saver.folder.parent
+            self.parts.recorder.say(
+                f"saved in {saver.folder}  ·  axsparse export {run} --to torch --out "
+                "weights.safetensors takes the weights out"
+            )
 
     def _refuse_bad_end(self) -> None:
         """TrainingError on all ranks if the result of the training cannot be used."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,12 +12,21 @@ from pathlib import Path
 import pytest
 from support.records import STEP_RECORD
 
-from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, StepRecord, perplexity
+from axsparse.observe.metrics import (
+    BackRecord,
+    EvalRecord,
+    MaskRecord,
+    MetricsFile,
+    PlanRecord,
+    StepRecord,
+    perplexity,
+)
 from axsparse.observe.phases import PHASES
 from axsparse.runtime.errors import OutputError
 
 FIELDS = [
     "step",
+    "time",
     "loss",
     "learning_rate",
     "grad_norm",
@@ -152,3 +162,15 @@ def test_a_change_of_masks_is_a_line_with_its_figures_as_keys(tmp_path: Path) ->
         "model_state_bytes": 10,
         "model_state_bytes_before": 80,
     }
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+
+
+def test_the_page_names_every_field_of_every_record() -> None:
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+
+    for record in (StepRecord, EvalRecord, MaskRecord, PlanRecord, BackRecord):
+        # The entries of `metrics` are keys of their own in the file.
+        assert {field.name for field in fields(record)} - {"metrics"} <= named, record
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)[: len(FIELDS)] == FIELDS

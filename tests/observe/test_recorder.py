@@ -161,12 +161,13 @@ def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_p
 
 
 def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
+    screen, began = Screen(tmp_path), time.time()
     screen.recorder.step(figures(3), seconds(2.0), MOST)
     screen.recorder.flush()
     screen.recorder.close()
 
     (record,) = screen.records
+    assert began <= record.pop("time") <= time.time()
     phases = {name: record.pop(f"{name}_seconds") for name in PHASES}
     assert phases == {**dict.fromkeys(PHASES, 2 / 9), "bubble": 4 / 9}
     assert record == {

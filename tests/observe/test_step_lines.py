@@ -29,3 +29,9 @@ def test_an_evaluation_reads_as_one_line() -> None:
     line = eval_line(10, 30, 1.23456, {"perplexity": 3.43689, "top1": 0.98765})
 
     assert line == "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %"
+
+
+def test_an_evaluation_of_a_part_says_so() -> None:
+    line = eval_line(10, 30, 1.0, {}, "256 of 360 samples")
+
+    assert line == "step 10/30  validation loss 1.0000  (256 of 360 samples)"

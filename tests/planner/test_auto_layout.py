@@ -138,7 +138,8 @@ def test_stages_must_divide_the_ranks() -> None:
         "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of 1, 3"
     )
     assert grid_refusal(1, 8, "layout.g_inter=4") == (
-        "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks or choose 1"
+        "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks (mpirun -n 4 before "
+        "the same command) or choose 1"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from axsparse.observe.metrics import StepRecord
 
 STEP_RECORD = StepRecord(
+    time=1.7e9,
     step=3,
     loss=3.5,
     learning_rate=1e-3,

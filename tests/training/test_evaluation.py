@@ -119,6 +119,16 @@ def test_evaluations_leave_training_as_it_was(layout: tuple[int, int]) -> None:
         assert_bitwise(ours, reference)
 
 
+@pytest.mark.parametrize(("steps", "samples"), [(1, 12), (2, 24), (9, 29), ("all", 29)])
+def test_an_evaluation_says_how_much_it_has_seen(steps: object, samples: int) -> None:
+    config = settings_of(eval_steps=steps, steps=1)
+    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
+    found = ranks[0][0].last_evaluation
+
+    assert found is not None
+    assert (found.samples, found.available) == (samples, 29)
+
+
 def test_a_trained_trainer_still_evaluates() -> None:
     config = settings_of()
     ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)

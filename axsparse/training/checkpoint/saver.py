@@ -104,14 +104,17 @@ class Saver:
         self._parts = parts
         self._transport = parts.transport
         self._lock = run_dir.lock
-        self._last = resumed_at
+        self.last_step = resumed_at
+        """The step of the newest checkpoint that was begun here or gone on from; None without."""
         self._whole = set() if resumed_at is None else {resumed_at}
         self._pending: _PendingCheckpoint | None = None
 
     def due(self, step: int, *, is_last: bool) -> bool:
         """Whether the settings ask for a checkpoint after this step."""
         every = self._settings.every
-        return bool(every) and step != self._last and step > 0 and (is_last or step % every == 0)
+        return (
+            bool(every) and step != self.last_step and step > 0 and (is_last or step % every == 0)
+        )
 
     @property
     def resumed_step(self) -> int | None:
@@ -157,7 +160,7 @@ class Saver:
             queue,
             BackgroundWork(lambda: _write(folder, files, queue, beat), THREAD),
         )
-        self._last = step
+        self.last_step = step
         with self._parts.statistics.of_first_replica():
             for tensor, is_own in _to_copy(layers):
                 if is_own:
