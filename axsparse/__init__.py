@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from axsparse.runtime.job import run as run
     from axsparse.training.build import build as build
     from axsparse.training.export.live_gpt2 import save_hf_gpt2 as save_hf_gpt2
+    from axsparse.training.export.state_dict import load as load
     from axsparse.training.run_training import run_training as run_training
     from axsparse.training.trainer import Trainer as Trainer
 
@@ -53,6 +54,7 @@ _HOMES = {
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
     "from_sequential": "axsparse.models.sequential",
+    "load": "axsparse.training.export.state_dict",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",

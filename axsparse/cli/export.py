@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from axsparse.cli.parser import CommandParser, run_command
-from axsparse.runtime.errors import ConfigError, MissingInputError
-
-if TYPE_CHECKING:
-    from axsparse.training.checkpoint.verification import Checkpoint
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -65,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
+    from axsparse.training.checkpoint.newest import checkpoint_of
     from axsparse.training.export.checkpoint_export import export
 
-    checkpoint = _checkpoint(arguments.run, arguments.step)
+    checkpoint = checkpoint_of(arguments.run, arguments.step)
     done = export(
         checkpoint,
         "sparse" if arguments.sparse else arguments.to,
@@ -79,29 +76,6 @@ def _export(arguments: argparse.Namespace) -> None:
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{checkpoint.path} after step {checkpoint.step}"
     )
-
-
-def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """The checkpoint that RUN and --step name; MissingInputError if it does not exist."""
-    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
-    from axsparse.training.checkpoint.newest import steps_in
-    from axsparse.training.checkpoint.verification import open_checkpoint
-
-    if step_of(run.resolve()) is not None:
-        if step is not None:
-            raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
-        return open_checkpoint(run)
-    steps = steps_in(run)
-    if not steps:
-        raise MissingInputError(
-            f"export: {run} holds no checkpoint to export; name a run or a checkpoint"
-        )
-    if step is not None and step not in steps:
-        raise MissingInputError(
-            f"--step: {run} has no checkpoint of step {step}; choose one of "
-            f"{', '.join(map(str, steps))}"
-        )
-    return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else step))
 
 
 if __name__ == "__main__":

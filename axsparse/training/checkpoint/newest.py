@@ -1,4 +1,4 @@
-"""Finds and verifies the checkpoint that a run resumes from."""
+"""Finds the checkpoint of a run that is meant, and verifies the one that a run resumes from."""
 
 from __future__ import annotations
 
@@ -6,16 +6,40 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import DataError, MissingInputError, everywhere
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, everywhere
 from axsparse.runtime.exchange import together
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
     UNFINISHED,
     path_of,
     saved_steps,
+    step_of,
     unfinished,
 )
 from axsparse.training.checkpoint.verification import Checkpoint, open_checkpoint, verify
+
+
+def checkpoint_of(run: Path, step: int | None) -> Checkpoint:
+    """The checkpoint that a path names: itself, or that of `step` in a run, or its newest.
+
+    ConfigError if the path is a checkpoint and a step is given, MissingInputError if there is no
+    such checkpoint, and what `open_checkpoint` raises.
+    """
+    if step_of(run.resolve()) is not None:
+        if step is not None:
+            raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
+        return open_checkpoint(run)
+    steps = steps_in(run)
+    if not steps:
+        raise MissingInputError(
+            f"export: {run} holds no checkpoint to export; name a run or a checkpoint"
+        )
+    if step is not None and step not in steps:
+        raise MissingInputError(
+            f"--step: {run} has no checkpoint of step {step}; choose one of "
+            f"{', '.join(map(str, steps))}"
+        )
+    return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else step))
 
 
 def verify_together(transport: Transport, path: Path) -> Checkpoint:
