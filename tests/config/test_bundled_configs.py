@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axsparse.config.load import bundled_configs, load_config
+from axsparse.config.model_config import GptConfig, TextFamily, Vgg19Config, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.digits import VALIDATION_SAMPLES
@@ -48,7 +49,10 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     loaded = load_config(name)
 
     check_config(loaded)
-    check_batch(loaded, resolve_grid(loaded, ranks, loaded.config.model.num_layers + 2))
+    check_batch(
+        loaded,
+        resolve_grid(loaded, ranks, of_family(loaded.config.model, TextFamily).num_layers + 2),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -64,7 +68,7 @@ def test_digits_train_on_usual_numbers_of_ranks_and_are_evaluated_on_all_images(
 @every_gpt3
 def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
     layers, width, heads, parameters, _, _ = GPT3[name]
-    model = config_of(name).model
+    model = of_family(config_of(name).model, GptConfig)
 
     assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, heads)
     assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
@@ -79,7 +83,7 @@ def test_models_are_trained_with_the_published_settings(name: str) -> None:
     _, _, _, _, sequences, rate = GPT3[name]
     config = config_of(name)
     optimizer, schedule = config.optimizer, config.schedule
-    tokens = sequences * config.model.sequence_length
+    tokens = sequences * of_family(config.model, TextFamily).sequence_length
 
     assert config.batch.global_batch_size == sequences
     assert (optimizer.name, optimizer.learning_rate) == ("adamw", rate)
@@ -110,7 +114,8 @@ def test_image_models_are_the_published_ones_and_trained_with_the_published_sett
     assert (schedule.decay, schedule.step_every, schedule.step_factor) == ("step", fall, 0.1)
     assert (config.batch.global_batch_size, config.train.steps) == (256, steps)
     assert (config.data.source, config.data.image_size) == ("images", 224)
-    assert config.model.dropout == (0.5 if model == "vgg19" else 0.0)
+    if isinstance(config.model, Vgg19Config):
+        assert config.model.dropout == 0.5
     assert config.train.eval_steps * 256 >= 50_000  # all of the validation images
     check_config(loaded)
     for ranks in (1, 2, 4, 8):
