@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from axsparse.config.load import bundled_configs, load_config
@@ -30,6 +32,13 @@ IMAGENET = {
     "vgg19": ("vgg19", 143_667_240, 1e-2, 5e-4, 370_000, 92_500),
     "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
 }
+LLAMAS = {
+    # name: parameters of the published model; None: those of any folder
+    "llama3_8b": 8_030_261_248,
+    "qwen3_1.7b": 1_720_574_976,
+    "smollm2_135m": 134_515_008,
+    "prune_llama": None,
+}
 every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
 
@@ -38,10 +47,13 @@ def config_of(name: str) -> Config:
 
 
 def test_these_are_all() -> None:
-    assert set(bundled_configs()) == {"quickstart", "digits_cnn", *IMAGENET, *GPT3, *STUDY}
+    assert set(bundled_configs()) == {
+        *("quickstart", "digits_cnn"),
+        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS),
+    }
 
 
-@pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY])
+@pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY, *LLAMAS])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     name: str, ranks: int
@@ -130,3 +142,18 @@ def test_the_models_of_the_study_are_gpt3s_on_prepared_text(name: str) -> None:
         assert getattr(config, section) == getattr(published, section), section
     assert config.schedule.warmup_steps == published.schedule.warmup_steps < config.train.steps
     assert config.data.source == "tokens"
+
+
+@pytest.mark.parametrize(("name", "parameters"), LLAMAS.items())
+def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
+    name: str, parameters: int | None
+) -> None:
+    loaded = load_config(name)
+    config = loaded.config
+
+    if parameters is not None:
+        assert survey(replace(named_model(loaded), example=None)).num_params == parameters
+    assert config.model.name == "llama"
+    assert config.model.from_ is None
+    assert (config.data.source, config.precision) == ("tokens", "bf16")
+    assert config.schedule.warmup_steps * 10 <= config.train.steps
