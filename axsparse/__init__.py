@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from axsparse.runtime.job import Job as Job
     from axsparse.runtime.job import run as run
     from axsparse.training.build import build as build
-    from axsparse.training.export.live_gpt2 import save_hf_gpt2 as save_hf_gpt2
+    from axsparse.training.export.live_hf import save_hf as save_hf
+    from axsparse.training.export.live_hf import save_hf_gpt2 as save_hf_gpt2
     from axsparse.training.export.state_dict import load as load
     from axsparse.training.run_training import run_training as run_training
     from axsparse.training.trainer import Trainer as Trainer
@@ -59,7 +60,8 @@ _HOMES = {
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",
     "run_training": "axsparse.training.run_training",
-    "save_hf_gpt2": "axsparse.training.export.live_gpt2",
+    "save_hf": "axsparse.training.export.live_hf",
+    "save_hf_gpt2": "axsparse.training.export.live_hf",
     "start_from": "axsparse.models.start_weights",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -25,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
@@ -69,7 +70,7 @@ def make_trainer(data: TokenDataset, gradient: str, microbatches: int, seed: int
     )
     return build(
         Job(LocalTransport(LocalWorld(1), 0)),
-        gpt(config.model, TOKENS),
+        gpt(of_family(config.model, GptConfig), TOKENS),
         lambda: Datasets(data, None),
         config,
         quiet=True,

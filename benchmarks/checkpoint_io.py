@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
@@ -254,7 +255,7 @@ def make_trainer(arguments: argparse.Namespace, transport: MpiTransport, folder:
     data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
     return build(
         Job(transport),
-        gpt(config.model, TOKENS),
+        gpt(of_family(config.model, GptConfig), TOKENS),
         lambda: Datasets(data, None),
         LoadedConfig(config, "checkpoint_io", {}),
         grid=Grid(transport.size, 1),

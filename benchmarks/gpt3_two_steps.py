@@ -32,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from peak_memory import measure
 
 from axsparse.config.load import load_config
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -72,7 +73,8 @@ def overrides(setting: str) -> list[str]:
 def resolved(setting: str) -> RunSpec:
     """What the run's ranks will agree on."""
     loaded = load_config(CONFIG, overrides(setting))
-    model = gpt(loaded.config.model, loaded.config.model.sequence_length)
+    settings = of_family(loaded.config.model, GptConfig)
+    model = gpt(settings, settings.sequence_length)
     transport = LocalTransport(LocalWorld(RANKS), 0)
     return resolve(loaded, RunInputs(model, survey(model), transport))
 
@@ -103,7 +105,8 @@ def activations(run: RunSpec, stage: int) -> int:
     slack = config.pipeline.slack
     assert slack != "auto"
     size = run.dtype.itemsize
-    stream = config.model.sequence_length * config.batch.microbatch_size * config.model.hidden_size
+    sizes = of_family(config.model, GptConfig)
+    stream = sizes.sequence_length * config.batch.microbatch_size * sizes.hidden_size
     microbatches = config.batch.global_batch_size // config.batch.microbatch_size
     in_flight = min(microbatches, len(run.stages) - stage + slack)
     inputs = sum(layer.kind != "embedding" for layer in layers) * stream * in_flight

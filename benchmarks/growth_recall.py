@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
@@ -77,7 +78,7 @@ def make_trainer(data: TokenDataset, microbatches: int) -> Trainer:
     )
     return build(
         Job(LocalTransport(LocalWorld(1), 0)),
-        gpt(config.model, TOKENS),
+        gpt(of_family(config.model, GptConfig), TOKENS),
         lambda: Datasets(data, None),
         config,
         quiet=True,

@@ -30,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.zoo.gpt import gpt
@@ -166,7 +167,8 @@ def time_steps(reading: Reading, precision: str, tokens: int, rounds: int) -> Ti
 def _train(
     transport: LocalTransport, reading: Reading, config: Config, data: ArrayDataset, rounds: int
 ) -> Times:
-    model = gpt(config.model, config.model.sequence_length)
+    settings = of_family(config.model, GptConfig)
+    model = gpt(settings, settings.sequence_length)
     datasets = Datasets(data, None)
     trainer = build(Job(transport), model, lambda: datasets, config, quiet=True)
     encoded = {name: _encode(trainer, VARIANTS[name][0]) for name in reading.variants()}

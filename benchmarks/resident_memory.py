@@ -37,6 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.survey import survey
@@ -89,7 +90,7 @@ def train(config: Config) -> Trainer:
     data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
     trainer = build(
         Job(LocalTransport(LocalWorld(1), 0)),
-        gpt(config.model, TOKENS),
+        gpt(of_family(config.model, GptConfig), TOKENS),
         lambda: Datasets(data, None),
         config,
         quiet=True,
@@ -110,7 +111,7 @@ def activation_bytes(kept: float) -> dict[str, int]:
 
 
 def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
-    found = survey(gpt(config.model, TOKENS))
+    found = survey(gpt(of_family(config.model, GptConfig), TOKENS))
     return stage_bytes(
         found.layers,
         found.ties,

@@ -31,6 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from index_encodings import machine, quartiles, shuffled
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
@@ -114,7 +115,7 @@ def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
     with mock.patch("axsparse.training.build.Phases", partial(Phases, time.process_time)):
         return build(
             Job(LocalTransport(LocalWorld(1), 0)),
-            gpt(config.model, TOKENS),
+            gpt(of_family(config.model, GptConfig), TOKENS),
             lambda: Datasets(data, None),
             config,
             quiet=True,

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from axsparse.config.load import load_config
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.gpt_formula import GptFormula
@@ -100,7 +101,7 @@ class Step:
 @cache
 def workload(model: str, density: float) -> GptFormula:
     """One of the study's models."""
-    sizes = load_config(model).config.model
+    sizes = of_family(load_config(model).config.model, GptConfig)
     return GptFormula(
         name=model,
         layers=sizes.num_layers,

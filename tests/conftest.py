@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
 import pytest
 
 # Before torch is imported: the bits of sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 LONGEST = (
     *("test_train.py", "test_failures.py", "test_mpirun.py", "test_checkpoint_faults.py"),
@@ -29,3 +31,13 @@ def _objects_at_rest() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """Hugging Face's library, which judges models that are read and written; skips without it."""
+    found: Any = pytest.importorskip(
+        "transformers", reason="no transformers: pip install 'axsparse[test]', Python 3.11 or newer"
+    )
+    found.utils.logging.disable_progress_bar()
+    return found

@@ -14,7 +14,7 @@ from axsparse.cli.parser import CommandParser, arguments_of, run_command
 from axsparse.data.prepare.documents import Reading
 from axsparse.data.prepare.preparation import prepare
 from axsparse.data.prepare.request import Request
-from axsparse.data.prepare.tokenizers import SEPARATOR
+from axsparse.data.prepare.tokenizers import SEPARATOR, in_folder
 from axsparse.runtime.console import make_console
 
 MEGABYTE = 1_000_000
@@ -103,13 +103,16 @@ def _add_tokenizer(arguments: CommandParser) -> None:
         "are bytes",
     )
     tokenizer.add_argument(
-        "--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json of Hugging Face's library"
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="a tokenizer.json of Hugging Face's library, or a folder with one: that of model.from",
     )
     arguments.add_argument(
         "--separator",
         metavar="TOKEN",
-        default=SEPARATOR,
-        help="with --tokenizer: the token after each document (default %(default)s)",
+        help="with --tokenizer: the token after each document (default: eos_token in the folder's "
+        f"tokenizer_config.json, else {SEPARATOR})",
     )
     arguments.add_argument(
         "--bpe-sample-mb",
@@ -171,6 +174,9 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    tokenizer, end = None, None
+    if arguments.tokenizer is not None:
+        tokenizer, end = in_folder(arguments.tokenizer)
     request = Request(
         inputs=tuple(arguments.inputs),
         out=arguments.out,
@@ -178,8 +184,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         validation_fraction=arguments.validation_fraction,
         train_bpe=arguments.train_bpe,
         bpe_sample_bytes=arguments.bpe_sample_mb * MEGABYTE,
-        tokenizer=arguments.tokenizer,
-        separator=arguments.separator,
+        tokenizer=tokenizer,
+        separator=arguments.separator or end or SEPARATOR,
         reading=Reading(
             split_documents=arguments.split_documents,
             jsonl_field=arguments.jsonl_field,

@@ -35,7 +35,7 @@ def parser() -> CommandParser:
     form.add_argument(
         "--to",
         choices=("hf", "torch"),
-        help="hf: a folder that GPT2LMHeadModel.from_pretrained loads; torch: a safetensors file "
+        help="hf: a folder that from_pretrained of transformers loads; torch: a safetensors file "
         "of dense tensors, named as axsparse names them",
     )
     form.add_argument(
@@ -76,6 +76,8 @@ def _export(arguments: argparse.Namespace) -> None:
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{checkpoint.path} after step {checkpoint.step}"
     )
+    for note in done.notes:
+        print(f"note: {note}")
 
 
 if __name__ == "__main__":

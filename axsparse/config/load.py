@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.reader import ReaderError
 
+from axsparse.config.hf_config import with_folder
 from axsparse.config.messages import (
     CLOSE,
     FIELDS,
@@ -25,6 +26,7 @@ from axsparse.config.messages import (
     domain,
     likeness,
     refusal,
+    refuse_other_families,
     shorten,
     show,
     unknown_key,
@@ -89,11 +91,13 @@ def made_in_python(config: Config, name: str) -> LoadedConfig:
     for section in config.model_fields_set:
         given = getattr(config, section)
         leaves = given.model_fields_set if isinstance(given, Section) else {""}
-        origins |= {f"{section}.{leaf}".rstrip("."): "configure" for leaf in leaves}
+        origins |= {f"{section}.{leaf}".rstrip("._"): "configure" for leaf in leaves}
     return LoadedConfig(config, name, origins)
 
 
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
+    settings = with_folder(settings)
+    refuse_other_families(settings)
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, leaf = key.rpartition(".")
@@ -192,7 +196,7 @@ def _read_override(override: str) -> tuple[str, Setting]:
             "write it like --set pruning.sparsity=0.8"
         )
     if key in SECTIONS:
-        leaves = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key].model_fields)
+        leaves = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key])
         raise ConfigError(f"{key} (--set): a section has no value; set one of {leaves}")
     if key not in FIELDS:
         raise unknown_key(key, "--set")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError
@@ -23,27 +24,33 @@ class Setting:
     """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-"""Name -> class of every section."""
+def _sections() -> dict[str, tuple[type[Section], ...]]:
+    found: dict[str, tuple[type[Section], ...]] = {"model": tuple(FAMILIES.values())}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found[name] = (field.annotation,)
+    return found
 
 
 def _fields() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, schema in Config.model_json_schema()["properties"].items():
-        if name in SECTIONS:
-            leaves = SECTIONS[name].model_json_schema()["properties"]
+        for section in _SECTIONS.get(name, ()):
+            leaves = section.model_json_schema()["properties"]
             fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
-        else:
+        if name not in _SECTIONS:
             fields[name] = schema
-    return fields
+    return fields | {"model.name": {"type": "string", "enum": list(FAMILIES)}}
 
 
+_SECTIONS = _sections()
 FIELDS = _fields()
-"""Dotted key -> JSON schema of its values, in the schema's order."""
+"""Dotted key -> JSON schema of its values, in the schema's order; those of all models."""
+SECTIONS: dict[str, tuple[str, ...]] = {
+    name: tuple(key.partition(".")[2] for key in FIELDS if key.startswith(f"{name}."))
+    for name in _SECTIONS
+}
+"""Name -> keys of every section."""
 
 CLOSE = 0.6
 """Names that are at least this alike may be what was meant; the default of difflib."""
@@ -68,9 +75,7 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
     """The error about the first wrong key, in one line, and how many others are wrong."""
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
-        # Behind the key, pydantic also names list entries and members of unions.
-        top, dotted = str(problem["loc"][0]), ".".join(map(str, problem["loc"][:2]))
-        problems.setdefault(dotted if dotted in FIELDS else top, []).append(problem)
+        problems.setdefault(_key_of(problem), []).append(problem)
     key, found = next(iter(problems.items()))
     schema = FIELDS[key]
 
@@ -89,6 +94,18 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
         mend = f"choose {domain(schema)}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return ConfigError(f"{key} ({settings[key].origin}): {show(value)} {rule}; {mend}{more}")
+
+
+def _key_of(problem: Mapping[str, Any]) -> str:
+    """The dotted key that a problem of pydantic's is about."""
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return "model.name"
+    top, *rest = map(str, problem["loc"])
+    if top == "model":
+        del rest[:1]  # the family
+    # Behind the key, pydantic also names list entries and members of unions.
+    dotted = ".".join([top, *rest[:1]])
+    return dotted if dotted in FIELDS else top
 
 
 def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False) -> str:
@@ -134,10 +151,31 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     if nearness(nearest)[0] >= CLOSE:
         mend = f"did you mean {nearest}?"
     else:
-        names = SECTIONS.get(section, Config)
-        mend = f"choose one of {', '.join(names.model_fields)}"
+        names = SECTIONS.get(section, tuple(Config.model_fields))
+        mend = f"choose one of {', '.join(names)}"
     shown = key if key.isprintable() else repr(key)
     return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
+
+
+def refuse_other_families(settings: Mapping[str, Setting]) -> None:
+    """ConfigError for a key that the named model has not, though another one has it."""
+    named = settings.get("model.name")
+    name = FIELDS["model.name"]["enum"][0] if named is None else named.value
+    if name not in FAMILIES:
+        return  # pydantic refuses the name
+    has = {
+        family: tuple(section.model_json_schema()["properties"])
+        for family, section in FAMILIES.items()
+    }
+    for key, setting in settings.items():
+        section, _, leaf = key.rpartition(".")
+        if section == "model" and leaf not in has[name]:
+            others = " and ".join(family for family in has if leaf in has[family])
+            raise ConfigError(
+                f"{key} ({setting.origin}): unknown key for model.name {name}, which has "
+                f"{', '.join(has[name])}; it is for model.name {others}: remove it, or choose "
+                "another model.name"
+            )
 
 
 def likeness(one: str, other: str) -> float:

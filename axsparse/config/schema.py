@@ -1,4 +1,5 @@
-"""Every setting of a run: its type, its default and its meaning. No other file holds defaults.
+"""Every setting of a run: its type, its default and its meaning. Those of models are in
+`model_config.py`; no other file holds defaults.
 
 A configuration is frozen: what is printed and saved at the start is what ran.
 The rules for a single field are its type; the rules between fields are in `validate.py`.
@@ -7,63 +8,12 @@ For every setting that may be `auto`, docs/reference/auto.md names the function 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
+from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
 from axsparse.config.section import Auto, Count, Fraction, FromList, Rate, Section
-
-
-class ModelConfig(Section):
-    """Which model is trained."""
-
-    name: Literal["gpt", "vgg19", "wide_resnet101_2", "cnn"] = "gpt"
-    """A built-in model; models of your own come through the Python API."""
-    weights: str | None = None
-    """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
-    and safetensors. It names tensors as this model does, or as torchvision (vgg19,
-    wide_resnet101_2) or as Hugging Face's GPT-2 (gpt). null initializes at random."""
-    num_layers: Count = 6
-    """gpt: transformer blocks, embedding and head not counted."""
-    hidden_size: Count = 256
-    """gpt: width of the residual stream; a multiple of `num_heads`."""
-    num_heads: Count = 8
-    """gpt: attention heads of each block."""
-    sequence_length: Count = 128
-    """gpt: longest sequence, in tokens, for which there are position embeddings."""
-    vocab_size: Count = 256
-    """gpt: rows of the token embedding; at least the vocabulary of the data."""
-    tie_embeddings: bool = True
-    """gpt: whether the output head uses the token embedding's weights."""
-    dropout: Rate = 0.0
-    """Fraction of activations dropped; gpt: after the embedding and each residual branch, vgg19:
-    after each hidden linear layer (the paper has 0.5)."""
-    num_classes: Count = 1000
-    """vgg19, wide_resnet101_2, cnn: classes of images."""
-    channels: Count = 3
-    """cnn: channels of an image, 1 for grey and 3 for colour."""
-
-    @model_serializer(mode="wrap")
-    def _own_fields(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the fields that only other models have, unless they were changed."""
-        fields: dict[str, Any] = write(self)
-        has = MODEL_FIELDS[self.name]
-        return {
-            name: value
-            for name, value in fields.items()
-            if name in has or value != ModelConfig.model_fields[name].default
-        }
-
-
-_IMAGE_MODEL = frozenset({"name", "weights", "num_classes"})
-MODEL_FIELDS: Mapping[str, frozenset[str]] = {
-    "gpt": frozenset(ModelConfig.model_fields) - {"num_classes", "channels"},
-    "vgg19": _IMAGE_MODEL | {"dropout"},
-    "wide_resnet101_2": _IMAGE_MODEL,
-    "cnn": _IMAGE_MODEL | {"channels"},
-}
-"""The fields of `ModelConfig` that each model has."""
 
 
 class DataConfig(Section):
@@ -356,7 +306,7 @@ class WatchdogConfig(Section):
 class Config(Section):
     """All settings of a run, as `config.yaml` in its run directory records them."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = GptConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
     """What the model is trained on."""
@@ -395,3 +345,14 @@ class Config(Section):
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""
+
+
+NO_TEXT = 128
+"""What `data.sequence_length: auto` becomes for a model of images, where nothing reads it."""
+
+
+def sample_length(config: Config) -> int:
+    """Tokens of one sample; `data.sequence_length: auto` takes the model's longest sequence."""
+    if config.data.sequence_length != "auto":
+        return config.data.sequence_length
+    return config.model.sequence_length if isinstance(config.model, TextFamily) else NO_TEXT

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from math import isqrt
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import MODEL_FIELDS, Config, ModelConfig, prunes
+from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily, head_width
+from axsparse.config.schema import Config, prunes
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
@@ -19,21 +20,9 @@ ONCE = ("magnitude", "random", "custom", "snip")
 def check_config(loaded: LoadedConfig) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
     config = loaded.config
-    model, schedule = config.model, config.schedule
-    _check_model_fields(loaded)
-    if model.hidden_size % model.num_heads:
-        raise ConfigError(
-            f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
-            f"model.hidden_size {model.hidden_size}; "
-            f"choose {one_of(divisors(model.hidden_size), near=model.num_heads)}"
-        )
-    length = config.data.sequence_length
-    if length != "auto" and length > model.sequence_length:
-        raise ConfigError(
-            f"{loaded.where('data.sequence_length')}: {length} is above "
-            f"model.sequence_length {model.sequence_length}; "
-            f"choose at most {model.sequence_length}, or auto"
-        )
+    schedule = config.schedule
+    if isinstance(config.model, TextFamily):
+        _check_text_model(loaded, config.model)
     if config.data.source == "images" and config.data.path is None:
         raise ConfigError(
             f"{loaded.where('data.path')}: data.source images needs the folder that holds "
@@ -76,6 +65,47 @@ def check_config(loaded: LoadedConfig) -> None:
         )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
+
+
+def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
+    if model.hidden_size % model.num_heads and not (
+        isinstance(model, LlamaConfig) and model.head_dim is not None
+    ):
+        raise ConfigError(
+            f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
+            f"model.hidden_size {model.hidden_size}; "
+            f"choose {one_of(divisors(model.hidden_size), near=model.num_heads)}"
+        )
+    length = loaded.config.data.sequence_length
+    if length != "auto" and length > model.sequence_length:
+        raise ConfigError(
+            f"{loaded.where('data.sequence_length')}: {length} is above "
+            f"model.sequence_length {model.sequence_length}; "
+            f"choose at most {model.sequence_length}, or auto"
+        )
+    if isinstance(model, LlamaConfig):
+        _check_llama(loaded, model)
+
+
+def _check_llama(loaded: LoadedConfig, model: LlamaConfig) -> None:
+    if model.num_key_value_heads is not None and model.num_heads % model.num_key_value_heads:
+        raise ConfigError(
+            f"{loaded.where('model.num_key_value_heads')}: {model.num_key_value_heads} does not "
+            f"divide model.num_heads {model.num_heads}; "
+            f"choose {one_of(divisors(model.num_heads), near=model.num_key_value_heads)}"
+        )
+    width = head_width(model)
+    if width % 2:
+        raise ConfigError(
+            f"{loaded.where('model.head_dim')}: rotary embeddings turn pairs, and {width} is odd; "
+            "choose an even number"
+        )
+    if model.rope_low_factor >= model.rope_high_factor:
+        raise ConfigError(
+            f"{loaded.where('model.rope_low_factor')}: {model.rope_low_factor:g} is not below "
+            f"model.rope_high_factor {model.rope_high_factor:g}, so that no wavelength would lie "
+            f"between long and short; choose less than {model.rope_high_factor:g}"
+        )
 
 
 def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
@@ -235,32 +265,20 @@ def check_data(
         )
 
 
-def _check_model_fields(loaded: LoadedConfig) -> None:
-    """ConfigError for a field that the named model does not have."""
-    model = loaded.config.model
-    has = MODEL_FIELDS[model.name]
-    for field in ModelConfig.model_fields:
-        if field in model.model_fields_set and field not in has:
-            others = [name for name, fields in MODEL_FIELDS.items() if field in fields]
-            known = ", ".join(name for name in ModelConfig.model_fields if name in has)
-            raise ConfigError(
-                f"{loaded.where(f'model.{field}')}: {getattr(model, field)} is for model.name "
-                f"{' and '.join(others)}, {model.name} has {known}; remove it, or choose another "
-                "model.name"
-            )
-
-
 def _check_source_fits_model(loaded: LoadedConfig) -> None:
     """ConfigError for texts with an image model, or images with other channels than the model's."""
     model, source = loaded.config.model, loaded.config.data.source
-    wanted = ("stdlib", "tokens") if model.name == "gpt" else ("digits", "images")
+    is_text = isinstance(model, TextFamily)
+    wanted = ("stdlib", "tokens") if is_text else ("digits", "images")
     if source not in wanted:
         raise ConfigError(
             f"{loaded.where('data.source')}: {source} is nothing that model.name {model.name} can "
             f"read; choose {' or '.join(wanted)}, or another model"
         )
-    has = {"digits": 1, "images": 3}.get(source)
-    takes = {"gpt": None, "cnn": model.channels}.get(model.name, 3)
+    if is_text:
+        return
+    has = {"digits": 1, "images": 3}[source]
+    takes = model.channels if isinstance(model, CnnConfig) else 3
     if has != takes:
         raise ConfigError(
             f"{loaded.where('data.source')}: {source} have {has} channels, model.name {model.name} "

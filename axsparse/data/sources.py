@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.model_config import ImageFamily, of_family
+from axsparse.config.schema import sample_length
 from axsparse.data.dataset import Datasets
 from axsparse.data.digits import CLASSES, digits_datasets
 from axsparse.data.images.image_folder import image_folders
@@ -35,8 +37,7 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
         )
         _check_classes(loaded, len(training.classes), training.name)
         return Datasets(training, validation)
-    wanted = data.sequence_length
-    length = config.model.sequence_length if wanted == "auto" else wanted
+    length = sample_length(config)
     if data.source == "tokens":
         assert data.path is not None, "check_config asks for it"
         return Datasets(
@@ -47,7 +48,7 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
 
 
 def _check_classes(loaded: LoadedConfig, classes: int, name: str) -> None:
-    has = loaded.config.model.num_classes
+    has = of_family(loaded.config.model, ImageFamily).num_classes
     if has < classes:
         raise ConfigError(
             f"{loaded.where('model.num_classes')}: {has} is below the {classes} classes of {name}; "

@@ -150,7 +150,7 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
     check_config(loaded)
     loaded, notes = _in_a_precision_of(cluster, loaded)
     if model is None:
-        bare = loaded.config.model.model_copy(update={"weights": None})
+        bare = loaded.config.model.model_copy(update={"weights": None, "from_": None})
         model = named_model(_with(loaded, {"model": bare}))
     surveyed = survey(model, DTYPES[loaded.config.precision])
     if not has_costs(surveyed):

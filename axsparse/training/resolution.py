@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey
@@ -231,7 +231,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
     pruning, steps = config.pruning, config.train.steps
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     automatic = {
-        "data.sequence_length": config.model.sequence_length,
+        "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),

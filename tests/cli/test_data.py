@@ -16,6 +16,7 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli.data import parser
 from axsparse.config.load import load_config
+from axsparse.config.model_config import TextFamily, of_family
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
@@ -210,4 +211,26 @@ def test_bundled_configs_say_how_their_data_are_prepared(name: str) -> None:
     config = load_config(name).config
     assert str(arguments.out) == config.data.path
     assert config.data.source == "tokens"
-    assert 0 <= config.model.vocab_size - arguments.train_bpe < 128
+    assert 0 <= of_family(config.model, TextFamily).vocab_size - arguments.train_bpe < 128
+
+
+def test_the_tokenizer_of_a_folder_ends_documents_as_its_settings_say(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(TEXT)
+    made = axsparse(
+        *("data", "prepare", "a", "--out", "o", "--validation-fraction", "0"),
+        *("--train-bpe", "300"),
+        cwd=tmp_path,
+    )
+    assert made.returncode == 0, made.stderr
+    words = json.loads((tmp_path / "o" / "tokenizer.json").read_text())["model"]["vocab"]
+    last = max(words, key=words.get)
+    (tmp_path / "o" / "tokenizer_config.json").write_text(json.dumps({"eos_token": last}))
+
+    said = axsparse(
+        *("data", "prepare", "a", "--out", "p", "--validation-fraction", "0"),
+        *("--tokenizer", "o"),
+        cwd=tmp_path,
+    )
+
+    assert said.returncode == 0, said.stderr
+    assert json.loads((tmp_path / "p" / "tokens.json").read_text())["separator"] == words[last]

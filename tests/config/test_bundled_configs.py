@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from axsparse.config.load import bundled_configs, load_config
+from axsparse.config.model_config import GptConfig, TextFamily, Vgg19Config, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.digits import VALIDATION_SAMPLES
@@ -29,6 +32,13 @@ IMAGENET = {
     "vgg19": ("vgg19", 143_667_240, 1e-2, 5e-4, 370_000, 92_500),
     "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
 }
+LLAMAS = {
+    # name: parameters of the published model; None: those of any folder
+    "llama3_8b": 8_030_261_248,
+    "qwen3_1.7b": 1_720_574_976,
+    "smollm2_135m": 134_515_008,
+    "prune_llama": None,
+}
 every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
 
@@ -37,10 +47,13 @@ def config_of(name: str) -> Config:
 
 
 def test_these_are_all() -> None:
-    assert set(bundled_configs()) == {"quickstart", "digits_cnn", *IMAGENET, *GPT3, *STUDY}
+    assert set(bundled_configs()) == {
+        *("quickstart", "digits_cnn"),
+        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS),
+    }
 
 
-@pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY])
+@pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY, *LLAMAS])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     name: str, ranks: int
@@ -48,7 +61,10 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     loaded = load_config(name)
 
     check_config(loaded)
-    check_batch(loaded, resolve_grid(loaded, ranks, loaded.config.model.num_layers + 2))
+    check_batch(
+        loaded,
+        resolve_grid(loaded, ranks, of_family(loaded.config.model, TextFamily).num_layers + 2),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -64,7 +80,7 @@ def test_digits_train_on_usual_numbers_of_ranks_and_are_evaluated_on_all_images(
 @every_gpt3
 def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
     layers, width, heads, parameters, _, _ = GPT3[name]
-    model = config_of(name).model
+    model = of_family(config_of(name).model, GptConfig)
 
     assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, heads)
     assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
@@ -79,7 +95,7 @@ def test_models_are_trained_with_the_published_settings(name: str) -> None:
     _, _, _, _, sequences, rate = GPT3[name]
     config = config_of(name)
     optimizer, schedule = config.optimizer, config.schedule
-    tokens = sequences * config.model.sequence_length
+    tokens = sequences * of_family(config.model, TextFamily).sequence_length
 
     assert config.batch.global_batch_size == sequences
     assert (optimizer.name, optimizer.learning_rate) == ("adamw", rate)
@@ -110,7 +126,8 @@ def test_image_models_are_the_published_ones_and_trained_with_the_published_sett
     assert (schedule.decay, schedule.step_every, schedule.step_factor) == ("step", fall, 0.1)
     assert (config.batch.global_batch_size, config.train.steps) == (256, steps)
     assert (config.data.source, config.data.image_size) == ("images", 224)
-    assert config.model.dropout == (0.5 if model == "vgg19" else 0.0)
+    if isinstance(config.model, Vgg19Config):
+        assert config.model.dropout == 0.5
     assert config.train.eval_steps * 256 >= 50_000  # all of the validation images
     check_config(loaded)
     for ranks in (1, 2, 4, 8):
@@ -125,3 +142,18 @@ def test_the_models_of_the_study_are_gpt3s_on_prepared_text(name: str) -> None:
         assert getattr(config, section) == getattr(published, section), section
     assert config.schedule.warmup_steps == published.schedule.warmup_steps < config.train.steps
     assert config.data.source == "tokens"
+
+
+@pytest.mark.parametrize(("name", "parameters"), LLAMAS.items())
+def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
+    name: str, parameters: int | None
+) -> None:
+    loaded = load_config(name)
+    config = loaded.config
+
+    if parameters is not None:
+        assert survey(replace(named_model(loaded), example=None)).num_params == parameters
+    assert config.model.name == "llama"
+    assert config.model.from_ is None
+    assert (config.data.source, config.precision) == ("tokens", "bf16")
+    assert config.schedule.warmup_steps * 10 <= config.train.steps

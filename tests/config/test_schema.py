@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.package import PACKAGE
 
+from axsparse.config.hf_config import FROM
 from axsparse.config.load import load_config, to_yaml
 from axsparse.config.messages import FIELDS
+from axsparse.config.model_config import FAMILIES, Family
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
 
-SECTIONS: list[type[Section]] = [Config, *(s for s in Section.__subclasses__() if s is not Config)]
+SECTIONS: list[type[Section]] = [
+    Config,
+    *(s for s in Section.__subclasses__() if s not in (Config, Family)),
+    *FAMILIES.values(),
+]
 every_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
 
 
@@ -32,7 +38,9 @@ def test_every_field_has_a_type_and_a_meaning(section: type[Section]) -> None:
 
 @every_section
 def test_nothing_in_a_section_is_silently_no_field(section: type[Section]) -> None:
-    written = set(section.__annotations__) | {n for n in vars(section) if not n.startswith("_")}
+    classes = [one for one in section.__mro__ if issubclass(one, Section) and one is not Section]
+    written = {name for one in classes for name in (*one.__annotations__, *vars(one))}
+    written = {name for name in written if not name.startswith("_")}
     pydantic_own = {"model_config", "model_fields", "model_computed_fields"}
 
     assert written - pydantic_own == set(section.model_fields)
@@ -52,7 +60,7 @@ def test_every_section_is_frozen_strict_and_closed(section: type[Section]) -> No
 
 
 def test_the_sections_of_a_config_are_all_the_sections_there_are() -> None:
-    used = {field.annotation for field in Config.model_fields.values()}
+    used = {field.annotation for field in Config.model_fields.values()} | {*FAMILIES.values()}
 
     assert {section for section in SECTIONS if section is not Config} <= used
 
@@ -101,15 +109,25 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             raise AssertionError(f"no values for {unknown}")
 
 
-def _fields() -> dict[str, st.SearchStrategy[Any]]:
+def _fields(family: str) -> dict[str, st.SearchStrategy[Any]]:
+    """The optional settings with a model of this family, but for a folder, which would be read."""
     fields: dict[str, st.SearchStrategy[Any]] = {}
     for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            schemas = field.annotation.model_json_schema()["properties"]
+        section = FAMILIES[family] if name == "model" else field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            schemas = section.model_json_schema()["properties"]
             fields.update((f"{name}.{leaf}", _values(schema)) for leaf, schema in schemas.items())
         else:
             fields[name] = _values(Config.model_json_schema()["properties"][name])
-    return fields
+    return {key: values for key, values in fields.items() if key not in ("model.name", FROM)}
+
+
+def _settings() -> st.SearchStrategy[dict[str, Any]]:
+    return st.sampled_from(list(FAMILIES)).flatmap(
+        lambda family: st.fixed_dictionaries(
+            {"model.name": st.just(family)}, optional=_fields(family)
+        )
+    )
 
 
 def _get(config: Config, key: str) -> object:
@@ -120,7 +138,7 @@ def _get(config: Config, key: str) -> object:
 
 
 @settings(max_examples=60, deadline=None)
-@given(chosen=st.fixed_dictionaries({}, optional=_fields()))
+@given(chosen=_settings())
 def test_any_valid_config_survives_being_written_and_read(
     tmp_path_factory: pytest.TempPathFactory, chosen: dict[str, Any]
 ) -> None:

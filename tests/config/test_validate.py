@@ -99,19 +99,22 @@ def test_images_have_as_many_channels_as_the_model_takes(
     [
         (
             ("model.name=vgg19", "model.num_heads=4"),
-            "model.num_heads (--set): 4 is for model.name gpt, vgg19 has name, weights, dropout, "
-            "num_classes; remove it, or choose another model.name",
+            "model.num_heads (--set): unknown key for model.name vgg19, which has name, weights, "
+            "from, num_classes, dropout; it is for model.name gpt and llama: remove it, or choose "
+            "another model.name",
         ),
         (
             ("model.num_classes=10",),
-            "model.num_classes (--set): 10 is for model.name vgg19 and wide_resnet101_2 and cnn, "
-            "gpt has name, weights, num_layers, hidden_size, num_heads, sequence_length, "
-            "vocab_size, tie_embeddings, dropout; remove it, or choose another model.name",
+            "model.num_classes (--set): unknown key for model.name gpt, which has name, weights, "
+            "from, num_layers, hidden_size, num_heads, sequence_length, vocab_size, "
+            "tie_embeddings, dropout; it is for model.name vgg19 and wide_resnet101_2 and cnn: "
+            "remove it, or choose another model.name",
         ),
         (
             ("model.name=wide_resnet101_2", "model.dropout=0.1"),
-            "model.dropout (--set): 0.1 is for model.name gpt and vgg19, wide_resnet101_2 has "
-            "name, weights, num_classes; remove it, or choose another model.name",
+            "model.dropout (--set): unknown key for model.name wide_resnet101_2, which has name, "
+            "weights, from, num_classes; it is for model.name gpt and vgg19: remove it, or choose "
+            "another model.name",
         ),
     ],
 )
@@ -127,6 +130,7 @@ def test_a_model_is_written_without_the_fields_of_others() -> None:
     assert config.model_dump()["model"] == {
         "name": "cnn",
         "weights": None,
+        "from": None,
         "num_classes": 1000,
         "channels": 1,
     }
@@ -343,3 +347,33 @@ def test_numbers_that_nobody_means_are_refused_at_once() -> None:
 
     assert "8 does not divide model.hidden_size 9999" in said
     assert "; choose one of 1, 3, 9, 11" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ("model.num_key_value_heads=3",),
+            "model.num_key_value_heads (--set): 3 does not divide model.num_heads 8; choose one of "
+            "1, 2, 4, 8",
+        ),
+        (
+            ("model.head_dim=5",),
+            "model.head_dim (--set): rotary embeddings turn pairs, and 5 is odd; choose an even "
+            "number",
+        ),
+        (
+            ("model.rope_low_factor=4",),
+            "model.rope_low_factor (--set): 4 is not below model.rope_high_factor 4, so that no "
+            "wavelength would lie between long and short; choose less than 4",
+        ),
+        (
+            ("model.num_heads=7",),
+            "model.num_heads (--set): 7 does not divide model.hidden_size 256; choose one of 1, 2, "
+            "4, 8, 16, 32, 64, 128",
+        ),
+    ],
+)
+def test_sizes_of_a_llama_fit_each_other(overrides: tuple[str, ...], text: str) -> None:
+    assert _config_refusal("model.name=llama", *overrides) == text
+    check_config(load_config(None, ["model.name=llama", "model.num_heads=7", "model.head_dim=6"]))

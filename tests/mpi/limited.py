@@ -19,6 +19,7 @@ import torch
 
 import axsparse.training.build
 from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.model_config import GptConfig
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
@@ -54,12 +55,13 @@ def limited(part: float, *arguments: Any, **named: Any) -> RunSpec:
 def data_of(loaded: LoadedConfig) -> Dataset:
     """A few samples that fit the model."""
     config = loaded.config
-    if config.model.name != "gpt":
+    model = config.model
+    if not isinstance(model, GptConfig):
         images = torch.zeros(16, 3, 224, 224)
         return ArrayDataset(images, torch.arange(16) % 10)
-    length = config.model.sequence_length
-    tokens = np.arange(40 * length + 1, dtype=np.uint16) % config.model.vocab_size
-    return TokenDataset("counting", "0", config.model.vocab_size, tokens, length)
+    length = model.sequence_length
+    tokens = np.arange(40 * length + 1, dtype=np.uint16) % model.vocab_size
+    return TokenDataset("counting", "0", model.vocab_size, tokens, length)
 
 
 def steps(job: Job, overrides: list[str], number: int) -> None:

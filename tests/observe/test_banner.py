@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import axsparse
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, survey
@@ -39,7 +40,7 @@ def lines(
             settings,
             ModelLayout(
                 "gpt",
-                surveyed or survey(gpt(settings.model, 128)),
+                surveyed or survey(gpt(of_family(settings.model, GptConfig), 128)),
                 stages,
                 grid or Grid(2, 2),
                 "mpi (MPICH 4.2)",

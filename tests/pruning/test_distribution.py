@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import GptConfig
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, kept_entries, match
 from axsparse.runtime.errors import ConfigError
@@ -34,7 +34,7 @@ def numel(shapes: Shapes) -> int:
 
 
 def gpt_names() -> list[str]:
-    layers = gpt(ModelConfig(num_layers=2, hidden_size=8, num_heads=2), 16).layers
+    layers = gpt(GptConfig(num_layers=2, hidden_size=8, num_heads=2), 16).layers
     return [
         f"{layer.name}.{name}"
         for layer in layers

@@ -19,7 +19,8 @@ from support.pruned import kept, matrices
 from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import nn
 
-from axsparse.config.schema import ModelConfig, PruningConfig
+from axsparse.config.model_config import GptConfig
+from axsparse.config.schema import PruningConfig
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
@@ -105,7 +106,7 @@ class Pair(nn.Module):
 def make_model(name: str) -> Model:
     if name in ("tied", "untied", "medium"):
         width = 128 if name == "medium" else 32
-        config = ModelConfig(
+        config = GptConfig(
             num_layers=2,
             hidden_size=width,
             num_heads=2,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from axsparse.config.load import load_config
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.gpt_formula import GptFormula
@@ -21,7 +22,7 @@ def cluster(**constants: Any) -> Cluster:
 
 def formula(config: str, density: float = 1.0) -> GptFormula:
     """A bundled GPT as formulas."""
-    model = load_config(config).config.model
+    model = of_family(load_config(config).config.model, GptConfig)
     return GptFormula(
         name=config,
         layers=model.num_layers,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.oracle import Trace
 from torch import Tensor, nn
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.data_parallel.agreement import Verdict
@@ -60,7 +61,8 @@ def token_data(samples: int = 40, length: int = 12) -> TokenDataset:
 
 
 def tiny_gpt(config: Config) -> Model:
-    return gpt(config.model, config.model.sequence_length)
+    settings = of_family(config.model, GptConfig)
+    return gpt(settings, settings.sequence_length)
 
 
 def random_init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

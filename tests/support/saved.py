@@ -15,7 +15,7 @@ from axsparse.models.layer import Model
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.export.live_gpt2 import save_hf_gpt2
+from axsparse.training.export.live_hf import save_hf
 from axsparse.training.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ def train_and_save(
     def main(rank: int) -> tuple[Trainer, Trace]:
         transport = LocalTransport(world, rank)
         trainer, trace = train_here(transport, Grid(g_inter, g_data), model, config, token_data())
-        save_hf_gpt2(trainer, path, **how)
+        save_hf(trainer, path, **how)
         return trainer, trace
 
     found = {}

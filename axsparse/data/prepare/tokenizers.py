@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.data.prepare.whole_files import digest_of, new_file
-from axsparse.data.token_file import TokenizerRecord
+from axsparse.data.token_file import TOKENIZER, TokenizerRecord
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 if TYPE_CHECKING:
@@ -146,6 +147,29 @@ def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     if choice.path is None:
         return ByteTokenizer()
     return Subwords(choice.path, choice.record, choice.separator)
+
+
+def in_folder(path: Path) -> tuple[Path, str | None]:
+    """A tokenizer.json and the token that ends a text, of a Hugging Face folder.
+
+    `path` may be the file itself; then the token is None, as where the folder names none.
+    MissingInputError if the folder has no tokenizer.json.
+    """
+    if not path.is_dir():
+        return path, None
+    file = path / TOKENIZER
+    if not file.is_file():
+        raise MissingInputError(
+            f"--tokenizer: {path} has no {TOKENIZER}; name a folder that save_pretrained of a "
+            "recent transformers wrote"
+        )
+    try:
+        settings: object = json.loads((path / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return file, None
+    end = settings.get("eos_token") if isinstance(settings, dict) else None
+    name = end.get("content") if isinstance(end, dict) else end
+    return file, name if isinstance(name, str) else None
 
 
 def describe(path: Path, kind: str) -> TokenizerRecord:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import CnnConfig
 from axsparse.models.layer import Layer, Model, count_top1
 from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.initialization import normalised_convolution
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return F.max_pool2d(x, 2) if self.halves else x
 
 
-def cnn(config: ModelConfig, image_size: int) -> Model:
+def cnn(config: CnnConfig, image_size: int) -> Model:
     """The network of a configuration: 5 layers, 242,000 parameters for 10 classes.
 
     `image_size` is S; only the layers' costs depend on it.

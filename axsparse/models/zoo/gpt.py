@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
 
@@ -23,7 +23,7 @@ INIT_STD = 0.02
 class Embedding(nn.Module):
     """Token plus position embedding: (B, S) integers to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = nn.Embedding(config.sequence_length, config.hidden_size)
@@ -38,7 +38,7 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head self-attention: (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer block: (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         h = config.hidden_size
         self.norm1 = nn.LayerNorm(h)
@@ -79,7 +79,7 @@ class Head(nn.Module):
     `linear_cross_entropy` computes the logits from the two, some of them at a time.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -101,7 +101,7 @@ def init_parameter(
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def gpt(config: ModelConfig, sequence_length: int) -> Model:
+def gpt(config: GptConfig, sequence_length: int) -> Model:
     """The GPT of a configuration as a list of `num_layers + 2` layers.
 
     `sequence_length` is that of the data; only the layers' costs depend on it.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import Vgg19Config
 from axsparse.models.layer import Layer, Model, count_top1
 from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.initialization import he_normal
@@ -126,7 +126,7 @@ def vgg(
     )
 
 
-def vgg19(config: ModelConfig, image_size: int) -> Model:
+def vgg19(config: Vgg19Config, image_size: int) -> Model:
     """VGG-19 of a configuration: 19 layers, 143,667,240 parameters for 1000 classes."""
     return vgg(
         VGG19,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import WideResnetConfig
 from axsparse.models.layer import Layer, Model, count_top1
 from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.initialization import normalised_convolution, uniform_by_inputs
@@ -127,7 +127,7 @@ def wide_resnet(
     )
 
 
-def wide_resnet101_2(config: ModelConfig, image_size: int) -> Model:
+def wide_resnet101_2(config: WideResnetConfig, image_size: int) -> Model:
     """WideResNet-101-2 of a configuration: 35 layers, 126,886,696 parameters for 1000 classes."""
     return wide_resnet(
         RESNET101, width=WIDTH, factor=2, num_classes=config.num_classes, image_size=image_size

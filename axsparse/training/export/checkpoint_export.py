@@ -1,6 +1,6 @@
 """Exports the weights of a checkpoint, one tensor at a time, in forms that other libraries read.
 
-    hf      a folder of model.safetensors, with transformers' names of GPT-2, and config.json
+    hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
     sparse  the same, but a pruned NAME of shape (R, …) is in CSR, as R rows of C columns:
                 NAME.indptr   R + 1    the position in the next two at which each row begins
@@ -28,23 +28,31 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.schema import Config
 from axsparse.data.prepare.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_gpt2 import CONFIG_FILE
+from axsparse.models.zoo.hf_models import HfModel, hf_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.runtime.files.durable import sync_folder
-from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, write_safetensors
+from axsparse.runtime.files.safetensors import (
+    SUFFIX,
+    SafetensorsFile,
+    TensorHeader,
+    write_safetensors,
+)
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.samo.state_bytes import INT32_LIMIT
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks
 from axsparse.training.checkpoint.verification import Checkpoint, verify
-from axsparse.training.export.gpt2_folder import Gpt2Folder, gpt_survey
+from axsparse.training.export.hf_folder import COMPANIONS, HfFolder
 
 Form = Literal["hf", "torch", "sparse"]
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
+_STEP = "step"
+"""Names the steps done, in the metadata of all that is exported."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class ExportSummary:
 
     tensors: int
     nbytes: int
+    notes: Sequence[str] = ()
+    """What the user should know of the export."""
 
 
 def export(
@@ -73,20 +83,27 @@ def export(
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    groups = _as_gpt2(weights) if is_folder else _by_global_name(weights, is_csr=form == "sparse")
+    model = _hf_model(weights) if is_folder else None
+    if model is None:
+        groups = _by_global_name(weights, is_csr=form == "sparse")
+    else:
+        groups = [_dense(weights, name) for name in weights.parameters]
     headers = {key: header for group in groups for key, header in group.headers.items()}
-    metadata = {"step": str(checkpoint.step)}
+    metadata = {_STEP: str(checkpoint.step)}
+    notes: Sequence[str] = ()
     with _new(path) as unfinished:
-        if is_folder:
+        if model is not None:
+            folder = HfFolder(unfinished, weights.config().model, model, weights.dtype, headers)
+            folder.settings()  # refuses what transformers has not
+            notes = folder.notes
             unfinished.mkdir()
-            folder = Gpt2Folder(unfinished, weights.config().model, weights.dtype, headers)
             folder.write_weights(WHOLE_FILE, list(headers), weights.values(groups), metadata)
             folder.write_description(dict.fromkeys(headers, WHOLE_FILE))
         else:
             write_safetensors(unfinished, headers, weights.values(groups), metadata)
         _refuse_taken(path, is_folder=is_folder, force=force)
         _put(unfinished, path, is_folder=is_folder)
-    return ExportSummary(len(headers), sum(header.nbytes for header in headers.values()))
+    return ExportSummary(len(headers), sum(header.nbytes for header in headers.values()), notes)
 
 
 @dataclass(frozen=True)
@@ -199,22 +216,22 @@ class Weights:
 # -- what is written ------------------------------------------------------------------------
 
 
-def _as_gpt2(weights: Weights) -> list[Group]:
-    """The parameters of a GPT, in the shapes of the model; ConfigError for any other model."""
+def _hf_model(weights: Weights) -> HfModel:
+    """What transformers calls the model; ConfigError if it has none or it is not the configured."""
     path, config = weights.checkpoint.path, weights.config().model
-    if config.name != "gpt":
+    model = hf_model(config)
+    if model is None:
         raise ConfigError(
-            f"--to hf: {path} is of model.name {config.name}, and only a gpt has a place in "
-            "Hugging Face's GPT-2; choose --to torch"
+            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
+            "place in Hugging Face's transformers; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    if shapes != gpt_survey(config).shapes:
+    if shapes != model.survey.shapes:
         raise ConfigError(
-            f"--to hf: {path} is of a model of your own, not of the GPT of its configuration; "
-            "choose --to torch"
+            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
+            "configuration; choose --to torch"
         )
-
-    return [_dense(weights, name) for name in shapes]
+    return model
 
 
 def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
@@ -279,7 +296,7 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
             return
         inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
         is_empty = is_folder and inside == []
-        is_ours = path.is_file() if not is_folder else set(inside or ["?"]) <= _FOLDER_FILES
+        is_ours = path.is_file() if not is_folder else _is_export(path, set(inside or ["?"]))
     if path.is_symlink() or not (is_empty or is_ours):
         raise OutputError(
             f"--out: {path} is not what an export leaves, and stays; choose another place"
@@ -288,6 +305,18 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         raise OutputError(
             f"--out: {path} is there already; choose another place, or give --force to replace it"
         )
+
+
+def _is_export(folder: Path, inside: set[str]) -> bool:
+    """Whether an export may have left these files. Those of a tokenizer others leave as well."""
+    if inside <= _FOLDER_FILES:
+        return True
+    if not inside <= {*_FOLDER_FILES, *COMPANIONS}:
+        return False
+    try:
+        return _STEP in SafetensorsFile(folder / WHOLE_FILE).metadata
+    except (OSError, DataError):
+        return False
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from axsparse.data.prepare.tokenizers import (
     check_readable,
     describe,
     import_tokenizers,
+    in_folder,
     pieces,
     train_bpe,
 )
@@ -169,3 +170,25 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'axsparse\[text\]', or leave both out"):
         import_tokenizers()
+
+
+def test_a_folder_names_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: Path) -> None:
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    with pytest.raises(MissingInputError) as missing:
+        in_folder(tmp_path)
+    assert str(missing.value) == (
+        f"--tokenizer: {tmp_path} has no tokenizer.json; name a folder that save_pretrained of a "
+        "recent transformers wrote"
+    )
+    file.touch()
+
+    assert in_folder(file) == (file, None)
+    assert in_folder(tmp_path) == (file, None)
+    for text, end in (
+        ('{"eos_token": "</s>"}', "</s>"),
+        ('{"eos_token": {"content": "<end>"}}', "<end>"),
+        ('{"eos_token": null}', None),
+        ("[", None),
+    ):
+        settings.write_text(text)
+        assert in_folder(tmp_path) == (file, end)

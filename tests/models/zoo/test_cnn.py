@@ -6,12 +6,12 @@ import torch
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
 from torch import nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import CnnConfig
 from axsparse.models.layer import count_top1
 from axsparse.models.survey import survey
 from axsparse.models.zoo.cnn import cnn
 
-DIGITS = ModelConfig(name="cnn", num_classes=10, channels=1)
+DIGITS = CnnConfig(num_classes=10, channels=1)
 
 
 def test_it_has_the_parameters_that_its_docstring_says() -> None:

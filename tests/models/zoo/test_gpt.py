@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model, Tie
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt, init_parameter
@@ -18,8 +18,8 @@ from axsparse.runtime.seeds import keyed_generator
 
 def config(
     *, layers: int = 3, hidden: int = 32, dropout: float = 0.0, tied: bool = True
-) -> ModelConfig:
-    return ModelConfig(
+) -> GptConfig:
+    return GptConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=4,
@@ -65,7 +65,7 @@ def test_the_number_of_parameters_follows_its_formula(layers: int, hidden: int, 
 
 
 def test_gpt3_2_7b_has_its_size() -> None:
-    big = ModelConfig(
+    big = GptConfig(
         num_layers=32, hidden_size=2560, num_heads=32, sequence_length=2048, vocab_size=50304
     )
 

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.hf import STEPS, hf_logits, hf_losses, our_logits, tokens
 from support.images import assert_equal_tensors, write_safetensors
 from support.runs import VOCABULARY, tiny_config, tiny_gpt, token_data, train_in_process
 from support.saved import train_and_save
-from torch import Tensor, nn
+from torch import Tensor
 
+from axsparse.config.hf_config import config_json
 from axsparse.config.load import load_config
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
-from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_gpt2 import gpt2_name, gpt2_settings, start_from_gpt2
+from axsparse.models.zoo.hf_gpt2 import gpt2_name, start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError
-from axsparse.training.trainer import Trainer
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-STEPS = 5
 LOGITS_ATOL = 3e-6
 """Tolerance for logits up to 2. transformers computes GELU by elementary functions, which round
 differently (seen: 6e-7). With torch's own GELU on both sides the bits are the same."""
 LOSS_RTOL = 1e-6
 """Eight roundings of an fp32 loss (seen: 8e-8). Beside the GELU, the two gradients of a tied weight
 and the squares of the norm are added in another order, which every AdamW step carries on."""
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    found: Any = pytest.importorskip(
-        "transformers", reason="no transformers: pip install 'axsparse[test]', Python 3.11 or newer"
-    )
-    found.utils.logging.disable_progress_bar()
-    return found
 
 
 def make_gpt2(transformers: Any, **settings: Any) -> Any:
@@ -81,40 +68,8 @@ def dense_config(**sections: Any) -> Config:
 
 
 def ours_from(path: Path, config: Config) -> Model:
-    return start_from_gpt2(tiny_gpt(config), open_weights(path), config.model)
-
-
-def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:
-    """The logits of the layers that a run has built, before its first step."""
-    stages: dict[int, list[nn.Module]] = {}
-
-    def note(trainer: Trainer) -> None:
-        layers = [layer.module for layer in trainer.parts.layers]
-        stages[trainer.parts.place.stage] = layers
-        if len(stages) == g_inter:
-            found.append(forward([m for stage in sorted(stages) for m in stages[stage]]))
-
-    def forward(modules: list[nn.Module]) -> Tensor:
-        *body, head = modules
-        x = tokens
-        with torch.no_grad():
-            for module in body:
-                x = module(x)
-            return F.linear(*head(x))
-
-    found: list[Tensor] = []
-    train_in_process(g_inter, 1, model, config, token_data(), before=note)
-    return found[0]
-
-
-def tokens() -> Tensor:
-    return torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(5))
-
-
-def hf_logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(tokens()).logits
-    return logits
+    settings = of_family(config.model, GptConfig)
+    return start_from_gpt2(tiny_gpt(config), open_weights(path), settings)
 
 
 # -- in -------------------------------------------------------------------------------------
@@ -188,37 +143,6 @@ def test_five_steps_lose_what_transformers_and_torch_lose(
         assert trace.losses == pytest.approx(expected, rel=LOSS_RTOL)
 
 
-def hf_losses(model: Any, config: Config) -> Iterator[float]:
-    """Training with transformers' model and torch's AdamW; only the order of the data is ours."""
-    model.train()
-    data, batch, settings = token_data(), config.batch, config.optimizer
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
-    for step in range(STEPS):
-        samples = samples_of_step(len(data), batch.global_batch_size, step, config.seed)
-        optimizer.zero_grad()
-        total = 0.0
-        for start in range(0, batch.global_batch_size, batch.microbatch_size):
-            (inputs,), targets = data.read(samples[start : start + batch.microbatch_size])
-            logits = model(inputs).logits.flatten(0, 1)
-            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-            loss = loss / (batch.global_batch_size * targets.shape[1])
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        optimizer.step()
-        yield total
-
-
 # -- out, and in again ----------------------------------------------------------------------
 
 
@@ -267,7 +191,7 @@ def test_the_weights_of_bf16_are_loaded_by_transformers(transformers: Any, tmp_p
 
 def test_settings_are_those_that_transformers_makes(transformers: Any) -> None:
     model = tiny_config(model={"dropout": 0.25, "tie_embeddings": False}).model
-    ours = gpt2_settings(model, torch.float32)
+    ours = config_json(model, "float32")
 
     theirs = transformers.GPT2Config(**ours).to_dict()
 
@@ -296,7 +220,7 @@ def saved(tmp_path: Path, changed: dict[str, Any], **settings: Any) -> Path:
     write_safetensors(
         tmp_path / "model.safetensors", {k: v for k, v in state.items() if v is not None}
     )
-    known = gpt2_settings(config.model, torch.float32) | settings
+    known = config_json(config.model, "float32") | settings
     (tmp_path / "config.json").write_text(json.dumps(known))
     return tmp_path
 

@@ -15,7 +15,7 @@ from support.images import (
 )
 from torch import nn
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import Vgg19Config
 from axsparse.models.layer import count_top1
 from axsparse.models.survey import survey
 from axsparse.models.zoo.vgg import init_parameter, vgg19
@@ -55,7 +55,7 @@ def published() -> dict[str, tuple[int, ...]]:
 
 
 def test_names_and_shapes_are_torchvisions_and_parameters_are_counted_to_the_last() -> None:
-    found = survey(vgg19(ModelConfig(name="vgg19"), 224))
+    found = survey(vgg19(Vgg19Config(), 224))
 
     assert {p.name: p.shape for layer in found.layers for p in layer.parameters} == published()
     assert found.num_params == 143_667_240
@@ -63,7 +63,7 @@ def test_names_and_shapes_are_torchvisions_and_parameters_are_counted_to_the_las
 
 
 def test_flops_are_those_of_19_6_billion_multiply_adds_at_224_pixels() -> None:
-    found = survey(vgg19(ModelConfig(name="vgg19"), 224))
+    found = survey(vgg19(Vgg19Config(), 224))
 
     assert found.flops == pytest.approx(2 * 19.63e9, rel=1e-3)
 
@@ -118,9 +118,7 @@ def test_weights_start_as_in_torchvision(shape: tuple[int, ...], std: float) -> 
 
 
 def test_dropout_follows_both_hidden_layers_and_no_other() -> None:
-    layers = [
-        layer.build() for layer in vgg19(ModelConfig(name="vgg19", dropout=0.5), 32).layers[:1]
-    ]
+    layers = [layer.build() for layer in vgg19(Vgg19Config(dropout=0.5), 32).layers[:1]]
     small = [layer.build() for layer in small_vgg(dropout=0.5).layers]
 
     drops = [[m.p for m in module.modules() if isinstance(m, nn.Dropout)] for module in small]

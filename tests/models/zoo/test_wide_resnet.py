@@ -16,7 +16,7 @@ from support.images import (
 )
 from torch import Tensor
 
-from axsparse.config.schema import ModelConfig
+from axsparse.config.model_config import WideResnetConfig
 from axsparse.models.layer import Model, count_top1
 from axsparse.models.survey import survey
 from axsparse.models.zoo.wide_resnet import (
@@ -62,7 +62,7 @@ def published() -> dict[str, tuple[int, ...]]:
 
 
 def test_names_and_shapes_are_torchvisions_and_parameters_are_counted_to_the_last() -> None:
-    model = wide_resnet101_2(ModelConfig(name="wide_resnet101_2"), 224)
+    model = wide_resnet101_2(WideResnetConfig(), 224)
     found = survey(model)
 
     shapes = {torchvision_name(name): shape for name, shape in shapes_of(model).items()}
@@ -72,7 +72,7 @@ def test_names_and_shapes_are_torchvisions_and_parameters_are_counted_to_the_las
 
 
 def test_names_go_to_torchvision_and_back() -> None:
-    names = list(shapes_of(wide_resnet101_2(ModelConfig(name="wide_resnet101_2"), 224)))
+    names = list(shapes_of(wide_resnet101_2(WideResnetConfig(), 224)))
 
     assert [name_of_torchvision(torchvision_name(name)) for name in names] == names
     assert [torchvision_name(name_of_torchvision(name)) for name in published()] == list(
@@ -83,7 +83,7 @@ def test_names_go_to_torchvision_and_back() -> None:
 
 
 def test_flops_are_those_of_22_8_billion_multiply_adds_at_224_pixels() -> None:
-    found = survey(wide_resnet101_2(ModelConfig(name="wide_resnet101_2"), 224))
+    found = survey(wide_resnet101_2(WideResnetConfig(), 224))
 
     assert found.flops == pytest.approx(2 * 22.75e9, rel=2e-3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -14,18 +15,22 @@ import numpy as np
 import pytest
 import torch
 from support.allocated import peak_of
+from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
 from support.resuming import Ran, ran
 from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
 from support.saved import train_and_save
 from torch import Tensor, nn
 
-from axsparse.config.load import configure
+from axsparse.config.load import configure, made_in_python
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.survey import survey
 from axsparse.models.zoo.hf_gpt2 import start_from_gpt2
+from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
@@ -37,7 +42,7 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensor
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
 from axsparse.training.export import checkpoint_export as exporting
-from axsparse.training.export import gpt2_folder
+from axsparse.training.export import hf_folder
 from axsparse.training.export.checkpoint_export import Form, export
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -282,7 +287,9 @@ def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_
     export(newest(tmp_path / "first"), form, out)
 
     def model(config: Config) -> Model:
-        return start_from_gpt2(tiny_gpt(config), open_weights(out), config.model)
+        return start_from_gpt2(
+            tiny_gpt(config), open_weights(out), of_family(config.model, GptConfig)
+        )
 
     still = config.model_copy(
         update={
@@ -355,7 +362,7 @@ def test_a_checkpoint_that_goes_away_leaves_nothing(
         (checkpoint.path / "0003-head.safetensors").unlink()
         write_safetensors(*arguments)
 
-    monkeypatch.setattr(exporting if form == "torch" else gpt2_folder, "write_safetensors", write)
+    monkeypatch.setattr(exporting if form == "torch" else hf_folder, "write_safetensors", write)
     (tmp_path / "new").mkdir()
 
     with pytest.raises(MissingInputError) as caught:
@@ -380,7 +387,7 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     )
 
 
-def test_other_models_have_no_place_in_gpt2(tmp_path: Path) -> None:
+def test_other_models_have_no_place_in_transformers(tmp_path: Path) -> None:
     config = configure(
         {
             "model": {"name": "cnn", "channels": 1},
@@ -393,17 +400,17 @@ def test_other_models_have_no_place_in_gpt2(tmp_path: Path) -> None:
     checkpoint = newest(tmp_path / "run", 1)
 
     assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of model.name cnn, and only a gpt has a place in Hugging "
-        "Face's GPT-2; choose --to torch"
+        f"--to hf: {checkpoint.path} is of model.name cnn, and only a gpt or a llama has a place "
+        "in Hugging Face's transformers; choose --to torch"
     )
 
 
-def test_models_of_ones_own_have_no_place_in_gpt2(tmp_path: Path) -> None:
+def test_models_of_ones_own_have_no_place_in_transformers(tmp_path: Path) -> None:
     ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 
     assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of a model of your own, not of the GPT of its "
+        f"--to hf: {checkpoint.path} is of a model of your own, not of the gpt of its "
         "configuration; choose --to torch"
     )
 
@@ -518,3 +525,62 @@ def test_a_place_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> No
     told = refused(OutputError, newest(run), "hf", tmp_path / "file" / "out")
 
     assert told.startswith(f"--out: {tmp_path}/file/out cannot be written (File exists); free")
+
+
+def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -> None:
+    start, out = tmp_path / "start", tmp_path / "out"
+    weights = write_llama(start)
+    (start / "tokenizer.json").write_text("words")
+    (start / "README.md").write_text("not ours to carry")
+    config = config_of(
+        model={"name": "llama", **SMALL_LLAMA.model_dump(), "from": str(start)},
+        optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
+        pruning={"sparsity": 0.0},
+    )
+    ran((2, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
+
+    assert export(newest(tmp_path / "run"), "hf", out).notes == []
+
+    def written() -> list[str]:
+        return sorted(path.name for path in out.iterdir())
+
+    assert written() == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
+    assert_equal_tensors(
+        tensors_of(out / "model.safetensors"),
+        {llama_name(name): tensor for name, tensor in weights.items()},
+    )
+    # A later export replaces it, also where the folder is gone, which is told.
+    shutil.rmtree(start)
+    [note] = export(newest(tmp_path / "run"), "hf", out, force=True).notes
+    assert note.startswith(f"model.from {start} is there no more: config.json says nothing of ")
+    assert written() == ["config.json", "model.safetensors"]
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] is None
+
+
+def test_a_folder_of_somebody_else_with_a_tokenizer_is_never_replaced(
+    run: Path, tmp_path: Path
+) -> None:
+    write_llama(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").touch()
+
+    before = sorted((tmp_path / "theirs").iterdir())
+    with pytest.raises(OutputError, match=r"theirs is not what an export leaves, and stays; choo"):
+        export(newest(run), "hf", tmp_path / "theirs", force=True)
+    assert sorted((tmp_path / "theirs").iterdir()) == before
+
+
+def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
+    write_llama(tmp_path / "start")
+    config = config_of(
+        model={"name": "llama", **SMALL_LLAMA.model_dump(), "from": f"{tmp_path}/start"}
+    )
+    ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
+    settings = tmp_path / "start" / "config.json"
+    changed = json.loads(settings.read_text()) | {"rms_norm_eps": 0.5}
+    settings.write_text(json.dumps(changed))
+
+    assert refused(ConfigError, newest(tmp_path / "run"), "hf", tmp_path / "out") == (
+        f"{settings}: the checkpoint is not of model.norm_eps 1e-05; set model.norm_eps to 0.5"
+    )
+    assert not (tmp_path / "out").exists()

@@ -14,13 +14,14 @@ from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_proces
 from support.saved import train_and_save
 from torch import Tensor
 
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_gpt2 import gpt2_name, start_from_gpt2
 from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
-from axsparse.training.export import gpt2_folder
-from axsparse.training.export.live_gpt2 import save_hf_gpt2
+from axsparse.training.export import hf_folder
+from axsparse.training.export.live_hf import save_hf_gpt2
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (4, 1, False), (2, 2, True)]
 
@@ -127,7 +128,9 @@ def test_a_run_starts_where_another_was_saved(
 ) -> None:
     settings = config(pruning={"sparsity": sparsity})
     masters = train_and_save(g_inter, 1, tiny_gpt(settings), settings, tmp_path / "x")
-    model = start_from_gpt2(tiny_gpt(settings), open_weights(tmp_path / "x"), settings.model)
+    model = start_from_gpt2(
+        tiny_gpt(settings), open_weights(tmp_path / "x"), of_family(settings.model, GptConfig)
+    )
     still = config(
         pruning={"sparsity": sparsity}, optimizer={"learning_rate": 1e-30, "weight_decay": 0.0}
     )
@@ -155,7 +158,7 @@ def test_what_is_there_is_not_written_over(what: str, tmp_path: Path) -> None:
         train_and_save(2, 1, tiny_gpt(config()), config(), path)
 
     assert str(told.value) == (
-        f"save_hf_gpt2: {path} holds something already; choose another folder, or move it away"
+        f"save_hf: {path} holds something already; choose another folder, or move it away"
     )
     assert files_of(tmp_path) == ["x"]
 
@@ -174,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(
         OutputError,
-        match=rf"^save_hf_gpt2: {path}: cannot be written \(.*\); choose another folder$",
+        match=rf"^save_hf: {path}: cannot be written \(.*\); choose another folder$",
     ):
         train_and_save(1, 1, tiny_gpt(config()), config(), path)
 
@@ -196,9 +199,9 @@ def test_nothing_is_left_of_what_could_not_be_written(
         raise OSError(28, "No space left on device")
 
     if place == "stage":
-        monkeypatch.setattr(gpt2_folder, "write_safetensors", fills_up)
+        monkeypatch.setattr(hf_folder, "write_safetensors", fills_up)
     else:
-        monkeypatch.setattr(gpt2_folder, "write_new", no_space)
+        monkeypatch.setattr(hf_folder, "write_new", no_space)
     settings = config(shard=True)
 
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
@@ -214,11 +217,11 @@ def test_hosts_that_do_not_share_the_folder_are_told(
         if not path.name.startswith("model-00002"):
             write_safetensors(path, *rest)
 
-    monkeypatch.setattr(gpt2_folder, "write_safetensors", elsewhere)
+    monkeypatch.setattr(hf_folder, "write_safetensors", elsewhere)
 
     with pytest.raises(
         OutputError,
-        match=rf"^save_hf_gpt2: {tmp_path}/x: rank 0 does not see what stage 1 wrote; choose a "
+        match=rf"^save_hf: {tmp_path}/x: rank 0 does not see what stage 1 wrote; choose a "
         "folder that all hosts share$",
     ):
         train_and_save(2, 1, tiny_gpt(config()), config(), tmp_path / "x")
@@ -230,13 +233,13 @@ def test_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     [(trainer, _)] = train_in_process(1, 1, mlp(), config(), vector_data())
     with pytest.raises(
         ConfigError,
-        match=r"^save_hf_gpt2: the model is not the GPT that the configuration describes; save "
-        r"what was trained as model.name gpt$",
+        match=r"^save_hf: the model is not the gpt that the configuration describes, or "
+        r"transformers has none; save what was trained as model.name gpt or llama$",
     ):
         save_hf_gpt2(trainer, tmp_path / "x")
     tied = tiny_gpt(config())
     loose = type(tied)(tied.layers, tied.loss)
     [(trainer, _)] = train_in_process(1, 1, loose, config(), token_data())
-    with pytest.raises(ConfigError, match=r"^save_hf_gpt2: the model is not the GPT"):
+    with pytest.raises(ConfigError, match=r"^save_hf: the model is not the gpt"):
         save_hf_gpt2(trainer, tmp_path / "x")
     assert files_of(tmp_path) == []

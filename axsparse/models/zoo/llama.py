@@ -1,0 +1,207 @@
+"""Decoders like Llama, Mistral and Qwen: rotary positions, pre-RMSNorm, grouped queries, SwiGLU.
+
+Shapes: B sequences of a microbatch, S tokens, H hidden size, N heads of width D, K heads of keys
+and values, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axsparse.config.model_config import LlamaConfig, head_width, key_value_heads
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
+from axsparse.models.zoo.gpt import INIT_STD
+
+
+class RmsNorm(nn.Module):
+    """x / √(mean(x²) + ε) · gain over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """Token embedding: (B, S) integers to (B, S, H)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.token(tokens)
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: (B, S, H) to (B, S, H).
+
+    Each of the K heads of keys and values serves N / K heads of queries (Ainslie et al. 2023).
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, d, k = config.hidden_size, head_width(config), key_value_heads(config)
+        self.width = d
+        self.shared_by = config.num_heads // k
+        self.q = nn.Linear(h, config.num_heads * d, bias=config.qkv_bias)
+        self.k = nn.Linear(h, k * d, bias=config.qkv_bias)
+        self.v = nn.Linear(h, k * d, bias=config.qkv_bias)
+        self.o = nn.Linear(config.num_heads * d, h, bias=False)
+        self.q_norm = RmsNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.frequencies = rotary_frequencies(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        heads = (b, s, -1, self.width)
+        query = self.q_norm(self.q(x).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k(x).view(heads)).transpose(1, 2)
+        value = self.v(x).view(heads).transpose(1, 2)
+        cosine, sine = self._turns(x)
+        mixed = F.scaled_dot_product_attention(
+            turned_by_position(query, cosine, sine),
+            self._for_each_query(turned_by_position(key, cosine, sine)),
+            self._for_each_query(value),
+            is_causal=True,
+        )
+        projected: Tensor = self.o(mixed.transpose(1, 2).reshape(b, s, -1))
+        return projected
+
+    def _turns(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position's angles, both (S, D / 2), computed in fp32."""
+        positions = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
+        angles = torch.outer(positions, self.frequencies.to(x.device, non_blocking=True))
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    def _for_each_query(self, shared: Tensor) -> Tensor:
+        """Keys or values repeated for the queries that share them: (B, K, S, D) to (B, N, S, D)."""
+        return shared if self.shared_by == 1 else shared.repeat_interleave(self.shared_by, dim=1)
+
+
+def rotary_frequencies(config: LlamaConfig) -> Tensor:
+    """The angle by which each pair of a head's entries turns from one position to the next.
+
+    Returns (D / 2,) in fp32 on the CPU. Pair i turns by θ^(−2i/D) (Su et al. 2021). With the
+    scaling of Llama 3, wavelengths above `rope_original_length / rope_low_factor` become
+    `rope_factor` times as long, those below `rope_original_length / rope_high_factor` stay, and
+    in between the two rules are mixed by the share of `rope_original_length / wavelength` in the
+    way from one factor to the other.
+    """
+    pairs = torch.arange(0, head_width(config), 2, dtype=torch.float32, device="cpu")
+    plain: Tensor = 1.0 / (config.rope_theta ** (pairs / head_width(config)))
+    if config.rope_factor == 1:
+        return plain
+    low, high, length = (
+        config.rope_low_factor,
+        config.rope_high_factor,
+        config.rope_original_length,
+    )
+    wavelength = 2 * math.pi / plain
+    stays = ((length / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - stays) * plain / config.rope_factor + stays * plain
+
+
+def turned_by_position(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Each pair (i, i + D/2) of a head's entries, turned by its angle: (…, S, D) to (…, S, D)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Swiglu(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer 2020): (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, inner = config.hidden_size, config.intermediate_size
+        self.gate = nn.Linear(h, inner, bias=False)
+        self.up = nn.Linear(h, inner, bias=False)
+        self.down = nn.Linear(inner, h, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One transformer block: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm1 = RmsNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.norm2 = RmsNorm(config.hidden_size, config.norm_eps)
+        self.mlp = Swiglu(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Head(nn.Module):
+    """Final RMSNorm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
+
+    `linear_cross_entropy` computes the logits from the two, some of them at a time.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = RmsNorm(config.hidden_size, config.norm_eps)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), self.weight
+
+
+def init_parameter(
+    num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
+    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
+    gains of norms 1, biases 0."""
+    if len(shape) == 1:
+        return torch.full(shape, 1.0 if "norm" in name else 0.0)
+    residual = name in ("attention.o.weight", "mlp.down.weight")
+    std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def llama(config: LlamaConfig, sequence_length: int) -> Model:
+    """The Llama of a configuration as a list of `num_layers + 2` layers.
+
+    `sequence_length` is that of the data; only the layers' costs depend on it.
+    """
+    s = sequence_length
+    init = partial(init_parameter, config.num_layers)
+    blocks = [
+        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
+    ]
+    return Model(
+        layers=[
+            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
+            *blocks,
+            Layer(
+                "head",
+                partial(Head, config),
+                kind="head",
+                init=init,
+                flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
+            ),
+        ],
+        loss=linear_cross_entropy,
+        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
+        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
+        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
+        name="llama",
+        vocab_size=config.vocab_size,
+    )

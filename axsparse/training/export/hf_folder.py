@@ -1,0 +1,129 @@
+"""Writes a GPT or a Llama as the folder that `from_pretrained` of transformers loads.
+
+    config.json                                  settings
+    model.safetensors                            all weights in one file
+    model-00001-of-00002.safetensors, …          or a file a stage,
+    model.safetensors.index.json                 and which of them holds which tensor
+    tokenizer.json, generation_config.json, …    copies of what `model.from` had beside its weights
+
+`axsparse.models.zoo.hf_models` knows the names and shapes of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axsparse.config.hf_config import config_json, model_settings, refuse_other_sizes
+from axsparse.config.hf_json import CONFIG_FILE, read_json
+from axsparse.config.model_config import Family
+from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
+from axsparse.models.zoo.hf_models import HfModel
+from axsparse.runtime.files.durable import sync_folder, write_new
+from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, index_text, write_safetensors
+
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "generation_config.json",
+)
+"""Files of a Hugging Face folder that training leaves as they are: those of its tokenizer, and
+how it generates."""
+
+
+def weights_file(stage: int, stages: int) -> str:
+    """The name of the file of a stage, counted from 0."""
+    return WHOLE_FILE if stages == 1 else f"model-{stage + 1:05}-of-{stages:05}{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder that exists and gets the files of one model; its methods that write raise OSError.
+
+    `settings` is called first, since it may refuse the model.
+    """
+
+    path: Path
+    config: Family
+    model: HfModel
+    dtype: torch.dtype
+    """The type that config.json names."""
+    headers: Mapping[str, TensorHeader]
+    """All parameters by global name and in the model's shapes; a tied weight once."""
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of `model.from`; None if nothing is named or it is there no more."""
+        if self.config.from_ is None or not (Path(self.config.from_) / CONFIG_FILE).is_file():
+            return None
+        return Path(self.config.from_)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the folder."""
+        if self.config.from_ is None or self.source is not None:
+            return []
+        return [
+            f"model.from {self.config.from_} is there no more: config.json says nothing of the "
+            "first and last tokens of a text, and there are no files of a tokenizer; copy them"
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What config.json holds: that of `model.from`, or one made of the settings.
+
+        ConfigError if no model of transformers has these settings, or if the folder of
+        `model.from` has others meanwhile; DataError if its config.json cannot be read.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.source is None:
+            return config_json(self.config, dtype)
+        path = self.source / CONFIG_FILE
+        refuse_other_sizes(path, model_settings(path), self.config)
+        theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
+        return theirs | {"dtype": dtype}
+
+    def write_weights(
+        self,
+        file: str,
+        names: Sequence[str],
+        tensors: Iterator[Tensor],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the file that holds the parameters of these names.
+
+        `tensors` yields them in the order of `names` and in the model's shapes; none is held
+        while the next is made. `metadata` are added to those of the safetensors format.
+        """
+        named, turned = self.model.named, self.model.turned
+        headers = {named(name): self._turned_header(name) for name in names}
+        turned_tensors = (turned(name, next(tensors)) for name in names)
+        write_safetensors(self.path / file, headers, turned_tensors, metadata)
+
+    def write_description(self, files: Mapping[str, str]) -> None:
+        """Write all files but those of weights; then all of the folder is on the disk.
+
+        `files` names the file of each parameter, by global name.
+        """
+        texts = {CONFIG_FILE: json.dumps(self.settings(), indent=2)}
+        if set(files.values()) != {WHOLE_FILE}:
+            total = sum(header.nbytes for header in self.headers.values())
+            texts[INDEX_FILE] = index_text(
+                {self.model.named(name): file for name, file in files.items()}, total
+            )
+        for name, text in texts.items():
+            write_new(self.path / name, f"{text}\n".encode())
+        for name in COMPANIONS:
+            if self.source is not None and (self.source / name).is_file():
+                write_new(self.path / name, (self.source / name).read_bytes())
+        sync_folder(self.path)
+
+    def _turned_header(self, name: str) -> TensorHeader:
+        header = self.headers[name]
+        as_stored = self.model.turned(name, torch.empty(header.shape, device="meta"))
+        return replace(header, shape=tuple(as_stored.shape))

@@ -1,0 +1,173 @@
+"""The Llama family: parameter counts, rotary positions, start values, flops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axsparse.config.model_config import LlamaConfig
+from axsparse.models.layer import Model
+from axsparse.models.survey import survey
+from axsparse.models.zoo.llama import (
+    Attention,
+    init_parameter,
+    llama,
+    rotary_frequencies,
+    turned_by_position,
+)
+from axsparse.runtime.seeds import keyed_generator
+
+
+def config(**settings: Any) -> LlamaConfig:
+    sizes = {
+        **{"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 10, "intermediate_size": 36, "vocab_size": 50, "sequence_length": 16},
+    }
+    return LlamaConfig(**{**sizes, **settings})
+
+
+def modules(model: Model) -> list[nn.Module]:
+    """The modules of all layers, with their start values."""
+    built = []
+    for layer in model.layers:
+        module = layer.build()
+        for name, parameter in module.named_parameters():
+            assert layer.init is not None
+            generator = keyed_generator(1, layer.name, name)
+            with torch.no_grad():
+                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
+        built.append(module)
+    return built
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_number_of_parameters_follows_its_formula(tied: bool, bias: bool, normed: bool) -> None:
+    h, d, n, k, inner, v = 24, 10, 4, 2, 36, 50
+    block = 2 * h * n * d + 2 * h * k * d + 3 * h * inner + 2 * h
+    block += (n + 2 * k) * d * bias + 2 * d * normed
+
+    settings = config(tie_embeddings=tied, qkv_bias=bias, qk_norm=normed)
+
+    assert survey(llama(settings, 16)).num_params == 2 * block + (2 - tied) * v * h + h
+
+
+def test_llama_3_8b_has_its_size() -> None:
+    eight = LlamaConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        tie_embeddings=False,
+    )
+
+    assert survey(llama(eight, 8)).num_params == 8_030_261_248
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    s, h, d, n, k, inner, v = 7, 24, 10, 4, 2, 36, 50
+    matrices = 2 * s * (2 * h * n * d + 2 * h * k * d + 3 * h * inner)
+    attention = 2 * (2 * s * s * n * d)
+
+    flops = [layer.flops for layer in survey(llama(config(), s)).layers]
+
+    assert flops == [0, *[matrices + attention] * 2, 2 * s * h * v]
+
+
+def test_pairs_turn_by_powers_of_the_base() -> None:
+    found = rotary_frequencies(config(rope_theta=100.0))
+
+    assert found.tolist() == pytest.approx([100 ** (-2 * i / 10) for i in range(5)])
+
+
+def test_scaling_stretches_long_wavelengths_and_leaves_short_ones() -> None:
+    plain = rotary_frequencies(config(rope_theta=1000.0))
+    scaled = rotary_frequencies(
+        config(
+            rope_theta=1000.0,
+            rope_factor=4.0,
+            rope_low_factor=1.0,
+            rope_high_factor=3.0,
+            rope_original_length=60,
+        )
+    )
+
+    ratios = (plain / scaled).tolist()
+    waves = [2 * math.pi / frequency for frequency in plain.tolist()]
+    assert waves[0] < 60 / 3 < waves[1] < 60 / 1 < waves[2]
+    assert ratios[0] == 1
+    assert 1 < ratios[1] < 4
+    assert ratios[2:] == pytest.approx([4, 4, 4])
+
+
+def test_a_product_of_turned_vectors_depends_on_their_distance_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 10, generator=generator)
+    angles = torch.outer(torch.arange(9.0), rotary_frequencies(config()))
+    turned = [turned_by_position(x.expand(9, 10), angles.cos(), angles.sin()) for x in (query, key)]
+
+    products = turned[0] @ turned[1].t()
+
+    for distance in range(-8, 9):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not torch.allclose(products.diagonal(1), products.diagonal(2)[0])
+
+
+def test_queries_share_keys_and_values_in_groups() -> None:
+    """With every weight of one group's keys and values at zero, only its queries see nothing."""
+    attention = modules(llama(config(), 16))[1].get_submodule("attention")
+    assert isinstance(attention, Attention)
+    with torch.no_grad():
+        attention.v.weight[10:] = 0.0
+    seen: list[Tensor] = []
+    attention.o.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+
+    attention(torch.randn(1, 5, 24))
+
+    assert seen[0].view(5, 4, 10).abs().sum((0, 2)).ne(0).tolist() == [True, True, False, False]
+
+
+def test_no_token_sees_those_after_it() -> None:
+    *body, head = modules(llama(config(qkv_bias=True, qk_norm=True), 16))
+    tokens = torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 50
+
+    def logits(x: Tensor) -> Tensor:
+        for module in body:
+            x = module(x)
+        return F.linear(*head(x))
+
+    before, after = logits(tokens), logits(changed)
+
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5], after[:, 5])
+    assert not torch.allclose(before[:, 7], after[:, 7])
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("mlp.gate.weight", 0.02),
+        ("attention.q.weight", 0.02),
+        ("attention.o.weight", 0.02 / math.sqrt(2 * 8)),
+        ("mlp.down.weight", 0.02 / math.sqrt(2 * 8)),
+    ],
+)
+def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: float) -> None:
+    values = init_parameter(8, name, (300, 300), keyed_generator(1, name))
+
+    assert values.std().item() == pytest.approx(std, rel=0.02)
+    assert (
+        init_parameter(8, "attention.q_norm.weight", (3,), keyed_generator(1)).tolist() == [1] * 3
+    )
+    assert init_parameter(8, "attention.q.bias", (3,), keyed_generator(1)).tolist() == [0] * 3

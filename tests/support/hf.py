@@ -1,0 +1,121 @@
+"""Models of Hugging Face's transformers beside ours: logits, losses of some steps, folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.images import write_safetensors
+from support.runs import VOCABULARY, token_data, train_in_process
+from torch import Tensor, nn
+
+from axsparse.config.hf_config import config_json
+from axsparse.config.model_config import LlamaConfig
+from axsparse.config.schema import Config
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Model
+from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.hf_models import hf_model
+from axsparse.training.trainer import Trainer
+
+STEPS = 5
+SMALL_LLAMA = LlamaConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=44,
+    sequence_length=12,
+    vocab_size=VOCABULARY,
+    tie_embeddings=False,
+)
+
+
+def write_llama(
+    folder: Path, change: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+) -> dict[str, Tensor]:
+    """Write a folder of `SMALL_LLAMA` with random weights; returns them by global name.
+
+    `change` makes other weights of them.
+    """
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(7)
+    found = hf_model(SMALL_LLAMA)
+    assert found is not None
+    weights = {
+        name: change(name, torch.empty(shape).uniform_(0.05, 0.2, generator=generator))
+        for name, shape in found.survey.shapes.items()
+    }
+    state = {llama_name(name): tensor for name, tensor in weights.items()}
+    write_safetensors(folder / "model.safetensors", state)
+    settings = config_json(SMALL_LLAMA, "float32") | {"bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return weights
+
+
+def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:
+    """The logits of the layers that a run has built, before its first step."""
+    stages: dict[int, list[nn.Module]] = {}
+
+    def note(trainer: Trainer) -> None:
+        layers = [layer.module for layer in trainer.parts.layers]
+        stages[trainer.parts.place.stage] = layers
+        if len(stages) == g_inter:
+            found.append(forward([m for stage in sorted(stages) for m in stages[stage]]))
+
+    def forward(modules: list[nn.Module]) -> Tensor:
+        *body, head = modules
+        x = tokens
+        with torch.no_grad():
+            for module in body:
+                x = module(x)
+            return F.linear(*head(x))
+
+    found: list[Tensor] = []
+    train_in_process(g_inter, 1, model, config, token_data(), before=note)
+    return found[0]
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(5))
+
+
+def hf_logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(tokens()).logits
+    return logits
+
+
+def hf_losses(model: Any, config: Config) -> Iterator[float]:
+    """Training with transformers' model and torch's AdamW; only the order of the data is ours."""
+    model.train()
+    data, batch, settings = token_data(), config.batch, config.optimizer
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    for step in range(STEPS):
+        samples = samples_of_step(len(data), batch.global_batch_size, step, config.seed)
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(0, batch.global_batch_size, batch.microbatch_size):
+            (inputs,), targets = data.read(samples[start : start + batch.microbatch_size])
+            logits = model(inputs).logits.flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+            loss = loss / (batch.global_batch_size * targets.shape[1])
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        optimizer.step()
+        yield total
