@@ -110,8 +110,7 @@ class Sidecar(Record):
     settings: dict[str, str | int | float | bool]
     """Settings of the preparation that the tokens depend on."""
     request: str
-    """Key of the request: a digest of the settings and of the paths, sizes and times of the
-    sources."""
+    """Key of the request: a digest of the settings and of paths, sizes and times of the sources."""
 
     def splits(self) -> Iterator[tuple[Split, SplitRecord]]:
         """Name and record of each split that exists."""

@@ -257,8 +257,7 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
 
 
 def _last_run(loaded: LoadedConfig) -> Path | None:
-    """The directory of the configuration, or under `auto` the last of its name; None if there is
-    no run there."""
+    """The run of the configuration, or under `auto` the last of its name; None without any."""
     wanted = loaded.config.run_dir
     if wanted != "auto":
         return Path(wanted) if (Path(wanted) / METRICS_FILE).is_file() else None

@@ -77,8 +77,7 @@ class Subwords:
     """A tokenizer that Hugging Face's library reads from a file."""
 
     def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
-        """Raises DataError if the file holds no tokenizer, ConfigError if its vocabulary has no
-        token `separator`."""
+        """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`."""
         library = import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_file(str(path))

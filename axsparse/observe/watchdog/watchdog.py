@@ -128,8 +128,7 @@ class Watchdog:
         self._board.leave()
 
     def look(self) -> None:
-        """Write a heartbeat, and look at the other ranks if this one is quiet; a thread calls this
-        every `interval`."""
+        """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
         own = self._heartbeat()
         try:
             self._board.write(own)

@@ -12,8 +12,7 @@ from axsparse.pruning.sparsity_schedule import gradual_sparsity, iterative_spars
 
 @dataclass(frozen=True)
 class PruningRounds:
-    """The steps at which pruning happens: every `interval` steps after `begin`, and last at or
-    before `until_step`."""
+    """The steps that prune: every `interval` after `begin`, until `until_step`."""
 
     begin: int
     interval: int
