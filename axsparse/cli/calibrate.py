@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         transport, out = job.transport, arguments.out
         steps = together(transport, lambda: _steps(arguments.steps))
         loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
-        # What takes a minute is not measured for a place that cannot be written.
+        # A place that cannot be written is refused before a minute of measuring.
         together(transport, lambda: None if transport.rank else _check_place(out))
         cluster = calibrate(transport, loaded, out.stem, steps)
 

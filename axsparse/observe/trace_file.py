@@ -33,7 +33,7 @@ class Span:
     name: str
     """The action, such as "F3", or the phase."""
     begin: float
-    """In seconds, as is `end`."""
+    """Seconds; `end` is in seconds, too."""
     end: float
 
 

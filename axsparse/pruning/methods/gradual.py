@@ -76,7 +76,5 @@ class GradualPruning:
         self._is_done = standing.is_done
 
     def _sparsity(self, number: int, final: float) -> float:
-        rounds = self._rounds.count
-        if self._geometric:
-            return iterative_sparsity(number, final=final, rounds=rounds)
-        return gradual_sparsity(number, final=final, begin=0, end=rounds, every=1)
+        sparsity = iterative_sparsity if self._geometric else gradual_sparsity
+        return sparsity(number, final=final, rounds=self._rounds.count)

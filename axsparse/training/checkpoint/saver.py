@@ -74,7 +74,7 @@ class _PendingCheckpoint:
     """The copies that are on their way to the thread that writes."""
     writing: BackgroundWork[FileEntries]
     committing: BackgroundWork[None] | None = None
-    """On rank 0, once all ranks have written."""
+    """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
     """Whether all ranks have written."""
 
