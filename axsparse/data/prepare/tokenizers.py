@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from axsparse.data.prepare.whole_files import digest_of, new_file
 from axsparse.data.token_file import TokenizerRecord
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, reading
 
 if TYPE_CHECKING:
     import tokenizers
@@ -156,12 +156,8 @@ def describe(path: Path, kind: str) -> TokenizerRecord:
 
 def check_readable(path: Path) -> None:
     """Raise MissingInputError if a tokenizer's file cannot be read."""
-    try:
+    with reading(f"--tokenizer: {path}", "name a tokenizer.json"):
         path.open("rb").close()
-    except OSError as reason:
-        raise MissingInputError(
-            f"--tokenizer: {path} cannot be read ({reason.strerror}); name a tokenizer.json"
-        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
