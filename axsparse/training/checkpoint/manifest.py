@@ -134,6 +134,7 @@ class CheckpointManifest(_Strict):
     """The resolved configuration."""
     versions: dict[str, str]
     git: str | None
+    """The commit of the checkout that wrote it, which may end in "-dirty"; None if unknown."""
     layers: dict[str, LayerEntry]
     """In model order."""
     files: dict[FileName, FileEntry]

@@ -58,7 +58,7 @@ class RunFacts:
     """The resolved configuration."""
     versions: Mapping[str, str]
     git: str | None
-    """The git hash, on rank 0."""
+    """The commit of the checkout, on rank 0 (`provenance.checkout_commit`)."""
 
 
 @dataclass
