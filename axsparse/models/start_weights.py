@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
-from axsparse.runtime.errors import DataError, MissingInputError, reading
+from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -124,12 +124,15 @@ def open_weights(path: str | Path) -> WeightFile:
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(path)
-    mend = "name a safetensors file or a state dict of torch's"
-    if path.is_dir():
-        with reading(f"weights {str(path)!r}:", mend):
+    try:
+        if path.is_dir():
             path = _weights_in(path)
-    with reading(f"weights {str(path)!r}:", mend):
         path.open("rb").close()
+    except OSError as reason:
+        raise MissingInputError(
+            f"weights {str(path)!r}: cannot be read ({reason.strerror}); name a safetensors file "
+            "or a state dict of torch's"
+        ) from reason
     if path.name.endswith(INDEX_SUFFIX):
         return SafetensorsIndex(path)
     if path.suffix == PICKLED:

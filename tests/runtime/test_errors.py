@@ -51,9 +51,14 @@ def message_parts(call: ast.Call) -> tuple[str, ...]:
     if name in error_classes() and call.args:
         return literal_parts(call.args[0])
     if name in ("writing", "reading"):
-        what, mend = map(literal_parts, call.args)
-        done = "written" if name == "writing" else "read"
-        return (*what, f" cannot be {done} (", *(f"); {part}" for part in mend))
+        what, mend = call.args
+        *before, last = literal_parts(what) or ("",)
+        said = f" cannot be {'written' if name == 'writing' else 'read'} ("
+        ends_literally = isinstance(what, ast.JoinedStr) and isinstance(
+            what.values[-1], ast.Constant
+        )
+        middle = (last + said,) if ends_literally else (last, said)
+        return (*before, *middle, *(f"); {part}" for part in literal_parts(mend)))
     return ()
 
 
