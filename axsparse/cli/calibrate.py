@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.cli.parser import CommandParser, add_configuration
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from axsparse.runtime.job import Job
@@ -63,14 +63,14 @@ def main(argv: Sequence[str]) -> NoReturn:
         transport, out = job.transport, arguments.out
         steps = together(transport, lambda: _steps(arguments.steps))
         loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
-        # What takes a minute is not measured for a place that cannot be written.
+        # A place that cannot be written is refused before a minute of measuring.
         together(transport, lambda: None if transport.rank else _check_place(out))
         cluster = calibrate(transport, loaded, out.stem, steps)
 
         def write() -> None:
             if transport.rank:
                 return
-            with _writable(out):
+            with _writing(out):
                 out.write_text(to_yaml(cluster), encoding="utf-8")
             print(to_yaml(cluster), end="", flush=True)
             print(f"axsparse: wrote {out}", flush=True)
@@ -80,22 +80,14 @@ def main(argv: Sequence[str]) -> NoReturn:
     run(work)
 
 
-@contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    """Within, what fails is an OutputError that names the cluster file."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"--out {out}: the cluster file cannot be written ({error.strerror}); choose "
-            "another place"
-        ) from None
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return writing(f"--out {out}: the cluster file", "choose another place")
 
 
 def _check_place(out: Path) -> None:
     """OutputError if the cluster file cannot be written; nothing is left behind."""
     existed = out.exists()
-    with _writable(out), out.open("a"):
+    with _writing(out), out.open("a"):
         pass
     if not existed:
         out.unlink()

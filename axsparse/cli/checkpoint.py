@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from axsparse.cli.parser import CommandParser, run_command, say
-from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
 
 DESCRIPTION = """\
 Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in it:
@@ -127,7 +127,6 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
 
     The run must not be in use, and one whole checkpoint always stays.
     """
-    from axsparse.runtime.errors import OutputError
     from axsparse.runtime.files.run_lock import RunLock
     from axsparse.training.checkpoint.checkpoint_folder import (
         CHECKPOINTS,
@@ -147,23 +146,20 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
         raise MissingInputError(f"checkpoint prune {path}: is no run with {CHECKPOINTS}/; name one")
     lock = RunLock(path)
     try:
-        if after is not None:
-            gone = [step for step in steps_in(path) if step > after]
-            left = [step for step in steps_in(path) if step <= after]
-            if gone and not any(is_whole(path_of(folder, step)) for step in left):
-                raise ConfigError(
-                    f"--after: {after} would leave no whole checkpoint; choose a later step"
-                )
-        else:
-            assert keep_last is not None
-            gone = outdated(folder, keep_last, 0, lambda step: is_whole(path_of(folder, step)))
-        for step in gone:
-            remove(path_of(folder, step))
-            say(f"removed {path_of(folder, step)}")
-    except OSError as reason:
-        raise OutputError(
-            f"{folder}: cannot be written ({reason.strerror}); nothing else went"
-        ) from reason
+        with writing(f"{folder}:", "nothing else went"):
+            if after is not None:
+                gone = [step for step in steps_in(path) if step > after]
+                left = [step for step in steps_in(path) if step <= after]
+                if gone and not any(is_whole(path_of(folder, step)) for step in left):
+                    raise ConfigError(
+                        f"--after: {after} would leave no whole checkpoint; choose a later step"
+                    )
+            else:
+                assert keep_last is not None
+                gone = outdated(folder, keep_last, 0, lambda step: is_whole(path_of(folder, step)))
+            for step in gone:
+                remove(path_of(folder, step))
+                say(f"removed {path_of(folder, step)}")
     finally:
         lock.release()
 

@@ -19,7 +19,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cluster_fit import Measurements, fitted
 from axsparse.planner.run_workload import workload
-from axsparse.runtime.communication import Collective, Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
 from axsparse.runtime.grid import Grid
@@ -211,17 +211,18 @@ def _all_reduces(transport: Transport) -> list[tuple[float, float]]:
     """Bytes and seconds of all-reduces over all ranks, the same on all ranks."""
     if transport.size == 1:
         return []
-    return [(float(size), _all_reduce(transport, transport.world, size)) for size in SIZES]
+    return [(float(size), _all_reduce(transport, size)) for size in SIZES]
 
 
-def _all_reduce(transport: Transport, world: Collective, size: int) -> float:
+def _all_reduce(transport: Transport, size: int) -> float:
     """Median seconds of an all-reduce of `size` bytes, on the slowest rank."""
     buffer = torch.zeros(size // 4)
     times = []
     for _ in range(REPEATS):
-        sum_by_owner(world, transport.backoff, [0.0])
+        sum_by_owner(transport.world, transport.backoff, [0.0])
         began = time.perf_counter()
         transport.backoff.reset()
-        wait(world.start(Op.ALL_REDUCE, buffer), transport.backoff)
+        wait(transport.world.start(Op.ALL_REDUCE, buffer), transport.backoff)
         times.append(time.perf_counter() - began)
-    return max(row[0] for row in sum_by_owner(world, transport.backoff, [median(times)]))
+    rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
+    return max(row[0] for row in rows)

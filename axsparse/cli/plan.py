@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
 from axsparse.planner.cluster import DEFAULT_CLUSTER
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
@@ -167,12 +167,8 @@ def _print(
 def _write_page(path: Path, answers: Sequence[MethodPlan], notes: Sequence[str]) -> None:
     from axsparse.planner.html_page import page
 
-    try:
+    with writing(f"--html {path}:", "choose another place"):
         path.write_text(page(answers, notes), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(
-            f"--html {path}: cannot be written ({error.strerror}); choose another place"
-        ) from None
 
 
 def _numbers(flag: str, text: str) -> list[int]:

@@ -16,7 +16,7 @@ from axsparse.data.token_file import (
     stored,
     token_path,
 )
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, reading
 
 WHERE = "data.path"
 
@@ -48,7 +48,7 @@ def _open(
     folder: Path, sidecar: Sidecar, split: Split, record: SplitRecord, sequence_length: int
 ) -> TokenDataset:
     path, dtype = token_path(folder, split), stored(sidecar.dtype)
-    try:
+    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
         size = path.stat().st_size
         expected = record.tokens * dtype.itemsize
         if size != expected:
@@ -62,11 +62,6 @@ def _open(
                 "again, or prepare the data again"
             )
         tokens = np.memmap(path, dtype=dtype, mode="r")
-    except OSError as reason:
-        raise MissingInputError(
-            f"{WHERE}: {path} cannot be read ({reason.strerror}); copy it again, or prepare the "
-            "data again"
-        ) from None
     return TokenDataset(
         name=f"tokens {folder.name} {split}",
         fingerprint=record.digest,

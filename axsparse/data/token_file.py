@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, reading
 
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -110,8 +110,7 @@ class Sidecar(Record):
     settings: dict[str, str | int | float | bool]
     """Settings of the preparation that the tokens depend on."""
     request: str
-    """Key of the request: a digest of the settings and of the paths, sizes and times of the
-    sources."""
+    """Key of the request: a digest of the settings and of paths, sizes and times of the sources."""
 
     def splits(self) -> Iterator[tuple[Split, SplitRecord]]:
         """Name and record of each split that exists."""
@@ -157,13 +156,8 @@ def read_sidecar(folder: Path, where: str) -> Sidecar:
     a tokens.json of this version.
     """
     path = folder / SIDECAR
-    try:
+    with reading(f"{where}: {path}", "name a folder that `axsparse data prepare` has finished"):
         text = path.read_bytes()
-    except OSError as reason:
-        raise MissingInputError(
-            f"{where}: {path} cannot be read ({reason.strerror}); name a folder that "
-            "`axsparse data prepare` has finished"
-        ) from None
     try:
         version = _Head.model_validate_json(text).version
         if version != FORMAT:

@@ -32,9 +32,9 @@ class ModelStateSize:
     """Bytes of model state on the fullest rank."""
 
     dense: int
-    """If nothing were pruned."""
+    """Bytes if nothing were pruned."""
     live: int
-    """As the run begins."""
+    """Bytes as the run begins."""
 
 
 def banner(

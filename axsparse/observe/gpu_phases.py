@@ -112,8 +112,7 @@ class DevicePhases(Phases):
         self._action = action
 
     def compression(self, is_last: bool) -> AbstractContextManager[None]:
-        """The with-block around the compression of one gradient, with marks in a step's last
-        microbatch only."""
+        """The with-block around one compression; only in a step's last microbatch it sets marks."""
         if self._step is not None:
             self._step.compressed[is_last] += 1
         return self._blocks["compress"] if is_last else self._sampled
@@ -164,8 +163,7 @@ class DevicePhases(Phases):
                     yield phase, name, begin, now
 
     def _switch(self, number: int) -> None:
-        """Charge the host's time to the present phase, and enter another; a stretch ends if one
-        of the two is work."""
+        """Charge the host's time to the present phase, and enter another; work ends a stretch."""
         is_work = IS_WORK[number] or IS_WORK[self._current]
         if self._step is not None:
             self._charge()

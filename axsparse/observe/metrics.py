@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import writing
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,8 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         """Open or create the file; OutputError if its folder is missing or not writable."""
         self._path = path
-        try:
+        with self._writing():
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._failure(error) from error
 
     def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord) -> None:
         """Append one line of strict JSON, with null for numbers that are not finite.
@@ -143,24 +142,17 @@ class MetricsFile:
         values = asdict(record)
         values |= values.pop("metrics", {})
         line = json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False)
-        try:
+        with self._writing():
             self._file.write(line + "\n")
             self._file.flush()
-        except OSError as error:
-            raise self._failure(error) from error
 
     def close(self) -> None:
         """Close the file; OutputError if what is left of a failed `write` fails again."""
-        try:
+        with self._writing():
             self._file.close()
-        except OSError as error:
-            raise self._failure(error) from error
 
-    def _failure(self, error: OSError) -> OutputError:
-        return OutputError(
-            f"{self._path}: cannot be written ({error.strerror}); "
-            "free space there or choose another run_dir"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"{self._path}:", "free space there or choose another run_dir")
 
 
 def _finite(value: float | bool | str | None) -> float | bool | str | None:

@@ -57,8 +57,7 @@ class Phases:
         return self._blocks[name]
 
     def compression(self, is_last: bool) -> AbstractContextManager[None]:
-        """The with-block around the compression of one gradient; `is_last`: no microbatch follows
-        in this step."""
+        """The with-block around the compression of one gradient; a GPU's timers need `is_last`."""
         del is_last
         return self._blocks["compress"]
 

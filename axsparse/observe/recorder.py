@@ -215,8 +215,7 @@ class Recorder:
         )
 
     def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
-        """Record and say how far the prediction was off; the first step, which allocates, does
-        not count."""
+        """Record and say how far the prediction was off; the first step does not count."""
         own = PlanRecord(
             step=record.step,
             predicted_peak_memory_bytes=predicted.memory_bytes,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axsparse.observe.phases import PHASES
-from axsparse.runtime.errors import DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import DataError, OutputError, reading, writing
 
 MICROSECONDS = 1e6
 HEAD, BETWEEN = '{"traceEvents": [\n', ",\n"
@@ -33,7 +33,7 @@ class Span:
     name: str
     """The action, such as "F3", or the phase."""
     begin: float
-    """In seconds, as is `end`."""
+    """Seconds; `end` is in seconds, too."""
     end: float
 
 
@@ -139,24 +139,17 @@ def join(path: Path, parts: Sequence[Path], source: str) -> None:
 
 
 def _write(path: Path, pieces: Iterable[str]) -> None:
-    try:
+    with writing(f"{path}: the trace", "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             file.writelines(pieces)
-    except OSError as error:
-        raise OutputError(
-            f"{path}: the trace cannot be written ({error.strerror}); choose another place"
-        ) from None
 
 
 def read(path: Path) -> list[Span]:
     """Read a trace; MissingInputError if it cannot be read, DataError if it is no trace."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MissingInputError(
-            f"trace {path}: cannot be read ({error.strerror}); name the file of a trace"
-        ) from None
+        with reading(f"trace {path}:", "name the file of a trace"):
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         text = ""
     return from_json(text, str(path))

@@ -230,8 +230,7 @@ class Engine:
             self._backoff.pause()
 
     def _finish_sending(self) -> None:
-        """Wait until a GPU has sent everything: a neighbour may need one of these messages before
-        it can do what this rank waits for next."""
+        """Wait until a GPU has sent all messages, since a neighbour may need one to go on."""
         while self._gpu is not None and self._link.unsent:
             self._receive()
             self._pause()

@@ -52,8 +52,7 @@ class LayerRunner:
         self._changing: list[BufferSlot] | None = None
         """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
-        """Whether a forward writes into its inputs, for each training mode whose first call has
-        shown it."""
+        """Whether a forward writes into its inputs, by training mode, once it is known."""
         self._is_proven = self._is_random
         """Whether the layer is known to be random, or its first call has drawn no random number."""
         self._parameters = list(module.named_parameters())

@@ -87,7 +87,7 @@ def _section(answer: MethodPlan) -> Iterator[str]:
     if plan.slack_curve:
         yield "<h3>Step over slack</h3>"
         points = [(point.slack, point.seconds) for point in plan.slack_curve]
-        yield from _curves([("step", points)], "slack", "s")
+        yield from _curves([("step", points)], "slack")
     if plan.rejected:
         yield "<h3>Rejected</h3><ul>"
         yield from (f"<li>{escape(line.strip())}</li>" for line in rejections(plan.rejected))
@@ -175,17 +175,16 @@ def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
     ]
     if len(curves[0][1]) > 1:
         yield "<h2>Strong scaling</h2>"
-        yield from _curves(curves, "devices", "s", logarithmic=True)
+        yield from _curves(curves, "devices", logarithmic=True)
 
 
 def _curves(
     curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
     across: str,
-    up: str,
     *,
     logarithmic: bool = False,
 ) -> Iterator[str]:
-    """A line through the points of each curve; logarithmic values are powers of two."""
+    """A line through the points of each curve, in seconds; logarithmic values are powers of two."""
 
     def shown(value: float) -> str:
         return f"{2**value if logarithmic else value:.4g}"
@@ -209,7 +208,7 @@ def _curves(
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
         for point in curve:
             x, y = place(*point)
-            told = f"{name}, {shown(point[0])} {across}: {shown(point[1])} {up}"
+            told = f"{name}, {shown(point[0])} {across}: {shown(point[1])} s"
             yield (
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
                 f"<title>{escape(told)}</title></circle>"
@@ -220,10 +219,10 @@ def _curves(
         yield from labels.first_free(name, *((x + 80, y + by) for by in (4, 18, -10)), fill=colour)
     for x in sorted({x for x, _ in points}):
         yield from labels.first_free(shown(x), (place(x, low)[0] - 4, height - 8))
-    # From right to left, so that the right end keeps its label if there is no room for all.
+    # Labels are set from the right, so that the right end keeps its own if room is short.
     for point in sorted(points, reverse=True):
         x, y = place(*point)
-        yield from labels.first_free(f"{shown(point[1])} {up}", (x + 5, y - 6), (x + 5, y + 14))
+        yield from labels.first_free(f"{shown(point[1])} s", (x + 5, y - 6), (x + 5, y + 14))
     yield "</svg>"
 
 

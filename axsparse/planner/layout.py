@@ -18,7 +18,7 @@ class Layout:
     grid: Grid
     schedule: Schedule
     microbatch_size: int
-    """In samples."""
+    """Samples of a microbatch."""
     microbatches: int
     """Number of microbatches of each replica in a step."""
 

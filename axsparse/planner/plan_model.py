@@ -34,7 +34,7 @@ Method = Literal["start", "dense", "samo"]
 RINGS = 4
 """The most rings of pinned slots that a rank has: to and from both neighbours."""
 MOST_TIMES = 256
-"""If nothing fits, up to this multiple of the devices is tried to say how many would do."""
+"""If nothing fits, numbers of devices up to this multiple are tried, to say how many would do."""
 
 
 @dataclass(frozen=True)

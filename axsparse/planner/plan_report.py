@@ -14,7 +14,7 @@ from axsparse.planner.step_simulation import STEP_PHASES
 MOST_ROWS = 12
 """How many layouts are printed; the JSON has all."""
 MOST_STAGES = 8
-"""Of how many stages the memory is printed: the first ones, the fullest and the last."""
+"""The memory of so many stages is printed: the first ones, the fullest and the last."""
 _LEFT = frozenset({"layout", "stage", "layers", "method"})
 """Columns that are aligned to the left."""
 

@@ -111,7 +111,7 @@ class Prediction:
     """Memory of the fullest rank until the first checkpoint, without what the process holds before
     it builds anything."""
     step_seconds: float | None
-    """None if no cluster is named, whose constants would tell."""
+    """Predicted seconds of a step; None without a cluster, whose constants would tell."""
     reason: str | None
     """Why there are this many stages; None if the configuration says so."""
 

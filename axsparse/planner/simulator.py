@@ -118,7 +118,7 @@ class _Simulation:
         self._events: list[tuple[float, int, int, int, Action | None]] = []
         """Each is (time, 0 for an arrival and 1 for a decision, number, stage, what arrives)."""
         self._number = 0
-        """Of the last event: events of the same time and kind keep the order of their making."""
+        """The number of the last event, which orders events of one time and kind."""
 
     def play(self) -> PipelineRun:
         """Play all events, from a decision of every stage at time 0."""

@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 
 
-def gradual_sparsity(step: int, *, final: float, begin: int, end: int, every: int) -> float:
-    """The sparsity at a step: it rises from 0, fast at first (Zhu & Gupta 2017, eq. 1).
+def gradual_sparsity(number: int, *, final: float, rounds: int) -> float:
+    """The sparsity after `number` of `rounds` rounds; 0 before the first.
 
-    s(t) = final · (1 − (1 − x)³),  x = (t − begin) / (end − begin)
-
-    It changes at t = begin + every, begin + 2 · every, … and stays in between. From `end` on it
-    is exactly `final`.
+    s(r) = final · (1 − (1 − r / rounds)³): it rises fast at first (Zhu & Gupta 2017, eq. 1). After
+    the last round it is exactly `final`.
     """
-    if step >= end:
-        return final
-    if step <= begin:
-        return 0.0
-    progress = (step - begin) // every * every / (end - begin)
-    return final * (1 - (1 - progress) ** 3)
+    assert 0 <= number <= rounds
+    return final if number == rounds else final * (1 - (1 - number / rounds) ** 3)
 
 
 def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:

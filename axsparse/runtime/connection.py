@@ -21,8 +21,7 @@ from axsparse.runtime.shared_segments import remove_leftovers
 
 
 def cannot_start(reason: Exception) -> NoReturn:
-    """End the whole job because this rank cannot load what it needs, such as a package that its
-    host lacks."""
+    """End the whole job, because this rank cannot load something, such as a missing package."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
     write_line(f"error: {where}: {text}")

@@ -82,6 +82,24 @@ def everywhere(error: Error) -> Error:
 
 
 @contextmanager
+def writing(what: str, mend: str) -> Iterator[None]:
+    """Turn an OSError of the code within into an OutputError; `what` names the place."""
+    try:
+        yield
+    except OSError as reason:
+        raise OutputError(f"{what} cannot be written ({reason.strerror}); {mend}") from reason
+
+
+@contextmanager
+def reading(what: str, mend: str) -> Iterator[None]:
+    """Turn an OSError of the code within into a MissingInputError; `what` names the place."""
+    try:
+        yield
+    except OSError as reason:
+        raise MissingInputError(f"{what} cannot be read ({reason.strerror}); {mend}") from reason
+
+
+@contextmanager
 def noted(where: str) -> Iterator[None]:
     """Add a note that says where to any exception of the code within, which stays of its class.
 

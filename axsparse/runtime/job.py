@@ -65,8 +65,7 @@ class Job:
         self.run_dir: Path | None = None
         """Where tracebacks of internal errors go; None until there is a run directory."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
-        """The transport of each trainer, and a function that returns the trainer, or None once
-        nobody refers to it any more."""
+        """The transport of each trainer, and a function that returns the trainer while in use."""
 
     @property
     def has_built(self) -> bool:

@@ -58,7 +58,7 @@ class StateOptions:
     start: StartValues | None = None
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
-    """Where the state lives."""
+    """The device of the state, and what computes there."""
 
     @property
     def types(self) -> StateTypes:

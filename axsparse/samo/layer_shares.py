@@ -26,8 +26,7 @@ class Shares:
     own: range
     """The entries that this replica answers for: whole blocks."""
     held: range
-    """The entries whose master and moments are here and are updated here: `own` where the
-    optimizer state is sharded, otherwise all."""
+    """The entries that are updated here: `own` if state is sharded, otherwise all."""
 
     def __init__(self, tensors: Sequence[TensorState], replicas: Replicas) -> None:
         self.replicas = replicas

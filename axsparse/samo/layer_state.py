@@ -123,8 +123,7 @@ class LayerState:
     # -- one tensor by its name, for pruning and checkpoints ------------------------------
 
     def dense_gradient(self, name: str) -> Tensor:
-        """This replica's gradient in the parameter's shape, fp32 on the host, zero at pruned
-        positions."""
+        """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned."""
         tensor = self.tensor(name)
         return self._dense(tensor, self.gradient_of(tensor).float())
 

@@ -55,8 +55,7 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit hash (exact as a float) of the sums of the weights' bits; copies no tensor, and
-    waits for a GPU once."""
+    """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once."""
     sums = {
         f"{layer.spec.name}.{name}": _sum_of_bits(weight.detach())
         for layer in layers

@@ -45,8 +45,7 @@ class Offload:
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
         self._free: list[Event | None] = [None] * VISITS
-        """For each place, the event after which the values of its last visit, and of all visits
-        before, are back on the host."""
+        """For each place, the event after which its last visit's values are back on the host."""
         sizes = [
             [tensor.nbytes for tensor in _tensors(layer.optimizer_state.resting())]
             for layer in layers

@@ -45,8 +45,7 @@ class OptimizerState:
     def __init__(
         self, shares: Shares, master: MasterKind, moments: tuple[str, ...], backend: Backend
     ) -> None:
-        """Masters are allocated here and filled by `write_master`; moments are allocated, as
-        zeros, when they are first asked for."""
+        """`write_master` fills the masters; moments are allocated when first asked for."""
         self._shares = shares
         self._backend = backend
         self._is_split = master == "remainder"

@@ -115,8 +115,7 @@ def cut_of(scores: Tensor, keep: int, keys: Keys) -> Cut:
 
 
 def select(scores: Tensor, keys: Keys, cut: Cut) -> Bits:
-    """The mask that a cut gives for one tensor, packed, so that the scores can be freed before the
-    mask is unpacked."""
+    """The packed mask that a cut gives; the scores can be freed before the mask is unpacked."""
     packed = []
     ties = cut.ties
     for _, part in _chunks(scores, keys):

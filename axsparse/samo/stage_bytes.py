@@ -1,5 +1,4 @@
-"""What the state of a stage costs before it is built: `samo/state_bytes.py` over a survey of its
-layers."""
+"""The bytes of the state of a stage before it is built, from a survey of its layers."""
 
 from __future__ import annotations
 

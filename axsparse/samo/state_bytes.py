@@ -148,8 +148,7 @@ class TensorSize:
 
 
 def master_kind(*, half: bool, split: bool) -> MasterKind:
-    """Where the masters are, with half-precision weights or without; only bf16 masters can be
-    split."""
+    """Where the masters of half-precision or fp32 weights are; only bf16 masters can be split."""
     if not half:
         return "weight"
     return "remainder" if split else "fp32"
@@ -199,8 +198,7 @@ def owned_entries(size: TensorSize) -> int:
 
 
 def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int = 0) -> StateBytes:
-    """The formula above for the tensors of one layer, in their order in the module, on one
-    replica; not offloaded."""
+    """The formula above for the tensors of one layer, in order, on one replica; not offloaded."""
     whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
     if stored.replicas == 1:
         return whole

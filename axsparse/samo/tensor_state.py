@@ -62,8 +62,7 @@ class TensorState:
             yield start, min(start + BLOCK, self.kept)
 
     def entries_in(self, part: range, start: int = 0, stop: int | None = None) -> range:
-        """Which of the tensor's kept entries [start, stop), by default all, lie in a part of the
-        layer's flat buffers."""
+        """The kept entries of [start, stop), by default all, that a part of the buffers has."""
         stop = self.kept if stop is None else stop
         first = min(max(part.start - self.offset, start), stop)
         return range(first, max(first, min(part.stop - self.offset, stop)))

@@ -36,5 +36,4 @@ class StageTie:
 
     uses: tuple[Use, ...]
     pair: Collective | None
-    """Joins the stage of the first use and that of the second, in this order; None if both
-    uses are here."""
+    """Joins the stages of the first and the second use, in order; None if both uses are here."""

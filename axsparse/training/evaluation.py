@@ -23,7 +23,7 @@ class Evaluation:
     loss: float
     """Mean loss of a target."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By name, the fraction of the targets that each of the model's metrics counted."""
+    """The fraction of the targets that each of the model's metrics counted, by its name."""
     samples: int = 0
     """How many samples of the validation data it was made on."""
     available: int = 0

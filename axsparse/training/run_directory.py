@@ -12,9 +12,9 @@ from pathlib import Path
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError
+from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.run_lock import InUseError, RunLock
+from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, remove, step_of
 from axsparse.training.checkpoint.manifest import Progress
@@ -49,14 +49,12 @@ class RunDir:
         progress, is_back = self.point.progress, self.point.order is not None
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
-        try:
+        with writing(f"{metrics}:", OTHER_RUN_DIR):
             checkpoints.mkdir(exist_ok=True, mode=0o700)
             for step in steps_in(self.path):
                 if is_back and progress is not None and step > progress.step:
                     remove(path_of(checkpoints, step))
             rewind_metrics(metrics, progress)
-        except OSError as reason:
-            raise _unwritable(f"{metrics}:", reason) from reason
 
 
 def find_run(
@@ -168,19 +166,18 @@ def _claim(path: Path, where: str) -> RunLock:
     Of two jobs that find a directory free at the same time, only one gets its lock. If the other
     gets it later, once the first has ended, it looks again at what the first has recorded.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with writing(f"{where}: {path}", OTHER_RUN_DIR):
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except FileExistsError as reason:
+            raise OutputError(
+                f"{where}: {path} is not a directory; choose another --run-dir"
+            ) from reason
         if not _holds_run(path):  # otherwise not even a lock file is left there
             lock = RunLock(path)
             if _take(path, lock):
                 return lock
             lock.release()
-    except FileExistsError as reason:
-        raise OutputError(
-            f"{where}: {path} is not a directory; choose another --run-dir"
-        ) from reason
-    except OSError as reason:
-        raise _unwritable(f"{where}: {path}", reason) from reason
     raise _TakenError(
         f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; choose "
         "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
@@ -215,14 +212,8 @@ def save_config(config: Config, run_dir: Path) -> None:
     head.append(f"git {checkout_commit() or 'unknown'}")
     text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
     path = run_dir / CONFIG_FILE
-    try:
+    with writing(f"{path}:", OTHER_RUN_DIR):
         path.write_text(text, encoding="utf-8")
-    except OSError as reason:
-        raise _unwritable(f"{path}:", reason) from reason
-
-
-def _unwritable(what: str, reason: OSError) -> OutputError:
-    return OutputError(f"{what} cannot be written ({reason.strerror}); choose another --run-dir")
 
 
 # -- a directory that exists ----------------------------------------------------------------
@@ -257,8 +248,7 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
 
 
 def _last_run(loaded: LoadedConfig) -> Path | None:
-    """The directory of the configuration, or under `auto` the last of its name; None if there is
-    no run there."""
+    """The run of the configuration, or under `auto` the last of its name; None without any."""
     wanted = loaded.config.run_dir
     if wanted != "auto":
         return Path(wanted) if (Path(wanted) / METRICS_FILE).is_file() else None

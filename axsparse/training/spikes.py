@@ -50,8 +50,7 @@ class RewindOrder:
     """How often it has gone back to that checkpoint, this time included."""
 
     def applied(self, progress: Progress) -> Progress:
-        """The progress in the checkpoint, changed so that the batches until `first_batch` are left
-        out."""
+        """The progress of the checkpoint, without the batches before `first_batch`."""
         spikes = progress.spikes.model_copy(update={"base": progress.step, "backs": self.times})
         jumped = self.first_batch - progress.step
         return progress.model_copy(update={"jumped": jumped, "spikes": spikes})

@@ -66,8 +66,7 @@ class Trainer:
         self._watchdog = watchdog
         self._is_stopped = False
         self.hands_over = False
-        """Whether training ended early so that the run continues in another layout
-        (`layout.g_inter_pruned`)."""
+        """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
         if progress is not None:
             self._step.restore(progress)

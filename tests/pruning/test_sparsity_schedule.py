@@ -19,38 +19,20 @@ finals = st.floats(0, 1, exclude_max=True)
 
 
 def test_gradual_pruning_follows_the_cubic_of_the_paper() -> None:
-    steps = (0, 100, 125, 150, 175, 200, 1000)
-
-    found = [gradual_sparsity(t, final=0.8, begin=100, end=200, every=25) for t in steps]
+    found = [gradual_sparsity(number, final=0.8, rounds=4) for number in range(5)]
 
     assert found == pytest.approx(
-        [0, 0, 0.8 * (1 - 0.75**3), 0.8 * (1 - 0.5**3), 0.8 * (1 - 0.25**3), 0.8, 0.8]
+        [0, 0.8 * (1 - 0.75**3), 0.8 * (1 - 0.5**3), 0.8 * (1 - 0.25**3), 0.8]
     )
 
 
-def test_between_two_prunings_nothing_changes() -> None:
-    def sparsity(step: int) -> float:
-        return gradual_sparsity(step, final=0.9, begin=10, end=45, every=10)
-
-    changes = [step for step in range(1, 60) if sparsity(step) != sparsity(step - 1)]
-
-    assert changes == [20, 30, 40, 45]
-
-
 @examples
-@given(finals, st.integers(0, 50), st.integers(0, 100), st.integers(1, 30))
-def test_gradual_pruning_never_brings_back_and_ends_exactly(
-    final: float, begin: int, length: int, every: int
-) -> None:
-    end = begin + length
-    found = [
-        gradual_sparsity(step, final=final, begin=begin, end=end, every=every)
-        for step in range(end + 3)
-    ]
+@given(finals, st.integers(1, 100))
+def test_gradual_pruning_never_brings_back_and_ends_exactly(final: float, rounds: int) -> None:
+    found = [gradual_sparsity(number, final=final, rounds=rounds) for number in range(rounds + 1)]
 
     assert found == sorted(found)
-    assert set(found[:begin]) <= {0.0}
-    assert found[end:] == [final] * 3
+    assert (found[0], found[-1]) == (0.0, final)
 
 
 # -- iterative ------------------------------------------------------------------------------

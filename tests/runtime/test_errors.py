@@ -45,17 +45,30 @@ def literal_parts(message: ast.expr) -> tuple[str, ...]:
     return ()
 
 
+def message_parts(call: ast.Call) -> tuple[str, ...]:
+    """The constant pieces of the error that a call makes; none of a call that makes none."""
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name in error_classes() and call.args:
+        return literal_parts(call.args[0])
+    if name in ("writing", "reading"):
+        what, mend = call.args
+        *before, last = literal_parts(what) or ("",)
+        said = f" cannot be {'written' if name == 'writing' else 'read'} ("
+        ends_literally = isinstance(what, ast.JoinedStr) and isinstance(
+            what.values[-1], ast.Constant
+        )
+        middle = (last + said,) if ends_literally else (last, said)
+        return (*before, *middle, *(f"); {part}" for part in literal_parts(mend)))
+    return ()
+
+
 def messages() -> dict[tuple[str, ...], str]:
     """The constant pieces of every user-facing error's text, and where it stands."""
     return {
         parts: f"{module}:{node.lineno}"
         for module, tree in sources().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in error_classes()
-        and node.args
-        and (parts := literal_parts(node.args[0]))
+        if isinstance(node, ast.Call) and (parts := message_parts(node))
     }
 
 

@@ -199,7 +199,7 @@ def _placement(ranks: Sequence[MachineFacts]) -> Finding:
 
 def _devices(ranks: Sequence[MachineFacts]) -> Finding:
     for host, own in _by_host(ranks).items():
-        # Counted by UUID, since a launcher may show each rank a different device as its first.
+        # A launcher may show each rank a different device as its first, so UUIDs are counted.
         gpus = len({uuid for rank in own for uuid in rank.uuids})
         if gpus and len(own) > gpus:
             return Finding(

@@ -186,7 +186,7 @@ def directive(text: str) -> str:
 
 def one_line(flag: str, text: str) -> str:
     """A text on one line; ConfigError if it holds control characters."""
-    # Also those that end a line in editors and terminals, though not in a shell.
+    # Editors and terminals end a line at more characters than a shell does.
     if any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in text):
         raise ConfigError(
             f"{flag}: {_short(text)} holds a line break or another control character; remove it"

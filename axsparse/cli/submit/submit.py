@@ -32,7 +32,13 @@ from axsparse.cli.submit.job_request import (
 )
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_batch, check_config, counted
-from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, OutputError
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    MissingInputError,
+    OutputError,
+    writing,
+)
 from axsparse.runtime.grid import Grid
 from axsparse.training.run_names import automatic_run_dirs
 
@@ -167,13 +173,9 @@ def _submit(arguments: argparse.Namespace) -> None:
         return
     path = request.run_dir / SCRIPT
     made = _make(request.run_dir, must_be_new=loaded.config.run_dir == "auto")
-    try:
+    with writing(f"{path}:", "choose another --run-dir"):
         path.write_bytes(script(request, lsf_job=arguments.lsf))
         path.chmod(0o700)
-    except OSError as reason:
-        raise OutputError(
-            f"{path}: cannot be written ({reason.strerror}); choose another --run-dir"
-        ) from reason
     try:
         said = hand_over(path, lsf_job=arguments.lsf)
     except AxsparseError:

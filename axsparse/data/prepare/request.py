@@ -43,8 +43,7 @@ class Request:
     validation: tuple[Path, ...] = ()
     """Files and folders whose documents form the validation part."""
     validation_fraction: float = 0.0
-    """Fraction of the documents that is held out for validation, in [0, 1); given
-    instead of `validation`."""
+    """Fraction of the documents held out for validation, in [0, 1), instead of `validation`."""
     train_bpe: int | None = None
     """Vocabulary size of a byte-pair encoding that is learnt from the training documents."""
     bpe_sample_bytes: int = 64_000_000

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from axsparse.data.prepare.whole_files import digest_of, new_file
 from axsparse.data.token_file import TOKENIZER, TokenizerRecord
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 
 if TYPE_CHECKING:
     import tokenizers
@@ -78,8 +78,7 @@ class Subwords:
     """A tokenizer that Hugging Face's library reads from a file."""
 
     def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
-        """Raises DataError if the file holds no tokenizer, ConfigError if its vocabulary has no
-        token `separator`."""
+        """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`."""
         library = import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_file(str(path))
@@ -181,12 +180,8 @@ def describe(path: Path, kind: str) -> TokenizerRecord:
 
 def check_readable(path: Path) -> None:
     """Raise MissingInputError if a tokenizer's file cannot be read."""
-    try:
+    with reading(f"--tokenizer: {path}", "name a tokenizer.json"):
         path.open("rb").close()
-    except OSError as reason:
-        raise MissingInputError(
-            f"--tokenizer: {path} cannot be read ({reason.strerror}); name a tokenizer.json"
-        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:

@@ -55,7 +55,7 @@ def choose_tokenizer(
                 path=folder / TOKENIZER,
                 threads=workers,
             )
-            # In a process of its own, so that its memory goes back to the system.
+            # A process of its own gives its memory back to the system.
             apart(learn_bpe, job)
             path = job.path.rename(folder / f"tokenizer-{digest_of(job.path)}.json")
             sync_folder(folder)

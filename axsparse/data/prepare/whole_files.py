@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import OutputError, writing
 from axsparse.runtime.files.durable import sync_folder
 
 BLOCK = 1 << 20
@@ -39,16 +39,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def writes(path: Path) -> Iterator[None]:
-    """Turn an OSError within the block into an OutputError about `path`."""
-    try:
-        yield
-    except OSError as reason:
-        raise OutputError(
-            f"--out: {path} cannot be written ({reason.strerror}); free the disk, or choose "
-            "another place"
-        ) from reason
+def writes(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turns an OSError within the block into an OutputError about `path`."""
+    return writing(f"--out: {path}", "free the disk, or choose another place")
 
 
 def copy_file(source: Path, path: Path) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 from axsparse.runtime.grid import Grid
 
 LEAST_SECONDS = 0.05
-"""By how much a slow rank exceeds others in a step; less may be noise, in small steps."""
+"""A slow rank takes this much longer than others; less may be noise, in short steps."""
 
 
 class SlowRanks:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Board, Heartbeat, RankAnswer
@@ -34,12 +34,11 @@ from axsparse.observe.watchdog.laggard import (
 )
 from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import EXIT_INTERNAL, OutputError
+from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import together
 from axsparse.runtime.grid import Place
 from axsparse.runtime.launcher import write_line
 
-T = TypeVar("T")
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
 """The report in the run directory; a later hang overwrites it."""
@@ -128,8 +127,7 @@ class Watchdog:
         self._board.leave()
 
     def look(self) -> None:
-        """Write a heartbeat, and look at the other ranks if this one is quiet; a thread calls this
-        every `interval`."""
+        """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
         own = self._heartbeat()
         try:
             self._board.write(own)
@@ -296,23 +294,20 @@ def open_watchdog(
         return None
     folder = run_dir / HEARTBEATS
 
+    mend = "choose another --run-dir, or set watchdog.timeout to 0"
+
     def clear() -> None:
         if transport.rank == 0:
-            _or_refuse(folder, lambda: Board.clear(folder))
+            with writing(f"{folder}:", mend):
+                Board.clear(folder)
+
+    def open_board() -> Board:
+        with writing(f"{folder}:", mend):
+            return Board(folder, place.rank)
 
     together(transport, clear)
-    board = together(transport, lambda: _or_refuse(folder, lambda: Board(folder, place.rank)))
+    board = together(transport, open_board)
     return Watchdog(board, pulse, place, timeout=settings.timeout, leave=transport.abort)
-
-
-def _or_refuse(folder: Path, work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except OSError as reason:
-        raise OutputError(
-            f"{folder}: cannot be written ({reason.strerror}); choose another --run-dir, or set "
-            "watchdog.timeout to 0"
-        ) from reason
 
 
 def stacks() -> str:

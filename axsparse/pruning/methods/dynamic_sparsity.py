@@ -21,8 +21,7 @@ class DynamicSparsity:
     def __init__(
         self, live: LiveMasks, regrowth: Regrowth, *, interval: int, until_step: int, alpha: float
     ) -> None:
-        """`alpha` is the fraction of the kept entries that is exchanged at first; it falls to 0 at
-        `until_step`."""
+        """`alpha` is the fraction that is exchanged at first; it falls to 0 at `until_step`."""
         self._live = live
         self._regrowth = regrowth
         self._interval = interval

@@ -28,8 +28,7 @@ class EarlyBirdSearch:
         *,
         fails_undrawn: bool,
     ) -> None:
-        """If the search ends without a settled mask, the last mask is taken, or with
-        `fails_undrawn` the run ends."""
+        """If no mask settles, `fails_undrawn` ends the run; else the last mask is taken."""
         self._live = live
         self._criterion = criterion
         self.search = search

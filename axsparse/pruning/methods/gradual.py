@@ -12,8 +12,7 @@ from axsparse.pruning.sparsity_schedule import gradual_sparsity, iterative_spars
 
 @dataclass(frozen=True)
 class PruningRounds:
-    """The steps at which pruning happens: every `interval` steps after `begin`, and last at or
-    before `until_step`."""
+    """The steps that prune: every `interval` after `begin`, until `until_step`."""
 
     begin: int
     interval: int
@@ -77,7 +76,5 @@ class GradualPruning:
         self._is_done = standing.is_done
 
     def _sparsity(self, number: int, final: float) -> float:
-        rounds = self._rounds.count
-        if self._geometric:
-            return iterative_sparsity(number, final=final, rounds=rounds)
-        return gradual_sparsity(number, final=final, begin=0, end=rounds, every=1)
+        sparsity = iterative_sparsity if self._geometric else gradual_sparsity
+        return sparsity(number, final=final, rounds=self._rounds.count)

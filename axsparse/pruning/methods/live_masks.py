@@ -56,8 +56,7 @@ class LiveMasks:
         return stage_total(self.place, self.transport, counts)
 
     def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
-        """Masks by the scores of the present weights; `at` maps a final sparsity to the present
-        one. All ranks call this together."""
+        """Masks by the present weights, at sparsity `at(final)`; all ranks call this together."""
         return scored_masks(
             self.targets,
             criterion,

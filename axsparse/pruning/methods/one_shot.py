@@ -45,8 +45,7 @@ class OneShot:
 
 
 def sensitivity(live: LiveMasks) -> Criterion:
-    """Scores entries by |weight × gradient|, with the gradients in the state (SNIP, Lee et al.,
-    ICLR 2019)."""
+    """Scores entries by |weight × gradient| (SNIP, Lee et al. 2019)."""
     here: Mapping[str, tuple[LayerState, TensorState]] = {
         owner: (state, tensor) for owner, state, tensor in live.pruned()
     }

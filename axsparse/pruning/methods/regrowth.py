@@ -86,8 +86,7 @@ class Regrowth:
         return self._fraction
 
     def arm(self, fraction: float) -> None:
-        """Make `regrow` due, with this fraction of the kept entries of each tensor; called
-        between two steps."""
+        """Make `regrow` due, with this fraction of the kept entries; called between two steps."""
         self._fraction = fraction
         growth = self._growth
         if isinstance(growth, GradientGrowth):
@@ -174,8 +173,7 @@ class Regrowth:
 
 
 def moved_entries(kept: int, numel: int, fraction: float) -> int:
-    """How many kept entries of a tensor change places: round(fraction · kept), but no more than
-    there are pruned ones."""
+    """How many kept entries change places: round(fraction · kept), at most the pruned ones."""
     return min(round(fraction * kept), numel - kept)
 
 

@@ -37,8 +37,7 @@ class Rewinding:
         self._live = live
         self._step = step
         self._held: dict[str, Tensor] = {}
-        """The flat weights of that step by global name; they are whole, since nothing is pruned
-        before it."""
+        """The flat weights of that step by global name, whole, since nothing is pruned before."""
         self._holds = False
         """Whether that step has come; a stage without trained weights holds none even then."""
 

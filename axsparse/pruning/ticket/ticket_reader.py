@@ -9,6 +9,7 @@ the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from axsparse.pruning.mask_distance import BITS
 from axsparse.pruning.ticket.ticket_manifest import Entry, TicketManifest, hash_of, read_manifest
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, reading
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
@@ -91,10 +92,8 @@ class Ticket:
     def _packed(self, name: str) -> Tensor:
         """The packed bits of a tensor as they are in the file, checked."""
         entry = self.manifest.tensors[name]
-        try:
+        with _reading(self.path):
             packed = self._file.read(name)
-        except OSError as reason:
-            raise _unreadable(self.path, reason) from reason
         wrong = _damage(packed, entry)
         if wrong:
             raise DataError(
@@ -109,12 +108,10 @@ def open_ticket(path: str | Path) -> Ticket:
     Raises MissingInputError if it cannot be read, DataError if it is no ticket or is damaged.
     """
     path = Path(path)
-    try:
+    with _reading(path):
         if path.exists() and not path.is_file():
             raise OSError(0, "not a regular file")
         file = SafetensorsFile(path)
-    except OSError as reason:
-        raise _unreadable(path, reason) from reason
     manifest = read_manifest(path, file.metadata)
     _check_tensors(file, manifest)
     ticket = Ticket(path, manifest, file)
@@ -166,7 +163,5 @@ def _check_tensors(file: SafetensorsFile, manifest: TicketManifest) -> None:
             )
 
 
-def _unreadable(path: Path, reason: OSError) -> MissingInputError:
-    return MissingInputError(
-        f"ticket {str(path)!r}: cannot be read ({reason.strerror}); name a file that pruning wrote"
-    )
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return reading(f"ticket {str(path)!r}:", "name a file that pruning wrote")

@@ -11,9 +11,11 @@ import sys
 import weakref
 from pathlib import Path
 
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import OutputError, writing
 
 LOCK_FILE = "run.lock"
+OTHER_RUN_DIR = "choose another --run-dir"
+"""What helps where a run directory cannot be written."""
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""
@@ -34,10 +36,8 @@ class RunLock:
         self.is_exclusive = True
         """Whether other processes are kept out; False on a file system without locks."""
         path = run_dir / LOCK_FILE
-        try:
+        with writing(f"{path}:", OTHER_RUN_DIR):
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as reason:
-            raise _unwritable(path, reason) from reason
         # The descriptor is closed with this object, and without the warning that Python gives for
         # a file that nobody has closed.
         self._close = weakref.finalize(self, os.close, number)
@@ -60,19 +60,13 @@ class RunLock:
             )
         job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
         said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}
-        try:
+        with writing(f"{path}:", OTHER_RUN_DIR):
             os.ftruncate(number, 0)
             os.pwrite(number, json.dumps(said).encode(), 0)
-        except OSError as reason:
-            raise _unwritable(path, reason) from reason
 
     def release(self) -> None:
         """Let other processes have the directory."""
         self._close()
-
-
-def _unwritable(path: Path, reason: OSError) -> OutputError:
-    return OutputError(f"{path}: cannot be written ({reason.strerror}); choose another --run-dir")
 
 
 def _holder(said: bytes) -> str:

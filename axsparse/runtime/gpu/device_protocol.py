@@ -150,8 +150,7 @@ class Communicator(Protocol):
         ...
 
     def reduce(self, buffer: Tensor, root: int) -> Event:
-        """Leave the sum over all members in the buffer of member `root`; the buffers of the
-        others are undefined afterwards."""
+        """Leave the sum of all buffers in member `root`'s; the others become undefined."""
         ...
 
     def broadcast(self, buffer: Tensor, root: int) -> Event:

@@ -47,8 +47,7 @@ class Departure(Event, Protocol):
         ...
 
     def header_left(self) -> None:
-        """Learn that the header is on its way, so that contents may wait for their receiver. The
-        link calls this repeatedly."""
+        """Learn that the header is on its way, so that contents may wait for their receiver."""
         ...
 
 
@@ -150,8 +149,7 @@ class GpuLink:
         return sum(map(len, self._sending.values()))
 
     def close(self) -> None:
-        """Wait for the sends, and drop what arrives until the neighbours close too. Both
-        neighbours close together."""
+        """Wait for the sends, and drop arrivals until the neighbours close, too."""
         self._backoff.reset()
         while self.unsent:
             self.push()

@@ -42,8 +42,7 @@ TIMEOUT = timedelta(minutes=30)
 """How long torch's watchdog lets an operation wait before it ends the process; a send waits
 through its neighbour's longest action, the first step's compilation included."""
 STORE_TIMEOUT = timedelta(minutes=2)
-"""How long a rank tries to reach the store on the first rank, and to meet the other members of a
-group there."""
+"""How long a rank tries to reach the store, and to meet the other members of a group there."""
 CONNECT_SECONDS = 600.0
 """How long the members of a group may take to connect; all begin at about the same time."""
 EDGE_CTAS = 4
@@ -72,8 +71,7 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """What is used of a process group of torch's. Roots and peers are members' numbers in the
-    group."""
+    """What is used of a process group of torch's; roots and peers are members' numbers in it."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work: ...
 

@@ -54,8 +54,7 @@ class PaddedShards:
         return self._padded
 
     def take_back(self, stream: Stream) -> Event:
-        """Enqueue copies of what this member got from the exchange, which has run; returns the
-        event after them."""
+        """Copy back what this member got from the exchange, which has run."""
         gets = [self._rank]
         if self._op is Op.ALL_GATHER:
             gets = [member for member in range(len(self._own)) if member != self._rank]

@@ -65,8 +65,7 @@ class Seat:
     nccl: bool = False
     """Whether the rank's torch is built with NCCL."""
     hindrance: str | None = None
-    """A setting in the rank's environment that NCCL cannot work with, and why; None if there is
-    none."""
+    """A setting in the rank's environment that NCCL cannot work with, and why; or None."""
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:

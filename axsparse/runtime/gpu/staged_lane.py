@@ -20,8 +20,7 @@ from axsparse.runtime.wire import Wire, byte_pieces
 SLOTS = 3
 """Pinned slots of one end of one direction: one is filled, one is on its way, one is emptied."""
 SLOT_BYTES = 16 << 20
-"""The size of a slot. Both ends of a wire cut messages into pieces of this size, so it has to be
-the same on all ranks."""
+"""The size of a slot and of a piece; it is the same on all ranks."""
 
 
 class Transit:

@@ -24,8 +24,7 @@ class DeadlockError(AssertionError):
 
 
 class _AbandonedError(BaseException):
-    """Ends a rank that waits after another one failed; a BaseException, so that no handler of
-    errors keeps it."""
+    """Ends a rank that waits after another one failed; no handler of `Exception` keeps it."""
 
 
 @dataclass
@@ -54,8 +53,7 @@ class LocalWorld(Generic[T]):
         self._idle = 0
 
     def run(self, main: Callable[[int], T]) -> list[T]:
-        """Run `main(rank)` on every rank; returns the results in rank order, or raises the first
-        failure."""
+        """Run `main(rank)` on every rank; returns all results, or raises the first failure."""
         results: dict[int, T] = {}
 
         def body(rank: int) -> None:

@@ -93,8 +93,7 @@ class DeviceIndex:
         return found
 
     def positions_by_host(self) -> Tensor:
-        """As `positions`, on the host: without a kernel and without memory of the device, for a
-        thread beside the one that trains."""
+        """The same on the host without a kernel, for a thread beside the one that trains."""
         if self.entries is None:
             return torch.arange(self.kept)
         entries = self.entries.cpu()

@@ -36,8 +36,7 @@ class CupyLauncher:
     """Runs kernels on one device, on torch's current stream and so in order with torch."""
 
     def __init__(self, device: int) -> None:
-        """`device` is torch's number of the GPU. Raises ConfigError if CuPy is missing or cannot
-        compile."""
+        """`device` is torch's number of the GPU. ConfigError if CuPy is missing or fails."""
         self._cupy = _import_cupy()
         self._kernels: dict[str, Any] = {}
         # Compiling the smallest kernel shows at once whether the compiler works.

@@ -124,8 +124,7 @@ class Int32Index:
 
 
 def host_positions(index: Index) -> Tensor:
-    """`index.positions()` on the host, read without a kernel and without memory of the device: for
-    a thread beside the one that trains."""
+    """`index.positions()` on the host without a kernel, for a thread beside the one that trains."""
     on_device = index.on_device
     return index.positions() if on_device is None else on_device.positions_by_host()
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from axsparse.pruning.methods.masking import MethodState
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, reading
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal[1] = 1
@@ -134,6 +134,7 @@ class CheckpointManifest(_Strict):
     """The resolved configuration."""
     versions: dict[str, str]
     git: str | None
+    """The commit of the checkout that wrote it, which may end in "-dirty"; None if unknown."""
     layers: dict[str, LayerEntry]
     """In model order."""
     files: dict[FileName, FileEntry]
@@ -191,22 +192,15 @@ def parse_manifest(data: bytes) -> CheckpointManifest:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint; MissingInputError without one, DataError if it is damaged."""
     path = folder / MANIFEST_FILE
-    try:
-        with open_plain(path) as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as reason:
-        raise MissingInputError(
-            f"checkpoint {folder}: {MANIFEST_FILE} cannot be read ({reason.strerror}); resume "
-            "from another one"
-        ) from reason
+    where = f"checkpoint {folder}: {MANIFEST_FILE}"
+    with reading(where, "resume from another one"), open_plain(path) as file:
+        data = file.read(MAX_BYTES + 1)
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"has more than {MAX_BYTES} bytes")
         return parse_manifest(data)
     except ValueError as wrong:
-        raise DataError(
-            f"checkpoint {folder}: {MANIFEST_FILE} {wrong}; resume from another one"
-        ) from wrong
+        raise DataError(f"{where} {wrong}; resume from another one") from wrong
 
 
 def open_plain(path: Path) -> BinaryIO:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import xxhash
 
 from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import MaskingState, MethodState
-from axsparse.runtime.errors import MissingInputError, OutputError
+from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
@@ -57,7 +58,7 @@ class RunFacts:
     """The resolved configuration."""
     versions: Mapping[str, str]
     git: str | None
-    """The git hash, on rank 0."""
+    """The commit of the checkout, on rank 0 (`provenance.checkout_commit`)."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class _PendingCheckpoint:
     """The copies that are on their way to the thread that writes."""
     writing: BackgroundWork[FileEntries]
     committing: BackgroundWork[None] | None = None
-    """On rank 0, once all ranks have written."""
+    """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
     """Whether all ranks have written."""
 
@@ -226,10 +227,8 @@ class Saver:
     def _make_folder(self, step: int) -> None:
         if self._transport.rank != 0:
             return
-        try:
+        with self._writing(self.folder):
             folders.begin(self.folder, step)
-        except OSError as reason:
-            raise self._unwritable(self.folder, reason) from reason
 
     def _collect(self, pending: _PendingCheckpoint) -> None:
         """Gather what all ranks have written, and let rank 0 begin to commit it."""
@@ -256,24 +255,21 @@ class Saver:
 
     def _refuse_failed_write(self, pending: _PendingCheckpoint) -> None:
         try:
-            pending.writing.result()
-        except OSError as reason:
-            raise self._unwritable(pending.folder, reason) from reason
+            with self._writing(pending.folder):
+                pending.writing.result()
         except MissingInputError as reason:
             raise OutputError(f"{reason}; it was written a moment ago") from reason
 
     def _refuse_failed_commit(self, pending: _PendingCheckpoint) -> None:
         if pending.committing is None:
             return
-        try:
+        with self._writing(self.folder):
             pending.committing.result()
-        except OSError as reason:
-            raise self._unwritable(self.folder, reason) from reason
 
-    def _unwritable(self, path: Path, reason: OSError) -> OutputError:
-        return OutputError(
-            f"{self._parts.place}: checkpoint {path}: cannot be written ({reason.strerror}); free "
-            "space there, or choose another --run-dir; checkpoints before it are still there"
+    def _writing(self, path: Path) -> AbstractContextManager[None]:
+        return writing(
+            f"{self._parts.place}: checkpoint {path}:",
+            "free space there, or choose another --run-dir; checkpoints before it are still there",
         )
 
     # -- what rank 0 commits ------------------------------------------------------------

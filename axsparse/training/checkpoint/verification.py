@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from axsparse.runtime.errors import AxsparseError, DataError, MissingInputError
+from axsparse.runtime.errors import AxsparseError, DataError, reading
 from axsparse.training.checkpoint.checkpoint_folder import step_of
 from axsparse.training.checkpoint.manifest import (
     CheckpointManifest,
@@ -73,18 +73,15 @@ def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntr
     A file of another size than `expected` is not read: its hash is that of no bytes.
     """
     digest = xxhash.xxh3_128()
-    try:
-        with open_plain(folder / name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if expected is not None and size != expected:
-                return FileEntry(bytes=size, xxh3=digest.hexdigest())
-            while piece := file.read(PIECE):
-                digest.update(piece)
-    except OSError as reason:
-        raise MissingInputError(
-            f"checkpoint {folder}: {name} cannot be read ({reason.strerror}); resume from another "
-            "one"
-        ) from reason
+    with (
+        reading(f"checkpoint {folder}: {name}", "resume from another one"),
+        open_plain(folder / name) as file,
+    ):
+        size = os.fstat(file.fileno()).st_size
+        if expected is not None and size != expected:
+            return FileEntry(bytes=size, xxh3=digest.hexdigest())
+        while piece := file.read(PIECE):
+            digest.update(piece)
     return FileEntry(bytes=size, xxh3=digest.hexdigest())
 
 
