@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,6 +199,8 @@ def main() -> int:
     arguments = choose(parse_arguments())
     # DeepSpeed compiles what moves data between processes, once.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(WORK / "torch_extensions"))
+    # A comparison that is ended ends what it has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         written = Comparison(arguments).run()
     except LookupError as error:

@@ -118,7 +118,8 @@ def measure_cap(measuring: Measuring, settings: Settings) -> dict[str, Any]:
 def _try(measuring: Measuring, run: Run) -> tuple[Run, Result]:
     """As glibc is set; where that takes too much memory, with freed blocks returned at once."""
     result = measuring.result(run, 0)
-    if isinstance(result, Failure) and result.is_memory:
+    # Without memory some libraries end with a message of their own, or with a signal.
+    if isinstance(result, Failure):
         again = _mapped(run)
         second = measuring.result(again, 0)
         if not isinstance(second, Failure):

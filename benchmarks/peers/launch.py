@@ -27,7 +27,7 @@ SHOWN_CHARACTERS = 3000
 MAPPED_FROM = 2**20
 NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|MemoryError|bad_alloc|out of memory|"
-    r"can't start new thread|Resource temporarily unavailable",
+    r"can't start new thread|Resource temporarily unavailable|could not create a primitive",
     re.IGNORECASE,
 )
 BENCHMARKS = Path(__file__).parents[1]
@@ -50,11 +50,14 @@ def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
     """Run a contender in processes of its own; the measures of its ranks, joined."""
     with _folder() as folder:
         began = time.monotonic()
-        processes = list(_start(run, folder))
-        reason = _wait(processes, began + timeout)
-        if reason is not None:
-            time.sleep(GRACE_SECONDS)
-        _end(processes)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes.extend(_start(run, folder))
+            reason = _wait(processes, began + timeout)
+            if reason is not None:
+                time.sleep(GRACE_SECONDS)
+        finally:
+            _end(processes)
         if reason is not None:
             return Failure(reason, _said(folder))
         rows = [

@@ -65,7 +65,7 @@ class Measuring:
         if isinstance(result, Failure):
             reason = "no memory" if result.is_memory else result.reason
             found = f"failed: {reason}"
-            if not result.is_memory:
+            if not run.budget:
                 print(result.output, file=sys.stderr)
         else:
             busy = result["foreign_share"]

@@ -69,7 +69,7 @@ class Record:
 
 
 def tiny(run: Run) -> Run:
-    """The same contender on a model that takes no memory."""
+    """The same contender on a model that takes no memory, and is wide enough for compiled loops."""
     size = replace(SIZES["tiny"], microbatches=run.size.microbatches, blocks=run.size.blocks)
     return replace(run, size=size, warmup=0, steps=1, budget=0)
 

@@ -45,7 +45,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _times(part: Row) -> list[str]:
     title = f"## {part['size']}, {part['precision']}"
     head = (
-        f"{part['parameters'] / 1e6:.0f} M parameters, of which SAMO keeps "
+        f"{part['parameters'] / 1e6:.1f} M parameters, of which SAMO keeps "
         f"{part['kept'] / part['parameters']:.2f}; {part['rounds']} rounds of {part['steps']} steps"
     )
     rows = []

@@ -77,7 +77,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("tiny", blocks=4, width=64, heads=2, tokens=32, vocabulary=256),
+        Size("tiny", blocks=4, width=128, heads=2, tokens=32, vocabulary=256),
         Size("small", blocks=8, width=512, heads=8, tokens=256, vocabulary=8192),
         Size("wide", blocks=4, width=1024, heads=16, tokens=128, vocabulary=8192),
         # Few tokens and words, so that nearly all memory is state: slopes and the cap.
