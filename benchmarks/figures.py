@@ -1,0 +1,96 @@
+"""Figures with their spread, and whether a new one is better, the same or worse than an old one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["better", "same", "worse"]
+
+LEAST_CHANGE = 0.03
+"""Medians that differ by less count as the same, however small the spread."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Readings of one quantity."""
+
+    values: tuple[float, ...]
+    unit: str
+    more_is_better: bool = False
+    is_exact: bool = False
+    """Whether every difference counts, as for bytes that are counted."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Lower and upper; the least and the most of fewer than four readings."""
+        if len(self.values) < 4:
+            return min(self.values), max(self.values)
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, high
+
+    def row(self) -> dict[str, Any]:
+        low, high = self.quartiles
+        return {
+            "unit": self.unit,
+            "median": rounded(self.median),
+            "quartiles": [rounded(low), rounded(high)],
+            "more_is_better": self.more_is_better,
+            "is_exact": self.is_exact,
+        }
+
+
+def rounded(value: float) -> float:
+    """Five significant digits."""
+    return float(f"{value:.5g}")
+
+
+def compare(new: Mapping[str, Any], old: Mapping[str, Any]) -> Verdict:
+    """The verdict on a new figure, both as `Figure.row` gives them.
+
+    Unless it is exact, it differs only if the two ranges of quartiles do not overlap and the
+    medians differ by `LEAST_CHANGE`.
+    """
+    change = new["median"] - old["median"]
+    if new["is_exact"]:
+        differs = change != 0
+    else:
+        (new_low, new_high), (old_low, old_high) = new["quartiles"], old["quartiles"]
+        is_apart = new_low > old_high or new_high < old_low
+        differs = is_apart and abs(change) > LEAST_CHANGE * abs(old["median"])
+    if not differs:
+        return "same"
+    return "better" if (change > 0) == new["more_is_better"] else "worse"
+
+
+def comparison_lines(
+    new: Mapping[str, Mapping[str, Any]], old: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """One line a figure: what it is now, what it was, and the verdict."""
+    lines = []
+    for name, row in new.items():
+        low, high = row["quartiles"]
+        now = f"{row['median']:.4g} [{low:.4g}, {high:.4g}] {row['unit']}"
+        before = old.get(name)
+        if before is None:
+            lines.append(f"{name:42} {now:38} new")
+            continue
+        change = row["median"] / before["median"] - 1 if before["median"] else 0.0
+        lines.append(
+            f"{name:42} {now:38} {compare(row, before):6} {change:+.1%} of {before['median']:.4g}"
+        )
+    lines += [f"{name:42} {'was not measured':38} missing" for name in old if name not in new]
+    return lines
+
+
+def figure(unit: str, values: Sequence[float], **more: bool) -> Figure:
+    """A figure of these readings; raises ValueError if there are none."""
+    if not values:
+        raise ValueError("a figure needs at least one reading")
+    return Figure(tuple(values), unit, **more)

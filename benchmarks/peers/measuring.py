@@ -1,0 +1,115 @@
+"""Does runs in their order, those of a log excepted, and says how long the rest will take."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peers.launch import Failure, launch
+from peers.run_log import RunLog
+from peers.workload import Case, Precision, Run, Size
+
+START_SECONDS = 10.0
+"""Guess of what comes before the first step, until it has been measured."""
+FLOPS = 3e10
+"""Guess of what the machine computes in a second."""
+
+Result = dict[str, Any] | Failure
+
+
+@dataclass
+class Measuring:
+    """Runs contenders one after the other."""
+
+    log: RunLog
+    timeout: float
+    max_foreign: float
+    """Share of the machine that others may use before a run is repeated."""
+    retries: int
+    left: list[Run] = field(default_factory=list)
+    """All that is still to be done, for the estimate."""
+    _pace: list[float] = field(default_factory=list)
+    """Seconds that runs took, over their guesses."""
+
+    def plan(self, runs: Iterable[tuple[Run, int]]) -> None:
+        """Count these runs, by round, into the estimate of the time that is left."""
+        self.left += [run for run, number in runs if self.log.get(run, number) is None]
+
+    def result(self, run: Run, number: int) -> Result:
+        """The measures of a run in a round, from the log or taken now."""
+        known = self.log.get(run, number)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        best = launch(run, self.timeout)
+        for _ in range(self.retries):
+            if isinstance(best, Failure) or best["foreign_share"] <= self.max_foreign:
+                break
+            again = launch(run, self.timeout)
+            if not isinstance(again, Failure):
+                best = min(best, again, key=lambda found: found["foreign_share"])
+        taken = time.monotonic() - began
+        self._pace.append(taken / _guess(run))
+        self.log.put(run, number, best, taken)
+        if run in self.left:
+            self.left.remove(run)
+        self._say(run, number, best)
+        return best
+
+    def _say(self, run: Run, number: int, result: Result) -> None:
+        what = f"round {number + 1} {run.size.name} {run.precision} {run.case.key}"
+        if isinstance(result, Failure):
+            reason = "no memory" if result.is_memory else result.reason
+            found = f"failed: {reason}"
+            if not run.budget:
+                print(result.output, file=sys.stderr)
+        else:
+            busy = result["foreign_share"]
+            found = f"{1e3 * result['median_seconds']:.0f} ms a step, others took {busy:.0%}"
+        minutes = sum(self._expected(run) for run in self.left) / 60
+        print(f"{what}: {found}; about {minutes:.0f} min left", file=sys.stderr, flush=True)
+
+    def _expected(self, run: Run) -> float:
+        known = self.log.seconds(run)
+        if known is not None:
+            return known
+        pace = statistics.median(self._pace) if self._pace else 1.0
+        return pace * _guess(run)
+
+
+def _guess(run: Run) -> float:
+    tokens = run.size.microbatches * run.size.tokens
+    return START_SECONDS + run.all_steps * 6 * run.size.parameters * tokens / FLOPS
+
+
+def rounds_of(cases: Sequence[Case], rounds: int) -> list[tuple[Case, int]]:
+    """All cases in every round, in the reverse order in every other one.
+
+    What changes slowly, such as the temperature of the machine, then favours nobody.
+    """
+    return [
+        (case, number)
+        for number in range(rounds)
+        for case in (reversed(cases) if number % 2 else cases)
+    ]
+
+
+@dataclass
+class Measured:
+    """The results of one size and precision, by case and round."""
+
+    size: Size
+    precision: Precision
+    rows: dict[Case, dict[int, Result]] = field(default_factory=dict)
+
+    def good(self, case: Case) -> dict[int, dict[str, Any]]:
+        rows = self.rows.get(case, {})
+        return {n: row for n, row in rows.items() if not isinstance(row, Failure)}
+
+    def seconds(self, case: Case) -> Mapping[int, float]:
+        """Median seconds of a step, by round."""
+        return {number: row["median_seconds"] for number, row in self.good(case).items()}

@@ -1,0 +1,320 @@
+"""One or two figures of every layer of the system in a few minutes, held against the last ones.
+
+    make bench                       # or: python benchmarks/quick.py [--only NAME ...]
+    make bench ARGS=--save           # also writes the file that is to be committed
+
+Compares with benchmarks/results/quick-<kind of machine>.json as it is in the last commit: the
+kind is processor, cores and version of torch. A figure is better or worse only beyond the
+spread of both (`figures.py`). Times are of CPU, or ratios of things measured in turn, wherever
+that says the same, since others may use the machine. Ends with 1 if a measurement failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from figures import Figure, comparison_lines, figure
+from host_machine import host_machine, kind_of
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+SECONDS = 300
+"""Limit of one measurement."""
+
+Figures = dict[str, Figure]
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def _cpu_seconds(arguments: Sequence[str], rounds: int) -> list[float]:
+    """CPU seconds of a command of the package, once to warm up and then so often."""
+    taken = []
+    for _ in range(rounds + 1):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "axsparse", *arguments]
+        subprocess.run(command, check=True, capture_output=True)  # noqa: S603
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return taken[1:]
+
+
+def commands() -> Figures:
+    return {"answer of --help": figure("CPU s", _cpu_seconds(["--help"], 5))}
+
+
+def planner() -> Figures:
+    question = ["plan", "--config", "gpt3_2.7b.yaml", "--gpus", "512", "--cluster", "summit"]
+    return {"plan of 2.7B on 512 GPUs": figure("CPU s", _cpu_seconds(question, 3))}
+
+
+# -- in one process ---------------------------------------------------------------------------
+
+
+def pipeline() -> Figures:
+    from scheduler_overhead import microseconds
+
+    return {
+        "scheduler, a microbatch and stage": figure("µs of CPU", microseconds("message-driven"))
+    }
+
+
+def data() -> Figures:
+    """Milliseconds of CPU to draw and read the batch of a step."""
+    import numpy as np
+
+    from axsparse.data.batches import Batches
+    from axsparse.data.dataset import TokenDataset
+
+    tokens = np.zeros(64 * 2**20, dtype=np.uint16)
+    dataset = TokenDataset("zeros", "0", 2**16, tokens, 1024)
+    batches = Batches(
+        dataset,
+        num_samples=len(dataset),
+        global_batch_size=128,
+        microbatch_size=1,
+        replica=0,
+        g_data=1,
+        seed=1,
+    )
+    taken = []
+    for step in range(60):
+        began = time.process_time()
+        batches.training(step)
+        taken.append(1e3 * (time.process_time() - began))
+    return {"batch of 128 sequences of 1,024 tokens": figure("ms of CPU", taken[10:])}
+
+
+def pruning() -> Figures:
+    """Milliseconds of CPU to choose a tenth of the entries of a matrix by magnitude."""
+    import torch
+
+    from axsparse.pruning.criteria import Criterion
+
+    torch.set_num_threads(1)
+    weight = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(1))
+    taken = []
+    for _ in range(8):
+        began = time.process_time()
+        Criterion("magnitude").mask("w", (2048, 2048), lambda: weight, weight.numel() // 10, None)
+        taken.append(1e3 * (time.process_time() - began))
+    return {"mask of 4.2 M entries": figure("ms of CPU", taken[2:])}
+
+
+def encodings() -> Figures:
+    """Gathering and scattering by uint16 and mask, over int32 in the same round."""
+    import torch
+    from index_encodings import Reading, time_operation
+
+    from axsparse.samo.index import bitmask, uint16
+    from axsparse.samo.index.numba_loops import compiled
+
+    torch.set_num_threads(1)
+    reading = Reading(compiled)
+    found = {}
+    with (
+        mock.patch.object(bitmask, "compiled", reading),
+        mock.patch.object(uint16, "compiled", reading),
+    ):
+        for operation in ("gather", "scatter"):
+            times = time_operation(reading, torch.bfloat16, operation, None, 16)
+            for name in ("uint16", "mask"):
+                best = f"{name}, numba" if f"{name}, numba" in times else f"{name}, numpy"
+                pairs = zip(times[best], times["int32"], strict=True)
+                found[f"{operation} by {best}"] = figure(
+                    "× int32", [own / other for own, other in pairs]
+                )
+    return found
+
+
+def state() -> Figures:
+    """Bytes that live, a parameter of a matrix of which a tenth is kept."""
+    import state_bytes
+
+    mask = state_bytes.masks()[0.1]
+    return {
+        f"state, {storage.index}, {what}": figure(
+            "B/param", [sum(storage.live(mask)) / state_bytes.NUMEL], is_exact=True
+        )
+        for storage, what in (
+            (state_bytes.Storage("uint16", "half", False, 1), "whole"),
+            (state_bytes.Storage("mask", "half", True, 1), "split master"),
+        )
+    }
+
+
+def accumulation() -> Figures:
+    """Error of gradients that are added in bf16 over eight microbatches."""
+    import torch
+    from accumulation import gradient_of, library_bytes, make_trainer
+
+    torch.set_num_threads(1)
+    tokens = library_bytes()
+    half, full = (
+        gradient_of(make_trainer(tokens, gradient, 8, 1), None) for gradient in ("half", "fp32")
+    )
+    error = float((half - full).norm() / full.norm())
+    return {"error of bf16 sums of 8 gradients": figure("%", [100 * error])}
+
+
+def step() -> Figures:
+    """A training step of one block in one process, SAMO and dense in turn."""
+    import torch
+    from step_time import DENSE, run
+
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = run([DENSE, "auto"], layers=1, rounds=5)
+    samo = rows["auto"]
+    return {
+        "step, dense": figure("CPU s", rows[DENSE]["cpu_seconds"]),
+        "step, SAMO": figure("× dense", samo["ratio_within_rounds"]),
+        "share of compression in a dense step": _percent(rows[DENSE], "compress"),
+        "share of the optimizer in a dense step": _percent(rows[DENSE], "optimizer"),
+        "share of compression in a SAMO step": _percent(samo, "compress"),
+        "share of the optimizer in a SAMO step": _percent(samo, "optimizer"),
+    }
+
+
+def _percent(row: Mapping[str, Any], phase: str) -> Figure:
+    return figure("%", [100 * share for share in row["share_of_step"][phase]])
+
+
+# -- on several ranks -------------------------------------------------------------------------
+
+
+def _on_ranks(script: str, flag: str, *arguments: str) -> dict[str, Any]:
+    """What one of the benchmarks writes when two ranks run it."""
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+    with tempfile.TemporaryDirectory(prefix="axsparse-bench-") as folder:
+        result = Path(folder) / "result.json"
+        command = [mpirun, "-n", "2", sys.executable, str(FOLDER / script), flag, str(result)]
+        subprocess.run([*command, *arguments], check=True, capture_output=True)  # noqa: S603
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def replicas() -> Figures:
+    found = _on_ranks("replica_sums.py", "--save")
+    return {"sum of 17 MB over 2 replicas": figure("× MPI", found["to_mpi_allreduce"])}
+
+
+def bubble() -> Figures:
+    found = _on_ranks("bubble.py", "--save", "--repeats", "6")["2 stages"]
+    middle, (low, _, high) = found["bubble_ms"], found["quartiles_of_bubble_ms"]
+    return {"bubble of 2 stages, 16 microbatches": figure("ms", [low, middle, high])}
+
+
+def checkpoints() -> Figures:
+    """A checkpoint of some 50 MB on two ranks, over torch.distributed.checkpoint's."""
+    found = _on_ranks(
+        *("checkpoint_io.py", "--save", "--hidden", "768", "--layers", "4"),
+        *("--rounds", "5", "--steps", "2"),
+    )
+    sync = found["ours_over"]["axsparse sync over dcp sync"]
+    return {
+        "checkpoint, written": figure("× DCP", sync["committed"]),
+        "checkpoint, loaded": figure("× DCP", sync["load"]),
+    }
+
+
+LAYERS: Mapping[str, Callable[[], Figures]] = {
+    found.__name__: found
+    for found in (
+        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, step),
+        *(replicas, bubble, checkpoints),
+    )
+}
+"""Measurements by name, in the order in which they are taken."""
+
+
+# -- all together -----------------------------------------------------------------------------
+
+
+def measure(name: str) -> dict[str, Any]:
+    """The figures of one layer, measured in a process of its own; RuntimeError if it fails."""
+    command = [sys.executable, str(FOLDER / "quick.py"), "--measure", name]
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"took longer than {SECONDS} s") from None
+    if done.returncode:
+        raise RuntimeError(f"ended with {done.returncode}\n{done.stderr.strip()[-1500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def committed(path: Path) -> dict[str, Any] | None:
+    """The result in the last commit; without git or a repository, that on the disk; else None."""
+    git = shutil.which("git")
+    place = f"HEAD:./{path.name}"
+    if git is not None:
+        shown = subprocess.run(  # noqa: S603
+            [git, "show", place], cwd=path.parent, capture_output=True, text=True, check=False
+        )
+        if shown.returncode == 0:
+            found: dict[str, Any] = json.loads(shown.stdout)
+            return found
+    if path.exists():
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--save", action="store_true", help="write the result, to be committed")
+    parser.add_argument("--measure", choices=LAYERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        found = LAYERS[arguments.measure]()
+        print(json.dumps({name: one.row() for name, one in found.items()}))
+        return 0
+    machine = host_machine()
+    path = RESULTS / f"quick-{kind_of(machine)}.json"
+    before = committed(path)
+    old: dict[str, Any] = before["figures"] if before else {}
+    new: dict[str, Any] = {}
+    failed = False
+    for name in arguments.only:
+        began = time.monotonic()
+        try:
+            rows = measure(name)
+        except RuntimeError as error:
+            failed = True
+            print(f"{name}: failed: {error}", file=sys.stderr)
+            continue
+        new |= rows
+        lines = comparison_lines(rows, {one: old[one] for one in rows if one in old})
+        print("\n".join(lines), f"  ({time.monotonic() - began:.0f} s)", flush=True)
+    if not before:
+        print(f"nothing to compare with: no results/{path.name} is committed; --save writes it")
+    elif set(arguments.only) == set(LAYERS):
+        print("\n".join(comparison_lines({}, {n: row for n, row in old.items() if n not in new})))
+    if arguments.save and not failed:
+        saved = {**old, **new} if len(arguments.only) < len(LAYERS) else new
+        load = [round(value, 2) for value in os.getloadavg()]
+        result = {"machine": machine, "load_at_the_end": load, "figures": saved}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(path.relative_to(FOLDER.parent))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

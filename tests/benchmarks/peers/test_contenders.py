@@ -1,0 +1,36 @@
+"""Ours and plain torch compute the same: otherwise a comparison of times says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from peers.contenders import ours, plain
+from peers.contenders.contender import Seat
+from peers.gpt import Stream
+from peers.ratios import agrees, difference
+from peers.workload import OURS_DENSE, OURS_SAMO, PLAIN, PLAIN_MASKED, SIZES, Case, Precision, Run
+
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+RUN = Run(PLAIN, replace(SIZES["tiny"], blocks=2, microbatches=4), "fp32", 3, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("own", "peer"), [(OURS_DENSE, PLAIN), (OURS_SAMO, PLAIN_MASKED)])
+def test_losses_of_every_step_agree(
+    own: Case, peer: Case, precision: Precision, tmp_path: Path
+) -> None:
+    run = replace(RUN, case=own, precision=precision)
+    losses: list[float] = []
+    ours.train(Job(LocalTransport(LocalWorld(1), 0)), run, tmp_path / "run", losses.append)
+    judged = replace(run, case=peer)
+    contender = plain.start(Seat(judged, 0, Stream(run.size, run.all_steps)))
+    expected = [sum(contender.step(number)) / 4 for number in range(run.all_steps)]
+
+    assert agrees(difference(losses, expected), precision)
+    # Later losses judge updates, since updates change them by more than the tolerance.
+    assert not agrees(difference(expected[-1:], expected[:1]), precision)

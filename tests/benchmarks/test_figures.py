@@ -1,0 +1,52 @@
+"""A figure is better or worse than an old one only beyond the spread of both."""
+
+from __future__ import annotations
+
+import pytest
+from figures import Figure, compare, comparison_lines, figure
+
+
+def seconds(*values: float, **more: bool) -> dict[str, object]:
+    return Figure(values, "s", **more).row()
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [
+        ((0.80, 0.85, 0.90), "better"),
+        ((1.20, 1.25, 1.30), "worse"),
+        ((0.90, 0.94, 1.01), "same"),  # 6 % less, and the ranges overlap
+    ],
+)
+def test_ranges_that_overlap_are_the_same(new: tuple[float, ...], verdict: str) -> None:
+    assert compare(seconds(*new), seconds(0.95, 1.00, 1.05)) == verdict
+
+
+def test_a_change_below_the_least_is_the_same_however_small_the_spread() -> None:
+    assert compare(seconds(1.02), seconds(1.0)) == "same"
+    assert compare(seconds(1.04), seconds(1.0)) == "worse"
+
+
+def test_more_may_be_better() -> None:
+    assert compare(seconds(2.0, more_is_better=True), seconds(1.0, more_is_better=True)) == "better"
+
+
+def test_of_exact_figures_every_difference_counts() -> None:
+    assert compare(seconds(3.601, is_exact=True), seconds(3.6, is_exact=True)) == "worse"
+
+
+def test_outliers_are_outside_of_the_quartiles() -> None:
+    assert Figure((9.0, 1.0, 1.1, 1.2, 1.3), "s").quartiles == (1.1, 1.3)
+
+
+def test_lines_name_new_and_missing_figures() -> None:
+    lines = comparison_lines({"a": seconds(1.0)}, {"b": seconds(1.0)})
+
+    assert [line.split()[0] for line in lines] == ["a", "b"]
+    assert lines[0].endswith("new")
+    assert lines[1].endswith("missing")
+
+
+def test_no_readings_are_no_figure() -> None:
+    with pytest.raises(ValueError, match="at least one reading"):
+        figure("s", [])
