@@ -46,12 +46,12 @@ def evaluate(
     matter. `metrics` names the model's metrics.
     """
     whole = batches.num_evaluation_batches
-    number = whole if number == "all" else min(number, whole)
+    wanted = whole if number == "all" else min(number, whole)
     losses: list[float] = []
     counts = [0.0] * len(metrics)
     targets = 0.0
-    with Prefetcher(batches.evaluation, first_step=0, end=number) as prefetcher:
-        for step in range(number):
+    with Prefetcher(batches.evaluation, first_step=0, end=wanted) as prefetcher:
+        for step in range(wanted):
             batch = prefetcher.get(step)
             for loss, *found in (row.tolist() for row in to_host(engine.evaluate(batch))):
                 losses.append(loss)
@@ -65,7 +65,7 @@ def evaluate(
     return Evaluation(
         loss / total_targets,
         {name: total / total_targets for name, total in zip(metrics, totals, strict=True)},
-        samples=min(number * batches.global_batch_size, batches.num_samples),
+        samples=min(wanted * batches.global_batch_size, batches.num_samples),
         available=batches.num_samples,
     )
 
