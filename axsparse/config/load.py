@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import yaml
 from pydantic import ValidationError
@@ -72,10 +72,31 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConf
     return _validated(settings, name)
 
 
-def configure(values: Mapping[str, Any]) -> Config:
-    """A configuration from nested dictionaries, checked like a file; ConfigError as for one."""
+@overload
+def configure(source: Mapping[str, Any]) -> Config: ...
+
+
+@overload
+def configure(source: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig: ...
+
+
+def configure(
+    source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+) -> Config | LoadedConfig:
+    """A configuration from nested dictionaries, or from a file and `key=value` overrides.
+
+    A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script
+    with a model of its own can take both:
+
+        config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
+
+    `build` and `run_training` take either result; that of a file remembers where each key was
+    set, for error messages. Raises ConfigError and MissingInputError as `load_config` does.
+    """
+    if isinstance(source, (str, Path)):
+        return load_config(str(source), overrides)
     settings: dict[str, Setting] = {}
-    for section, given in values.items():
+    for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section

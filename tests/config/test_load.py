@@ -429,3 +429,17 @@ def test_keys_that_were_given_in_python_are_no_defaults() -> None:
     assert loaded.where("batch.global_batch_size") == "batch.global_batch_size (configure)"
     assert loaded.where("batch.microbatch_size") == "batch.microbatch_size (default)"
     assert loaded.where("precision") == "precision (default)"
+
+
+def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("seed: 3\ntrain:\n  steps: 7\n")
+
+    loaded = configure(path, ["train.steps=9", "precision=fp32"])
+
+    assert (loaded.config.seed, loaded.config.train.steps) == (3, 9)
+    assert loaded.where("seed") == "seed (mine.yaml:1)"
+    assert loaded.where("train.steps") == "train.steps (--set)"
+    assert configure("quickstart").name == "quickstart"
+    with pytest.raises(ConfigError, match=r"mine.yaml:3\): 'no' is no whole number|train.steps"):
+        configure(str(path), ["train.steps=no"])
