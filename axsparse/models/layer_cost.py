@@ -35,6 +35,8 @@ class Activations:
     """Tensors that the backward needs, without inputs and weights."""
     outputs: int
     """The outputs of the layer, for the next one."""
+    widest: int
+    """The largest tensor among what is saved and the outputs; its gradient is as large."""
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -138,7 +140,12 @@ class Tracer:
         self._flow = tuple(self._on_meta(tensor) for tensor in given)
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
-        activations = Activations(_bytes(before), _bytes(saved.values()), _bytes(own.values()))
+        activations = Activations(
+            inputs=_bytes(before),
+            saved=_bytes(saved.values()),
+            outputs=_bytes(own.values()),
+            widest=max((_bytes([t]) for t in (*saved.values(), *own.values())), default=0),
+        )
         return counter.get_total_flops() / SAMPLES, activations
 
     def _on_meta(self, tensor: Tensor) -> Tensor:

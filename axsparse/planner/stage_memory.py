@@ -30,7 +30,8 @@ class StageMemory:
     activations: float
     """Activations of the microbatches in flight."""
     working: float
-    """Activations of one layer while its backward runs."""
+    """What one layer's backward needs beside: gradients of activations, and the activations
+    themselves if it computes them again."""
     logits: float
     """What the loss takes, on the last stage."""
     temporary: float
@@ -100,25 +101,28 @@ class HeldActivations:
     held: int
     """From its forward to its backward."""
     working: int
-    """While its backward runs, for one layer."""
+    """More while a backward runs, for one layer."""
 
 
 def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
     """What a stage of these layers holds for one sample.
 
     Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and what its backward
-    needs is there while that runs. Layers without known costs (of a model without example) count
-    nothing.
+    needs is there while that runs. A backward goes from the gradient of one activation to that of
+    the one before: two are there at a time, and what belongs to both of them is not free yet.
+    Layers without known costs (of a model without example) count nothing.
     """
     kept = working = 0
     for number, layer in enumerate(layers):
         if layer.activations is None:
             continue
         kept += layer.activations.inputs
+        again = 0
         if is_recomputed(number, checkpoint_activations):
-            working = max(working, layer.activations.saved)
+            again = layer.activations.saved
         else:
             kept += layer.activations.saved
+        working = max(working, again + 2 * layer.activations.widest)
     last = layers[-1].activations
     if last is not None:
         kept += last.outputs

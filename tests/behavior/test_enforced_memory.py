@@ -23,7 +23,7 @@ MODELS = {
     "pruned VGG-19, whose largest tensor takes more to make than to train": VGG,
 }
 # Threads, MPI and small blocks take some 10 MB that no plan counts: not seen beside these.
-ROOM = dict(zip(MODELS, (0.32, 0.41, 1.0), strict=True))
+ROOM = dict(zip(MODELS, (0.30, 0.42, 1.0), strict=True))
 """GB a rank: as much as the predicted peak, and a few percent."""
 
 
@@ -35,8 +35,8 @@ def trained(model: str, part: float) -> Finished:
 
 
 @pytest.mark.parametrize("model", by_default(["pruned GPT in bf16"], MODELS))
-def test_a_tenth_beyond_the_predicted_peak_is_enough(model: str) -> None:
-    job = trained(model, 1.1)
+def test_a_twentieth_beyond_the_predicted_peak_is_enough(model: str) -> None:
+    job = trained(model, 1.05)
 
     assert job.returncode == 0, str(job)
     assert "predicted peak" in job.stdout

@@ -30,14 +30,14 @@ def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> N
 
     size = dtype.itemsize
     assert flops == 2 * 3 * 5 * 7
-    assert activations == Activations(3 * 5 * size, 0, 3 * 7 * size)
+    assert activations == Activations(3 * 5 * size, 0, 3 * 7 * size, widest=3 * 7 * size)
 
 
 def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
     flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
 
     assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
-    assert activations == Activations(4 * 3 * 8 * 8, 0, 4 * 4 * 4 * 4)
+    assert activations == Activations(4 * 3 * 8 * 8, 0, 4 * 4 * 4 * 4, widest=4 * 4 * 4 * 4)
 
 
 def test_what_a_backward_needs_inside_a_layer_counts_once() -> None:
@@ -48,7 +48,16 @@ def test_what_a_backward_needs_inside_a_layer_counts_once() -> None:
 
     _, activations = run(Cube(), 6)
 
-    assert activations == Activations(24, 24, 24)
+    assert activations == Activations(24, 24, 24, widest=24)
+
+
+def test_the_widest_is_the_largest_tensor_inside_or_at_the_end() -> None:
+    bulging = nn.Sequential(nn.Linear(6, 50), nn.GELU(), nn.Linear(50, 7))
+
+    _, inside = run(bulging, 6)
+    _, end = run(nn.Linear(6, 30), 6)
+
+    assert (inside.widest, end.widest) == (4 * 50, 4 * 30)
 
 
 def test_every_layer_gets_what_the_one_before_gave() -> None:

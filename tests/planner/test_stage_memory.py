@@ -24,21 +24,21 @@ from axsparse.planner.workload import StageLoad
 from axsparse.samo.state_bytes import StateBytes
 
 LAYERS = [
-    LayerInfo("a", "block", (), 1.0, activations=Activations(10, 100, 20)),
-    LayerInfo("b", "block", (), 1.0, activations=Activations(20, 300, 30)),
-    LayerInfo("c", "block", (), 1.0, activations=Activations(30, 200, 40)),
+    LayerInfo("a", "block", (), 1.0, activations=Activations(10, 100, 20, 60)),
+    LayerInfo("b", "block", (), 1.0, activations=Activations(20, 300, 30, 40)),
+    LayerInfo("c", "block", (), 1.0, activations=Activations(30, 200, 40, 90)),
 ]
 
 
 @pytest.mark.parametrize(
     ("every", "kept", "working"),
     [
-        (0, 10 + 100 + 20 + 300 + 30 + 200 + 40, 0),
-        (1, 10 + 20 + 30 + 40, 300),
-        (2, 10 + 20 + 300 + 30 + 40, 200),
+        (0, 10 + 100 + 20 + 300 + 30 + 200 + 40, 2 * 90),
+        (1, 10 + 20 + 30 + 40, max(300 + 2 * 40, 200 + 2 * 90)),
+        (2, 10 + 20 + 300 + 30 + 40, 200 + 2 * 90),
     ],
 )
-def test_recomputed_layers_keep_inputs_and_need_one_layers_room(
+def test_a_backward_needs_room_for_two_gradients_and_for_what_it_computes_again(
     every: int, kept: int, working: int
 ) -> None:
     assert held_activations(LAYERS, every) == HeldActivations(kept, working)

@@ -40,7 +40,7 @@ def test_a_stage_is_the_sum_of_its_layers() -> None:
     assert last.trained == 400 + 200 + 100
     assert last.kept == 40 + 20 + 100
     assert last.temporary == 2 * 400
-    assert (last.held, last.working) == (3 * 20 + 30, 700)
+    assert (last.held, last.working) == (3 * 20 + 30, 700 + 2 * 50)
     assert (loads[0].logits, last.logits) == (0, 30 / 2 * 8)
     assert loads[0].outputs == 30
 

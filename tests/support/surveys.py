@@ -15,7 +15,7 @@ def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
             ParameterInfo(f"{name}.frozen", (7,), trained=False),
         ),
         flops,
-        activations=Activations(inputs=20, saved=saved, outputs=30),
+        activations=Activations(inputs=20, saved=saved, outputs=30, widest=50),
     )
 
 
