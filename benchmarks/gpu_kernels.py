@@ -29,8 +29,9 @@ from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import make_device_index
 from axsparse.samo.cuda.kernel_compiler import CupyLauncher
 from axsparse.samo.cuda.launch import Launcher
-from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes

@@ -106,10 +106,9 @@ class LayerState:
 
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
-        itself. None where the gradient must be compressed, and on the CPU, where the view would
-        save nothing."""
+        itself. None where the gradient must be compressed, or added in another type."""
         parameter = tensor.parameter
-        if self.backend.launch is None or tensor.kept < parameter.numel():
+        if tensor.kept < parameter.numel():
             return None
         if self.gradient.dtype != parameter.dtype:
             return None

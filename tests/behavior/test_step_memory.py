@@ -11,10 +11,12 @@ from axsparse.samo.index import bitmask as index_mask
 from axsparse.samo.index import uint16 as index_uint16
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.lamb import LAMB
+from axsparse.samo.optim.loop_check import has_bits_of_functions
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
@@ -60,10 +62,20 @@ def half_kept(kind: IndexKind) -> Index:
 
 
 @pytest.mark.parametrize(
-    ("kind", "master"),
-    [("int32", "bf16"), ("mask", "bf16"), *[("uint16", master) for master in MASTERS]],
+    ("kind", "master", "by"),
+    [
+        ("int32", "bf16", "loops"),
+        ("mask", "bf16", "loops"),
+        *[("uint16", master, "loops") for master in MASTERS],
+        ("uint16", "bf16", "functions"),
+        ("uint16", "bf16, split master", "functions"),
+    ],
 )
-def test_an_update_allocates_one_chunk(kind: str, master: str) -> None:
+def test_an_update_allocates_one_chunk(
+    kind: str, master: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "functions":
+        monkeypatch.setattr(update_module, "has_bits_of_functions", lambda optimizer: False)
     layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
 
     peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
@@ -88,13 +100,26 @@ def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_allocates_one_chunk(name: str) -> None:
+def test_the_functions_of_every_optimizer_allocate_one_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update_module, "has_bits_of_functions", lambda optimizer: False)
     optimizer = OPTIMIZERS[name]
     layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
 
     peak = peak_of_torch(lambda: update([layer], optimizer, HYPER, 0.5))
 
     assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
+
+
+@pytest.mark.parametrize(("name", "master"), [("adamw", "fp32"), ("nesterov", "bf16")])
+def test_loops_over_what_is_not_pruned_allocate_nothing(name: str, master: str) -> None:
+    assert has_bits_of_functions(OPTIMIZERS[name])
+    layer = trained_layer(FullIndex(KEPT), KEPT, master, OPTIMIZERS[name])
+
+    peak = peak_of_torch(lambda: update([layer], OPTIMIZERS[name], HYPER, 0.5))
+
+    assert peak <= NUMBERS
 
 
 def test_the_norm_allocates_one_chunk() -> None:

@@ -36,7 +36,8 @@ from axsparse.samo import precision
 from axsparse.samo.cuda.compress_kernel import compress, judge
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind
 from axsparse.samo.cuda.launch import GROUP, TILE, Argument
-from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
+from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.optim.update import update
 from axsparse.samo.state_bytes import UINT16_BLOCK, IndexKind, MasterKind
 

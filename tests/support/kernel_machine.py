@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import TILE, Launcher
-from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step, sgd_step
+from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
+from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASK_BLOCK, UINT16_BLOCK, IndexKind, MasterKind
 from axsparse.samo.tensor_state import TensorState
@@ -137,10 +138,16 @@ def same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def layer_of(
-    mask: Tensor, weight: Tensor, gradient: torch.dtype, master: MasterKind, moments: int
+    mask: Tensor,
+    weight: Tensor,
+    gradient: torch.dtype,
+    master: MasterKind,
+    moments: int,
+    kind: IndexKind | None = None,
 ) -> tuple[LayerState, TensorState]:
     """The state of one tensor on the CPU."""
-    tensor = TensorState("w", nn.Parameter(weight.clone()), make_index(mask), decays=True)
+    index = make_index(mask, kind or "int32")
+    tensor = TensorState("w", nn.Parameter(weight.clone()), index, decays=True)
     names = (("momentum",), ("exp_avg", "exp_avg_sq"))[moments - 1] if moments else ()
     layer = LayerState("l", [tensor], StateTypes(gradient, master, names, index="int32"))
     return layer, tensor

@@ -1,4 +1,4 @@
-"""Loops compiled by numba, if it is installed (the extra `fast`).
+"""Loops compiled by numba, if it is installed.
 
 numba is imported at the first use, since it costs every process two seconds, to load and to
 compile, and some 110 MB.

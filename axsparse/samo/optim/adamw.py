@@ -15,6 +15,7 @@ import math
 from torch import Tensor
 
 from axsparse.samo.cuda.step_kernel import adamw_step
+from axsparse.samo.host.host_step import adamw_loop
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block, Optimizer
 
@@ -43,5 +44,6 @@ ADAMW = Optimizer(
     update_moments=update_moments,
     statistics=None,
     apply=apply,
-    fused=adamw_step,
+    kernel=adamw_step,
+    loop=adamw_loop,
 )

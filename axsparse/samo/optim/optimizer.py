@@ -16,9 +16,10 @@ Adding an optimizer:
      write the dense rule into `tests/support/oracle.py` (LAMB's is `tests/support/dense_lamb.py`)
      and a test of it into `tests/behavior/test_optimizers.py`, and add the name to the lists in
      `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
-  5. A kernel for GPUs is optional (`fused`). Its source goes into `samo/cuda/source/step.cuh` and
+  5. A kernel for GPUs is optional (`kernel`). Its source goes into `samo/cuda/source/step.cuh` and
      `samo/cuda/step_kernel.py`, its reference into `tests/support/kernel_reference.py`, and
-     `tests/samo/cuda/test_kernels_emulated.py` must pass.
+     `tests/samo/cuda/test_kernels_emulated.py` must pass. So are loops for CPUs (`loop`), in
+     `samo/host/`, which `tests/samo/host/test_host_step.py` holds against the functions.
 
 The names of moments are names in files: mask, master, value and buffer are taken. An example, the
 sign of the gradient without weight decay:
@@ -35,14 +36,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from axsparse.samo.optim.hyper import Hyper
 
 if TYPE_CHECKING:
-    from axsparse.samo.cuda.step_kernel import TensorSlot
+    from axsparse.samo.optim.tensor_slot import TensorSlot
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Block:
     """The master weights before the step; `apply` changes them in place."""
     moments: Mapping[str, Tensor]
     """Each moment by its name; views of the state, which `update_moments` changes in place."""
+
+
+WholeStep: TypeAlias = "Callable[[Sequence[TensorSlot], Hyper, float], None]"
+"""The whole step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,10 @@ class Optimizer:
     None if the rule is elementwise."""
     num_statistics: int = 0
     """How many sums `statistics` returns."""
-    fused: Callable[[Sequence[TensorSlot], Hyper, float], None] | None = None
-    """`fused(slots, hyper, gradient_factor)` does the whole step of some tensors on a GPU, in
+    kernel: WholeStep | None = None
+    """`kernel(slots, hyper, gradient_factor)` does the whole step of some tensors on a GPU, in
     place, by kernels with the operations of the functions above in their order. None if there is
     no kernel: then the functions above are called on a GPU too."""
+    loop: WholeStep | None = None
+    """The same for tensors on a CPU, by compiled loops, which `samo/optim/update.py` takes where
+    they have the bits of the functions above. None if there are no loops."""

@@ -20,6 +20,7 @@ from functools import partial
 from torch import Tensor
 
 from axsparse.samo.cuda.step_kernel import sgd_step
+from axsparse.samo.host.host_step import sgd_loop
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block, Optimizer
 
@@ -46,7 +47,8 @@ def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
         update_moments=update_moments,
         statistics=None,
         apply=apply,
-        fused=partial(sgd_step, momentum=momentum, nesterov=nesterov),
+        kernel=partial(sgd_step, momentum=momentum, nesterov=nesterov),
+        loop=partial(sgd_loop, momentum=momentum, nesterov=nesterov),
     )
 
 

@@ -1,8 +1,9 @@
-"""The optimizer step over compressed state, block by block.
+"""The optimizer step over compressed state, by kernels, compiled loops or block by block.
 
 Gradients are converted to fp32 and scaled, masters updated, rounded and written to the dense
-weights one block of kept entries at a time, so that the step needs no memory beyond a few blocks.
-Where the state is sharded over replicas, each replica updates the entries that it holds.
+weights. A GPU's kernels and a CPU's compiled loops do that in one pass; elsewhere torch's
+operations do it, one block of kept entries at a time, so that the step needs no memory beyond a few
+blocks. Where the state is sharded over replicas, each replica updates the entries that it holds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
-from axsparse.samo.cuda.step_kernel import TensorSlot
+from axsparse.samo.index.numba_loops import FEW
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer
+from axsparse.samo.optim.loop_check import has_bits_of_functions
+from axsparse.samo.optim.optimizer import Block, Optimizer, WholeStep
+from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
@@ -39,7 +42,8 @@ def update(
     order and has each one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
-    step = _Step(optimizer, hyper, replace(hyper, weight_decay=0.0), gradient_factor)
+    undecayed = replace(hyper, weight_decay=0.0)
+    step = _Step(optimizer, hyper, undecayed, gradient_factor, _whole_step(layers, optimizer))
     statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
@@ -56,6 +60,8 @@ class _Step:
     undecayed: Hyper
     """The settings for tensors that do not decay."""
     gradient_factor: float
+    whole: WholeStep | None
+    """Does the whole step of some tensors; None: the optimizer's functions do it in blocks."""
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
         return self.hyper if tensor.decays else self.undecayed
@@ -101,12 +107,11 @@ class _Step:
         return {name: blocks.sum(0) for name, blocks in each.items()}
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
-        """Update one layer, by a kernel for all tensors where there is one."""
-        fused = self.optimizer.fused
-        if layer.backend.launch is not None and fused is not None:
+        """Update one layer, all of its tensors at once where that can be."""
+        if self.whole is not None:
             for hyper in (self.hyper, self.undecayed):
                 own = [tensor for tensor in layer.owned if self.hyper_of(tensor) is hyper]
-                fused(list(_slots(layer, own)), hyper, self.gradient_factor)
+                self.whole(list(_slots(layer, own)), hyper, self.gradient_factor)
             return
         for tensor in layer.owned:
             self.apply_in_blocks(layer, tensor, statistics.get(tensor.name))
@@ -125,17 +130,30 @@ class _Step:
             layer.optimizer_state.write_master(tensor, start, block.master)
 
 
+def _whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
+    """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU,
+    where some tensor is worth compiling them; None if there are neither."""
+    if not layers:
+        return None
+    backend = layers[0].backend
+    if backend.launch is not None:
+        return optimizer.kernel
+    if backend.device.type != "cpu" or optimizer.loop is None:
+        return None
+    is_large = any(tensor.kept > FEW for layer in layers for tensor in layer.owned)
+    return optimizer.loop if is_large and has_bits_of_functions(optimizer) else None
+
+
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:
-    """The tensors of which something is held here, as kernels take them."""
+    """The tensors of which something is held here, as kernels and loops take them."""
     shares, state = layer.shares, layer.optimizer_state
     master_K, moments_K = state.master_K, state.moments_K.values()
     for tensor in tensors:
-        held, index = tensor.entries_in(shares.held), tensor.index.on_device
-        assert index is not None, "kernels run where the index is on their device"
+        held = tensor.entries_in(shares.held)
         if held:
             part = shares.held_slice(tensor, held.start, held.stop)
             yield TensorSlot(
-                index,
+                tensor.index,
                 tensor.weight_D,
                 layer.gradient_of(tensor),
                 None if master_K is None else master_K[part],

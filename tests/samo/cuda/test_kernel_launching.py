@@ -17,8 +17,9 @@ from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
 from axsparse.samo.cuda.kernel_compiler import CupyLauncher, TorchStream
 from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument
-from axsparse.samo.cuda.step_kernel import TensorSlot, adamw_step
+from axsparse.samo.cuda.step_kernel import adamw_step
 from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.tensor_slot import TensorSlot
 
 CPU = torch.device("cpu")
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)

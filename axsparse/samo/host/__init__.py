@@ -1,0 +1,1 @@
+"""Loops in machine code over the state of tensors on a CPU, where numba is installed."""

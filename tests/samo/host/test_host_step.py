@@ -1,0 +1,232 @@
+"""The step by compiled loops, bit by bit against the functions of torch operations."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
+
+import pytest
+import torch
+from support.exhaustive import by_default, each_once
+from support.kernel_machine import BF16, STATES, layer_of, randoms, same_bits
+from torch import Tensor, nn
+
+from axsparse.runtime.communication import Collective
+from axsparse.samo.host import host_step
+from axsparse.samo.host.host_step import CHUNK, machine_code
+from axsparse.samo.index.base import make_index
+from axsparse.samo.index.numba_loops import FEW
+from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.optim import loop_check
+from axsparse.samo.optim import update as update_module
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.loop_check import has_bits_of_functions
+from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.sgd import sgd
+from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.optim.update import update
+from axsparse.samo.precision import round_to
+from axsparse.samo.shards import BLOCK, Replicas
+from axsparse.samo.state_bytes import IndexKind, MasterKind
+from axsparse.samo.tensor_state import TensorState
+
+pytestmark = pytest.mark.skipif(machine_code() is None, reason="needs numba")
+
+State = tuple[torch.dtype, torch.dtype, MasterKind]
+NESTEROV, MOMENTUM = sgd(0.9, nesterov=True), sgd(0.9, nesterov=False)
+PLAIN = sgd(0.0, nesterov=False)
+HYPER = Hyper(1, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+FULL_NAN = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+"""A NaN that rounding up as if it were a number would turn into a zero."""
+SPECIAL = torch.tensor(
+    [float("nan"), math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-42, 3.3895e38]
+)
+
+
+def stepped(layer: LayerState, optimizer: Optimizer, hyper: Hyper, *, loop: bool) -> None:
+    """One step, by the loop or by the functions, whatever the sizes."""
+    runs = mock.Mock(wraps=optimizer.loop)
+    watched = replace(optimizer, loop=runs)
+    with (
+        mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62),
+        mock.patch.object(update_module, "has_bits_of_functions", return_value=True),
+    ):
+        update([layer], watched, hyper, 0.3)
+    assert bool(runs.call_count) is loop
+
+
+def same_layers(ours: LayerState, theirs: LayerState) -> None:
+    for tensor, like in zip(ours.tensors, theirs.tensors, strict=True):
+        same_bits(tensor.weight_D, like.weight_D)
+    mine, yours = ours.optimizer_state, theirs.optimizer_state
+    if mine.master_K is not None:
+        assert yours.master_K is not None
+        same_bits(mine.master_K, yours.master_K)
+    for own, other in zip(mine.moments_K.values(), yours.moments_K.values(), strict=True):
+        same_bits(own, other)
+
+
+def mask_of(kind: IndexKind | None, numel: int) -> Tensor:
+    mask = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < 0.3
+    return mask if kind is not None else torch.ones(numel, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "kind", "numel"),
+    each_once(
+        (ADAMW, NESTEROV, MOMENTUM, PLAIN),
+        STATES,
+        ("uint16", None, "mask", "int32"),
+        (3 * CHUNK + 1003, CHUNK + 1, 17),
+    ),
+)
+def test_a_loop_leaves_the_bits_of_torch(
+    optimizer: Optimizer, state: State, kind: IndexKind | None, numel: int
+) -> None:
+    """In every type, encoding and size, over steps."""
+    weight, gradient, master = state
+    values = randoms(numel, 4).mul_(3)
+    layers = []
+    for _ in range(2):
+        moments = len(optimizer.moments)
+        layer, tensor = layer_of(
+            mask_of(kind, numel), torch.zeros(numel, dtype=weight), gradient, master, moments, kind
+        )
+        layer.optimizer_state.write_master(tensor, 0, values[: tensor.kept].clone())
+        layers.append(layer)
+
+    for step in (1, 2):
+        for layer, loop in zip(layers, (True, False), strict=True):
+            layer.gradient.copy_(randoms(layer.gradient.numel(), step).pow_(3))
+            stepped(layer, optimizer, replace(HYPER, step=step), loop=loop)
+        same_layers(*layers)
+    assert layers[0].optimizer_state.moments_K.keys() == set(optimizer.moments)
+
+
+@pytest.mark.parametrize("beta", [0.4, 0.5])
+def test_a_mean_that_moves_more_than_half_way_is_interpolated_from_its_other_end(
+    beta: float,
+) -> None:
+    ours, theirs = (dense_layer(1003, (BF16, BF16, "fp32")) for _ in range(2))
+
+    stepped(ours, ADAMW, replace(HYPER, betas=(beta, 0.95)), loop=True)
+    stepped(theirs, ADAMW, replace(HYPER, betas=(beta, 0.95)), loop=False)
+
+    same_layers(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, NESTEROV])
+@pytest.mark.parametrize(
+    ("weight", "gradient", "master"), by_default((STATES[1], STATES[4]), STATES)
+)
+def test_what_is_not_finite_is_so_in_the_same_places(
+    optimizer: Optimizer, weight: torch.dtype, gradient: torch.dtype, master: MasterKind
+) -> None:
+    """Any number meets any other as gradient, master or moment."""
+    special, state = torch.cat([FULL_NAN, SPECIAL]), (weight, gradient, master)
+    size = special.numel()
+    layers = [dense_layer(size**3, state, len(optimizer.moments)) for _ in range(2)]
+    for layer in layers:
+        layer.gradient.copy_(special.repeat(size**2))
+        for values in layer.optimizer_state.moments_K.values():
+            values.copy_(special.repeat_interleave(size).repeat(size))
+        masters = special.repeat_interleave(size**2)
+        layer.optimizer_state.write_master(layer.tensors[0], 0, masters)
+
+    for decay in (0.0, 0.1):
+        for layer, loop in zip(layers, (True, False), strict=True):
+            stepped(layer, optimizer, replace(HYPER, weight_decay=decay), loop=loop)
+        same_layers(*layers)
+
+
+@pytest.mark.parametrize("state", [STATES[1], STATES[2], STATES[5]])
+def test_a_share_is_updated_and_the_other_replicas_entries_keep_their_weights(
+    state: State,
+) -> None:
+    """Also a share that begins within a tensor, beside tensors that do not decay."""
+    ours, theirs = (two_tensor_share(state) for _ in range(2))
+    before = [tensor.weight_D.clone() for tensor in ours.tensors]
+    assert 0 < ours.shares.own.start < ours.tensors[0].kept
+
+    stepped(ours, ADAMW, HYPER, loop=True)
+    stepped(theirs, ADAMW, HYPER, loop=False)
+
+    same_layers(ours, theirs)
+    first = ours.tensors[0]
+    foreign = first.index.positions()[: ours.shares.own.start]
+    assert torch.equal(first.weight_D[foreign], before[0][foreign])
+    assert not torch.equal(ours.tensors[1].weight_D, before[1])
+
+
+def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() -> None:
+    layer = dense_layer(FEW, STATES[0])
+    loop = mock.Mock()
+
+    update([layer], replace(ADAMW, loop=loop), HYPER, 0.3)
+    update([dense_layer(FEW + 1, STATES[0])], replace(ADAMW, loop=None), HYPER, 0.3)
+
+    loop.assert_not_called()
+
+
+def test_a_loop_with_other_bits_than_its_functions_is_not_used() -> None:
+    def off(slots: Sequence[TensorSlot], hyper: Hyper, factor: float) -> None:
+        assert ADAMW.loop is not None
+        ADAMW.loop(slots, replace(hyper, eps=hyper.eps * 1.0001), factor)
+
+    assert has_bits_of_functions(ADAMW)
+    assert not has_bits_of_functions(replace(ADAMW, loop=off))
+
+
+def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_check, "machine_code", lambda: None)
+
+    assert not has_bits_of_functions(replace(ADAMW, loop=mock.Mock()))
+
+
+def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
+    weight, gradient, master = state
+    layer, tensor = layer_of(
+        torch.ones(numel, dtype=torch.bool), randoms(numel, 3, weight), gradient, master, moments
+    )
+    layer.optimizer_state.write_master(tensor, 0, randoms(numel, 3))
+    layer.gradient.copy_(randoms(numel, 5))
+    for number, values in enumerate(layer.optimizer_state.moments_K.values()):
+        values.copy_(randoms(numel, 6 + number).abs_())
+    return layer
+
+
+def two_tensor_share(state: State) -> LayerState:
+    """The second half of a layer of two tensors, the second of which does not decay."""
+    weight, gradient, master = state
+    group = cast("Collective", SimpleNamespace(rank=1, size=2))
+    masks = [mask_of("uint16", 8 * BLOCK), torch.ones(700, dtype=torch.bool)]
+    tensors = [
+        TensorState(name, nn.Parameter(torch.zeros(mask.numel(), dtype=weight)), index, decays)
+        for name, mask, decays in zip("ab", masks, (True, False), strict=True)
+        for index in [make_index(mask, "uint16")]
+    ]
+    types = StateTypes(gradient, master, ADAMW.moments)
+    layer = LayerState("l", tensors, types, replicas=Replicas(group=group, shard=True))
+    for tensor in tensors:
+        values = randoms(tensor.kept, 3)
+        tensor.index.scatter(tensor.weight_D, round_to(values, weight), 0)
+        own = tensor.entries_in(layer.shares.held)
+        layer.optimizer_state.write_master(tensor, own.start, values[own.start : own.stop])
+    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+    return layer
+
+
+def test_without_the_roots_of_torch_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor whose own square root is not torch's, and a torch that hides its library."""
+    wrong = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lambda *_: None)
+    address = ctypes.cast(wrong, ctypes.c_void_p).value
+    monkeypatch.setattr(host_step, "root_address", lambda: address)
+
+    assert not has_bits_of_functions(replace(ADAMW, num_statistics=1))
+    assert has_bits_of_functions(replace(NESTEROV, num_statistics=1))
