@@ -25,7 +25,7 @@ COMMANDS = {
     "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
     "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
     "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
-    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds", "show"),
+    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
     "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),

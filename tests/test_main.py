@@ -19,7 +19,7 @@ commands:
   calibrate  measure this machine, for plans of it (axsparse calibrate --help)
   trace      compare two traces of steps (axsparse trace --help)
   data       turn text files into tokens (axsparse data prepare --help)
-  ticket     say what a file of masks holds (axsparse ticket show --help)
+  ticket     say what a file of masks holds, or make one (axsparse ticket --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
   export     write what was trained for other libraries (axsparse export --help)
   submit     give a training run to SLURM or LSF (axsparse submit --help)

@@ -1,47 +1,74 @@
-"""`axsparse ticket show`: checks a ticket file and prints what it holds."""
+"""`axsparse ticket show | import | export`: looks at masks, and takes them from and to others."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.parser import CommandParser, arguments_of, run_command, say
+from axsparse.cli.parser import (
+    HELP,
+    CommandParser,
+    add_configuration,
+    refuse_command,
+    run_command,
+    say,
+    show_usage,
+)
+from axsparse.runtime.errors import OutputError
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_manifest import TicketManifest
 
 USAGE = """\
 usage: axsparse ticket show FILE [--json]
+       axsparse ticket import MASKS --out FILE --config MODEL
+       axsparse ticket export FILE --out MASKS [--names hf]
 
-  show    algorithm, model, and sparsity per tensor and total (axsparse ticket show --help)
+  show      algorithm, model, and sparsity per tensor and total (axsparse ticket show --help)
+  import    a ticket of dense masks that another tool has drawn
+  export    the masks of a ticket as dense tensors of zeros and ones
 """
-DESCRIPTION = """\
+CODES = """\
+exit codes:
+  0 done   65 no ticket or masks, or damaged   66 it cannot be read   74 --out is taken or cannot be
+  written   78 arguments that cannot be run
+"""
+SHOW = """\
 Check a ticket, and say what it holds.
 
   axsparse ticket show ticket.safetensors
   axsparse ticket show ticket.safetensors --json
 """
-EPILOG = """\
+SHOW_END = f"""\
 A ticket is a file of masks: which entries of which tensors are kept. A run of the same model
 starts from one under any layout:
 
   axsparse train --config my.yaml --set pruning.ticket=ticket.safetensors
 
-exit codes:
-  0 done   65 no ticket, or damaged   66 it cannot be read   78 arguments that cannot be run
+{CODES}"""
+IMPORT = """\
+Make a ticket of dense masks: safetensors or a torch state dict with a tensor of zeros and ones for
+each pruned matrix, under our name of it or that of transformers.
+
+  axsparse ticket import masks.safetensors --out ticket.safetensors --config my.yaml
+  axsparse ticket import masks.safetensors --out ticket.safetensors --config prune_llama.yaml \\
+    --set model.from=my_llama
+"""
+EXPORT = """\
+Write the masks of a ticket as safetensors of dense uint8 tensors, zeros and ones.
+
+  axsparse ticket export ticket.safetensors --out masks.safetensors --names hf
 """
 
 
-def parser() -> CommandParser:
+def show_parser() -> CommandParser:
     """The command line of `show`."""
-    arguments = CommandParser(
-        prog="axsparse ticket show",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(prog="axsparse ticket show", description=SHOW, epilog=SHOW_END)
     arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket")
     arguments.add_argument(
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
@@ -49,10 +76,81 @@ def parser() -> CommandParser:
     return arguments
 
 
+def import_parser() -> CommandParser:
+    """The command line of `import`."""
+    arguments = CommandParser(prog="axsparse ticket import", description=IMPORT, epilog=CODES)
+    arguments.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
+    arguments.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
+    add_configuration(arguments.add_argument)
+    return arguments
+
+
+def export_parser() -> CommandParser:
+    """The command line of `export`."""
+    arguments = CommandParser(prog="axsparse ticket export", description=EXPORT, epilog=CODES)
+    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket")
+    arguments.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
+    arguments.add_argument(
+        "--names",
+        choices=("axsparse", "hf"),
+        default="axsparse",
+        help="names and shapes of axsparse or of Hugging Face's transformers (default %(default)s)",
+    )
+    return arguments
+
+
 def main(argv: Sequence[str]) -> NoReturn:
-    """Show a ticket, and end the process with its exit code; one of many ranks works."""
+    """Carry out a command, and end the process with its exit code; one of many ranks works."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(lambda: _show(parser().parse_args(arguments_of("ticket", "show", USAGE, argv))))
+    if not argv or argv[0] in HELP:
+        show_usage(USAGE)
+    if argv[0] not in COMMANDS:
+        refuse_command(argv[0], COMMANDS, "ticket")
+    command = COMMANDS[argv[0]]
+    run_command(lambda: command.carry_out(command.parser().parse_args(argv[1:])))
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    # Imported late, so that --help does not load torch.
+    from axsparse.config.load import load_config
+    from axsparse.models.start_weights import open_weights
+    from axsparse.models.survey import survey
+    from axsparse.models.zoo.model_registry import model_without_weights
+    from axsparse.pruning.ticket.dense_masks import import_masks
+
+    _refuse_taken(arguments.out)
+    loaded = load_config(arguments.config, arguments.overrides)
+    surveyed = survey(model_without_weights(loaded))
+    manifest = import_masks(open_weights(arguments.file), surveyed, arguments.out)
+    say(f"{arguments.out}: {_summary(manifest)}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from axsparse.pruning.ticket.dense_masks import export_masks
+    from axsparse.pruning.ticket.ticket_reader import open_ticket
+
+    ticket = open_ticket(arguments.file)
+    _refuse_taken(arguments.out)
+    unfinished = arguments.out.with_name(f".{arguments.out.name}.partial-{secrets.token_hex(4)}")
+    try:
+        export_masks(ticket, unfinished, foreign=arguments.names == "hf")
+        unfinished.rename(arguments.out)
+    except OSError as reason:
+        raise OutputError(
+            f"--out: {arguments.out} cannot be written ({reason.strerror}); choose another place"
+        ) from reason
+    finally:
+        unfinished.unlink(missing_ok=True)
+    say(f"{arguments.out}: {_summary(ticket.manifest)}")
+
+
+def _refuse_taken(path: Path) -> None:
+    if path.is_symlink() or path.exists():
+        raise OutputError(f"--out: {path} is there already; choose another place, or move it away")
+
+
+def _summary(manifest: TicketManifest) -> str:
+    return f"masks of {len(manifest.tensors)} tensors, {100 * manifest.sparsity:.3f} % pruned"
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -85,3 +183,19 @@ def _lines(manifest: TicketManifest) -> Iterator[str]:
 
 def _figures(numel: int, kept: int, sparsity: float) -> tuple[str, str, str]:
     return f"{numel:,}", f"{kept:,}", f"{100 * sparsity:.3f} %"
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One word after `axsparse ticket`."""
+
+    parser: Callable[[], CommandParser]
+    carry_out: Callable[[argparse.Namespace], None]
+
+
+COMMANDS = {
+    "show": _Command(show_parser, _show),
+    "import": _Command(import_parser, _import),
+    "export": _Command(export_parser, _export),
+}
+"""What can stand after `axsparse ticket`."""

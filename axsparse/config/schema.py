@@ -90,16 +90,27 @@ class PruningConfig(Section):
     """Which weights are kept."""
 
     method: Literal[
-        "magnitude", "random", "custom", "snip", "early-bird", "gradual", "iterative", "set", "rigl"
+        "magnitude",
+        "random",
+        "custom",
+        "zeros",
+        "snip",
+        "early-bird",
+        "gradual",
+        "iterative",
+        "set",
+        "rigl",
     ] = "magnitude"
     """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
-    `custom` what the Python API's `score` says, `snip` the largest |weight × gradient| of one
-    batch. Over time: `early-bird` searches dense until the mask of largest weights settles;
-    `gradual` prunes more and more; `iterative` prunes, rewinds and trains again (lottery
-    tickets). `set` and `rigl` keep the number of entries and replace some every `interval`
-    steps, at random or where the gradient is largest; they start from a random mask."""
+    `custom` what the Python API's `score` says, `zeros` what is not zero in the loaded weights,
+    `snip` the largest |weight × gradient| of one batch. Over time: `early-bird` searches dense
+    until the mask of largest weights settles; `gradual` prunes more and more; `iterative` prunes,
+    rewinds and trains again (lottery tickets). `set` and `rigl` keep the number of entries and
+    replace some every `interval` steps, at random or where the gradient is largest; they
+    start from a random mask."""
     sparsity: Rate = 0.9
-    """Fraction of the entries of the pruned tensors that is removed; 0 prunes nothing."""
+    """Fraction of the entries of the pruned tensors that is removed; 0 prunes nothing. zeros: the
+    fraction that is zero, to the hundredth; runs are planned with it."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
     """How the sparsity is spread over tensors. `uniform`: the same everywhere, which keeps
     stages balanced; `erk` (Erdős–Rényi kernel): thin tensors keep more; `global`: one threshold

@@ -14,7 +14,7 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
-from axsparse.models.zoo.model_registry import named_model
+from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, Precision, load_cluster
 from axsparse.planner.layout_search import LayoutQuestion, Plan, plan, try_layouts
@@ -150,8 +150,7 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
     check_config(loaded)
     loaded, notes = _in_a_precision_of(cluster, loaded)
     if model is None:
-        bare = loaded.config.model.model_copy(update={"weights": None, "from_": None})
-        model = named_model(_with(loaded, {"model": bare}))
+        model = model_without_weights(loaded)
     surveyed = survey(model, DTYPES[loaded.config.precision])
     if not has_costs(surveyed):
         raise ConfigError(

@@ -32,6 +32,16 @@ def n_of_m(score: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
+def crowded_groups(stays: Tensor, n: int, m: int) -> int:
+    """How many groups of m consecutive inputs have more than n True entries.
+
+    `stays` is bool in the shape of a tensor, as in `n_of_m`.
+    """
+    rows, inputs = stays.shape[:2]
+    assert inputs % m == 0, "check_pattern was not asked"
+    return int((stays.reshape(rows, inputs // m, m, -1).sum(2) > n).sum())
+
+
 def parse_pattern(text: str) -> tuple[int, int]:
     """The two numbers of a pattern such as "2:4"; ConfigError for any other text."""
     found = re.fullmatch(r"([0-9]+):([0-9]+)", text)

@@ -20,6 +20,7 @@ from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.planner.auto_layout import pruned_layout
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
+from axsparse.pruning.zero_masks import find_zeros
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, together
@@ -312,7 +313,7 @@ def _first_masks(
 ) -> Masks | None:
     """The masks that state is built with; None where it starts dense.
 
-    `together` cannot be used here, because ranks communicate inside; one that fails ends the job.
+    `together` cannot be used where ranks communicate inside; one that fails there ends the job.
     """
     if not run.starts_pruned or run.ticket is not None:
         return run.ticket
@@ -325,6 +326,9 @@ def _first_masks(
         if value[0] not in ties
     )
     total = partial(stage_total, run.place, transport)
+    if run.config.pruning.method == "zeros":
+        found = find_zeros(run.targets, run.criterion.pattern, values, total)
+        return together(transport, lambda: found.masks(run.config.pruning))
     return masks_of_start(run.targets, run.criterion, values, total)
 
 

@@ -1,4 +1,4 @@
-"""`axsparse ticket show`."""
+"""`axsparse ticket show`, `import` and `export`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from support.images import write_safetensors
 from support.mpirun import LONGEST_SECONDS
 from support.tickets import PARAMETERS, small_ticket, some_masks
 from support.unread import unread
 
 from axsparse.cli import ticket
 from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.runtime.files.safetensors import SafetensorsFile
 
 Show = Callable[..., tuple[int, str, str]]
 
@@ -149,3 +152,29 @@ def test_the_group_says_what_it_has(arguments: list[str], show: Show) -> None:
 
 def test_the_command_is_one_of_axsparse(tmp_path: Path) -> None:
     assert "  ticket     say what" in axsparse("--help", cwd=tmp_path).stdout
+
+
+def test_masks_come_in_and_go_out_and_replace_nothing(tmp_path: Path, show: Show) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    model = ["--set=model.name=llama", "--set=model.num_layers=2", "--set=model.hidden_size=8"]
+    model += ["--set=model.num_heads=2", "--set=model.intermediate_size=5"]
+    mask = torch.ones(5, 8)
+    mask[0] = 0
+    write_safetensors(tmp_path / "masks.safetensors", {name: mask})
+
+    code, out, err = show("import", "masks.safetensors", "--out", "t", *model)
+    assert (code, out, err) == (0, "t: masks of 1 tensors, 20.000 % pruned\n", "")
+    code, out, err = show("export", "t", "--out", "o.safetensors", "--names", "hf")
+    assert (code, out) == (0, "o.safetensors: masks of 1 tensors, 20.000 % pruned\n")
+    assert SafetensorsFile(tmp_path / "o.safetensors").read(name).tolist() == mask.tolist()
+
+    before = sorted(tmp_path.iterdir())
+    for arguments in (["import", "masks.safetensors", "--out", "t", *model], ["export", "t"]):
+        code, _, err = show(*arguments, *([] if "--out" in arguments else ["--out", "t"]))
+        assert code == 74
+        assert err == (
+            "axsparse: error: --out: t is there already; choose another place, or move it away\n"
+        )
+    code, _, err = show("export", "t", "--out", "gone/o.safetensors")
+    assert (code, err.count("\n")) == (74, 1)
+    assert sorted(tmp_path.iterdir()) == before

@@ -185,7 +185,7 @@ def test_pruning_happens_within_the_run() -> None:
         (
             ("pruning.method=gradual", "pruning.pattern=2:4"),
             "pruning.pattern (--set): 2:4 is drawn once, and pruning.method gradual draws again; "
-            "choose one of magnitude, random, custom, snip",
+            "choose one of magnitude, random, custom, zeros, snip",
         ),
         (
             ("pruning.pattern=2:4", "pruning.layers=[block0.*=0.5]"),
@@ -206,6 +206,16 @@ def test_pruning_happens_within_the_run() -> None:
             ("pruning.method=set", "pruning.rewarm_steps=5"),
             "pruning.rewarm_steps (--set): 5, but pruning.method set changes the mask all the "
             "time; choose 0",
+        ),
+        (
+            ("pruning.method=zeros", "pruning.at_step=3"),
+            "pruning.at_step (--set): 3, but pruning.method zeros finds its masks in the loaded "
+            "weights; choose 0",
+        ),
+        (
+            ("pruning.method=zeros", "pruning.distribution=erk"),
+            "pruning.distribution (--set): erk, but pruning.method zeros finds its masks in the "
+            "loaded weights; choose uniform",
         ),
         (
             ("pruning.method=gradual", "pruning.rewind_step=0"),

@@ -22,6 +22,8 @@ from axsparse.training.trainer import Trainer
 
 CLASSES = 7
 SAFETENSORS_TYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",

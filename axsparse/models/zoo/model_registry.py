@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import (
@@ -78,6 +78,12 @@ _BUILDERS = {
 def image_size(config: Config) -> int:
     """Pixels on each side of the images that the model gets."""
     return DIGIT_SIZE if config.data.source == "digits" else config.data.image_size
+
+
+def model_without_weights(loaded: LoadedConfig) -> Model:
+    """The model of a configuration at start values of its own, whatever file that names."""
+    bare = loaded.config.model.model_copy(update={"weights": None, "from_": None})
+    return named_model(replace(loaded, config=loaded.config.model_copy(update={"model": bare})))
 
 
 def named_model(loaded: LoadedConfig) -> Model:

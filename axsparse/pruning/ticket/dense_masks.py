@@ -1,0 +1,160 @@
+"""Tickets from and to dense masks: a tensor of zeros and ones for each pruned parameter.
+
+Other tools keep masks so. A mask may have the global name of its parameter or that of
+transformers, and end in "_mask" as `torch.nn.utils.prune` lets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from axsparse.models.start_weights import WeightFile, keep
+from axsparse.models.survey import Survey
+from axsparse.models.zoo.hf_gpt2 import gpt2_name, turned
+from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.pruning.ticket.ticket_manifest import TicketManifest
+from axsparse.pruning.ticket.ticket_reader import Ticket
+from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+
+IMPORTED = "imported"
+"""The algorithm that an imported ticket names."""
+ENDING = "_mask"
+
+
+@dataclass(frozen=True)
+class ForeignNames:
+    """How transformers names and stores the parameters of a model."""
+
+    named: Callable[..., str]
+    """`named(global name, prefix)`; KeyError for a model of another family."""
+    turned: Callable[[str, Tensor], Tensor]
+
+
+FOREIGN = (ForeignNames(llama_name, keep), ForeignNames(gpt2_name, turned))
+
+
+def foreign_names(parameters: Mapping[str, object]) -> ForeignNames | None:
+    """How transformers names these parameters; None if it has no such model."""
+    for names in FOREIGN:
+        try:
+            for parameter in parameters:
+                names.named(parameter)
+        except KeyError:
+            continue
+        return names
+    return None
+
+
+def import_masks(file: WeightFile, surveyed: Survey, path: Path) -> TicketManifest:
+    """Write a ticket of the dense masks in a file, one tensor at a time; returns its manifest.
+
+    DataError for a tensor that is no mask of a matrix of the model, or has other values than 0
+    and 1; OutputError if the ticket cannot be written.
+    """
+    shapes = surveyed.shapes
+    there = _places(file, shapes)
+    pruned = {name: shape for name, shape in shapes.items() if name in there}
+    for name in there:
+        if len(shapes[name]) < 2:
+            raise DataError(
+                f"{file.path}: {there[name].key!r} is a mask of {name}, which is a vector; only "
+                "matrices are pruned: leave it out"
+            )
+    masks = {name: partial(_read, file, name, there[name], shape) for name, shape in pruned.items()}
+    origin = TicketOrigin(algorithm=IMPORTED, step=0, seed=0, parameters=shapes, pruned=pruned)
+    transport = LocalTransport(LocalWorld(1), 0)
+    return write_ticket(path, origin, masks, transport=transport, place=Grid(1, 1).place(0))
+
+
+def export_masks(ticket: Ticket, path: Path, *, foreign: bool) -> None:
+    """Write the masks of a ticket as dense uint8 tensors, one at a time, to a new file.
+
+    Names and shapes are the model's, with `foreign` those of transformers; ConfigError if that
+    has no such model. Raises OSError if the file cannot be written.
+    """
+    names = foreign_names(ticket.manifest.parameters) if foreign else ForeignNames(str, keep)
+    if names is None:
+        raise ConfigError(
+            f"--names: {ticket.path} is of a model that transformers has not; choose axsparse"
+        )
+    entries = ticket.manifest.tensors
+
+    def tensors() -> Iterator[Tensor]:
+        for name, entry in entries.items():
+            mask = ticket.mask(name).view(entry.shape).to(torch.uint8)
+            yield names.turned(name, mask).contiguous()
+
+    headers = {
+        names.named(name): TensorHeader(
+            torch.uint8,
+            tuple(names.turned(name, torch.empty(entry.shape, device="meta")).shape),
+        )
+        for name, entry in entries.items()
+    }
+    write_safetensors(path, headers, tensors())
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a file has a mask."""
+
+    key: str
+    turned: Callable[[str, Tensor], Tensor]
+    """Gives the mask the shape that the model has."""
+
+
+def _places(file: WeightFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
+    """The mask of each parameter that has one; DataError for a tensor that belongs to none."""
+    known: dict[str, tuple[str, Callable[[str, Tensor], Tensor]]] = {}
+    names = foreign_names(shapes)
+    for name in shapes:
+        known[name] = name, keep
+        if names is not None:
+            known[names.named(name)] = known[names.named(name, prefix="")] = name, names.turned
+    found: dict[str, _Place] = {}
+    for key in file.shapes:
+        match = known.get(key.removesuffix(ENDING))
+        if match is None:
+            raise DataError(
+                f"{file.path}: {key!r} is the mask of no parameter of the model; leave it out, or "
+                "name the model that it was drawn from"
+            )
+        name, turn = match
+        if name in found:
+            raise DataError(
+                f"{file.path}: {found[name].key!r} and {key!r} are both masks of {name}; keep one"
+            )
+        shape = tuple(turn(name, torch.empty(file.shapes[key], device="meta")).shape)
+        if shape != shapes[name]:
+            raise DataError(
+                f"{file.path}: {key!r} has shape {file.shapes[key]}, {name} of the model has "
+                f"{shapes[name]}; name the model that it was drawn from"
+            )
+        found[name] = _Place(key, turn)
+    if not found:
+        raise DataError(f"{file.path}: holds no masks; name another file")
+    return found
+
+
+def _read(file: WeightFile, name: str, place: _Place, shape: tuple[int, ...]) -> Tensor:
+    """A flat bool mask; DataError for other values than 0 and 1."""
+    values = place.turned(name, file.read(place.key))
+    mask = values == 1
+    if not (mask | (values == 0)).all():
+        raise DataError(
+            f"{file.path}: {place.key!r} has other values than 0 and 1; write masks, not weights "
+            "(pruning.method zeros takes those)"
+        )
+    assert mask.shape == shape
+    return mask.reshape(-1)

@@ -1,0 +1,125 @@
+"""What other tools leave as zeros in a model becomes its mask, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hf import SMALL_LLAMA, write_llama
+from support.runs import tiny_config, token_data, train_in_process
+from torch import Tensor
+
+from axsparse.config.load import made_in_python
+from axsparse.config.schema import Config
+from axsparse.models.layer import Model
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.pruning.pattern import crowded_groups
+from axsparse.runtime.errors import ConfigError
+
+DENSE = "block1.mlp.down.weight"
+"""A tensor that the other tool has left as it was."""
+
+
+def pruned(name: str, tensor: Tensor) -> Tensor:
+    """A tensor with its first two of every four inputs at zero, if the other tool prunes it."""
+    if tensor.dim() == 1 or not name.startswith("block") or name == DENSE:
+        return tensor
+    tensor.view(-1, 4)[:, :2] = 0.0
+    return tensor
+
+
+def config_of(folder: Path, **pruning: Any) -> Config:
+    return tiny_config(
+        **{
+            "model": {**SMALL_LLAMA.model_dump(), "from": str(folder)},
+            "pruning": {"method": "zeros", "sparsity": 0.45, **pruning},
+            "batch": {"global_batch_size": 4, "microbatch_size": 1},
+            "train": {"steps": 3},
+        }
+    )
+
+
+def model_of(config: Config) -> Model:
+    return named_model(made_in_python(config, "llama"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_llama(tmp_path, pruned)
+    return tmp_path
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (3, 1), (2, 2)])
+def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
+    folder: Path, layout: tuple[int, int]
+) -> None:
+    before = write_llama(folder, pruned)
+    config = config_of(folder)
+
+    ranks = train_in_process(*layout, model_of(config), config, token_data())
+
+    seen = set()
+    for trainer, trace in ranks:
+        for name, weight in trace.weights.items():
+            stays = before[name] != 0
+            assert torch.equal(weight != 0, stays), name
+            assert not torch.equal(weight, before[name])
+            seen.add(name)
+        for layer in trainer.parts.layers:
+            for tensor in layer.state.owned:
+                assert tensor.kept == int((before[tensor.name] != 0).sum()), tensor.name
+    assert seen == before.keys()
+
+
+def test_a_pattern_is_checked_and_sparsity_need_not_be_said(folder: Path) -> None:
+    config = config_of(folder, pattern="2:4", sparsity=0.9, exclude=[DENSE])
+    train_in_process(2, 1, model_of(config), config, token_data())
+
+    weights = write_llama(folder, pruned)
+    groups = int((weights[DENSE].view(-1, 4) != 0).all(1).sum())
+    config = config_of(folder, pattern="2:4")
+    assert refusal(config) == (
+        f"pruning.pattern: 2:4, but {groups} groups of 4 in {DENSE} have more than 2 entries that "
+        "are not zero; leave the pattern out, or name the tensor in pruning.exclude"
+    )
+
+
+def refusal(config: Config, g_inter: int = 2) -> str:
+    """What all ranks are told alike."""
+    model = model_of(config)
+    with pytest.raises(ConfigError) as caught:
+        train_in_process(g_inter, 1, model, config, token_data())
+    assert caught.value.on_all_ranks
+    return str(caught.value)
+
+
+def test_another_sparsity_than_planned_is_told_with_the_right_one(folder: Path) -> None:
+    assert refusal(config_of(folder, sparsity=0.9)) == (
+        "pruning.sparsity: 0.9, with which the run was planned, but 0.4518 of the loaded weights "
+        "is zero; set it to 0.45"
+    )
+
+
+def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
+    write_llama(folder)
+    config = config_of(folder)
+    assert refusal(config) == (
+        "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; load "
+        "weights that were pruned, or choose magnitude"
+    )
+    bare = config.model_copy(update={"model": SMALL_LLAMA})
+    assert refusal(bare) == (
+        "pruning.method (configure): zeros keeps what is not zero in loaded weights, and none are "
+        "loaded; set model.from or model.weights"
+    )
+
+
+def test_groups_are_counted_along_the_inputs() -> None:
+    stays = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+
+    assert crowded_groups(stays, 2, 4) == 1
+    assert crowded_groups(stays, 1, 2) == 2
+    assert crowded_groups(stays.view(3, 4, 1, 1), 2, 4) == 1
+    assert crowded_groups(stays.t().reshape(2, 2, 3), 1, 2) == 2
