@@ -8,6 +8,7 @@ are outside of it, for every contender alike. Peers train dense, since masks onl
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class Settings:
     precision: Precision
     rounds: int
     steps: int
+    skip: str = ""
+    """Regular expression on names of cases that are left out."""
 
 
 def budget_of(size: Size) -> int:
@@ -72,13 +75,14 @@ def _most_blocks(size: Size, stages: int) -> int:
     return max(first - 1, *middle, last - 1)
 
 
-def candidates(precision: Precision) -> list[Case]:
-    return [
+def candidates(settings: Settings) -> list[Case]:
+    found = [
         case.at(stages, replicas)
         for case, layouts in CANDIDATES
         for stages, replicas in layouts
-        if case.only in (None, precision) and stages * replicas <= MOST_RANKS
+        if case.only in (None, settings.precision) and stages * replicas <= MOST_RANKS
     ]
+    return [case for case in found if not (settings.skip and re.search(settings.skip, case.key))]
 
 
 def trial_runs(settings: Settings) -> list[tuple[Run, int]]:
@@ -86,7 +90,7 @@ def trial_runs(settings: Settings) -> list[tuple[Run, int]]:
     budget = budget_of(settings.size)
     return [
         (Run(case, settings.size, settings.precision, TRIAL_STEPS, WARMUP, budget), 0)
-        for case in candidates(settings.precision)
+        for case in candidates(settings)
     ]
 
 
