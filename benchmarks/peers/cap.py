@@ -35,6 +35,8 @@ from peers.workload import (
 
 DENSE_BYTES = 16
 """Of state a parameter, trained dense in bf16 with fp32 masters: 2 + 2 + 4 + 8."""
+ROOM = 24 * 2**20
+"""Bytes for what is no state: stacks of threads, buffers of messages, activations."""
 MOST_RANKS = 4
 TRIAL_STEPS, WARMUP = 2, 1
 PIPELINES = ((2, 1), (3, 1), (4, 1), (2, 2))
@@ -63,9 +65,9 @@ class Settings:
 
 
 def budget_of(size: Size) -> int:
-    """Bytes between what the fullest of four and of three dense stages has of state."""
+    """Bytes between what the fullest of four and of three dense stages has of state, and room."""
     four, three = (_most_blocks(size, stages) for stages in (4, 3))
-    return int((four * three) ** 0.5 * size.block_parameters * DENSE_BYTES)
+    return ROOM + int((four * three) ** 0.5 * size.block_parameters * DENSE_BYTES)
 
 
 def _most_blocks(size: Size, stages: int) -> int:
