@@ -112,7 +112,7 @@ def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (64 * TOKENS + 1,), generator=generator).numpy()
     data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
-    with mock.patch("axsparse.training.build.Phases", partial(Phases, time.process_time)):
+    with mock.patch("axsparse.observe.gpu_phases.Phases", partial(Phases, time.process_time)):
         return build(
             Job(LocalTransport(LocalWorld(1), 0)),
             gpt(of_family(config.model, GptConfig), TOKENS),

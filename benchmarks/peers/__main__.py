@@ -104,7 +104,9 @@ class Comparison:
         )
         prefix = "tiny-" if arguments.tiny else ""
         self._pair = (SIZES[f"{prefix}shallow"], SIZES[f"{prefix}deep"])
-        self._cap = Settings(SIZES[f"{prefix}capped"], "bf16", arguments.rounds, arguments.steps)
+        self._cap = Settings(
+            SIZES[f"{prefix}capped"], "bf16", arguments.rounds, arguments.steps, arguments.skip
+        )
         self._result: dict[str, Any] = {"machine": self._machine, "note": NOTE}
 
     def run(self) -> list[Path]:

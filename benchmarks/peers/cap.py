@@ -8,6 +8,7 @@ are outside of it, for every contender alike. Peers train dense, since masks onl
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from peers.workload import (
 
 DENSE_BYTES = 16
 """Of state a parameter, trained dense in bf16 with fp32 masters: 2 + 2 + 4 + 8."""
+ROOM = 24 * 2**20
+"""Bytes for what is no state: stacks of threads, buffers of messages, activations."""
 MOST_RANKS = 4
 TRIAL_STEPS, WARMUP = 2, 1
 PIPELINES = ((2, 1), (3, 1), (4, 1), (2, 2))
@@ -57,12 +60,14 @@ class Settings:
     precision: Precision
     rounds: int
     steps: int
+    skip: str = ""
+    """Regular expression on names of cases that are left out."""
 
 
 def budget_of(size: Size) -> int:
-    """Bytes between what the fullest of four and of three dense stages has of state."""
+    """Bytes between what the fullest of four and of three dense stages has of state, and room."""
     four, three = (_most_blocks(size, stages) for stages in (4, 3))
-    return int((four * three) ** 0.5 * size.block_parameters * DENSE_BYTES)
+    return ROOM + int((four * three) ** 0.5 * size.block_parameters * DENSE_BYTES)
 
 
 def _most_blocks(size: Size, stages: int) -> int:
@@ -72,13 +77,14 @@ def _most_blocks(size: Size, stages: int) -> int:
     return max(first - 1, *middle, last - 1)
 
 
-def candidates(precision: Precision) -> list[Case]:
-    return [
+def candidates(settings: Settings) -> list[Case]:
+    found = [
         case.at(stages, replicas)
         for case, layouts in CANDIDATES
         for stages, replicas in layouts
-        if case.only in (None, precision) and stages * replicas <= MOST_RANKS
+        if case.only in (None, settings.precision) and stages * replicas <= MOST_RANKS
     ]
+    return [case for case in found if not (settings.skip and re.search(settings.skip, case.key))]
 
 
 def trial_runs(settings: Settings) -> list[tuple[Run, int]]:
@@ -86,7 +92,7 @@ def trial_runs(settings: Settings) -> list[tuple[Run, int]]:
     budget = budget_of(settings.size)
     return [
         (Run(case, settings.size, settings.precision, TRIAL_STEPS, WARMUP, budget), 0)
-        for case in candidates(settings.precision)
+        for case in candidates(settings)
     ]
 
 

@@ -103,7 +103,7 @@ def is_pruned(name: str) -> bool:
 
 
 def drawn(size: Size, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Start values of a parameter before any rounding, a function of its global name alone."""
+    """Start values of a parameter in fp32, a function of its global name alone."""
     if len(shape) == 1:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
@@ -117,16 +117,22 @@ def start_values(size: Size, name: str, shape: tuple[int, ...], precision: Preci
 
     Some contenders make their fp32 masters of rounded weights, so all start from these.
     """
-    return drawn(size, name, shape).to(DTYPES[precision]).float()
+    values = drawn(size, name, shape)
+    return values.copy_(values.to(DTYPES[precision]))
 
 
-def kept_mask(size: Size, name: str, shape: tuple[int, ...]) -> Tensor:
-    """True where an entry stays: all but the 90 % of smallest magnitude before rounding."""
-    magnitudes = drawn(size, name, shape).abs_().flatten()
-    mask = torch.ones(magnitudes.numel(), dtype=torch.bool)
-    dropped = round(SPARSITY * mask.numel())
-    mask[magnitudes.topk(dropped, largest=False, sorted=False).indices] = False
-    return mask.view(shape)
+def kept_mask(size: Size, name: str, shape: tuple[int, ...], precision: Precision) -> Tensor:
+    """True where an entry stays: all but the 90 % of smallest start values, by magnitude.
+
+    Among equal magnitudes the first ones stay, as with axsparse's method `magnitude`.
+    """
+    magnitudes = start_values(size, name, shape, precision).abs_().flatten().numpy()
+    dropped = round(SPARSITY * magnitudes.size)
+    least = np.partition(magnitudes, dropped)[dropped]
+    mask = magnitudes > least
+    equal = np.flatnonzero(magnitudes == least)
+    mask[equal[: magnitudes.size - dropped - mask.sum()]] = True
+    return torch.from_numpy(mask).view(shape)
 
 
 def make_layer(size: Size, index: int, precision: Precision) -> nn.Module:
@@ -146,10 +152,12 @@ def make_layers(size: Size, indices: range, precision: Precision) -> dict[str, n
     return {layer_name(size, index): make_layer(size, index, precision) for index in indices}
 
 
-def masks_of(size: Size, layers: dict[str, nn.Module]) -> dict[nn.Parameter, Tensor]:
+def masks_of(
+    size: Size, layers: dict[str, nn.Module], precision: Precision
+) -> dict[nn.Parameter, Tensor]:
     """The masks of the parameters of some layers that are pruned."""
     return {
-        parameter: kept_mask(size, f"{layer}.{name}", tuple(parameter.shape))
+        parameter: kept_mask(size, f"{layer}.{name}", tuple(parameter.shape), precision)
         for layer, module in layers.items()
         for name, parameter in module.named_parameters()
         if is_pruned(f"{layer}.{name}")

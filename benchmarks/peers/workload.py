@@ -87,7 +87,7 @@ SIZES = {
         # The same parts in seconds.
         Size("tiny-shallow", blocks=2, width=256, heads=4, tokens=32, vocabulary=256),
         Size("tiny-deep", blocks=10, width=256, heads=4, tokens=32, vocabulary=256),
-        Size("tiny-capped", blocks=8, width=384, heads=6, tokens=32, vocabulary=256),
+        Size("tiny-capped", blocks=8, width=512, heads=8, tokens=32, vocabulary=256),
     )
 }
 

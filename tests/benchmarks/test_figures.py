@@ -16,6 +16,7 @@ def seconds(*values: float, **more: bool) -> dict[str, object]:
         ((0.80, 0.85, 0.90), "better"),
         ((1.20, 1.25, 1.30), "worse"),
         ((0.90, 0.94, 1.01), "same"),  # 6 % less, and the ranges overlap
+        ((0.99, 1.06, 1.10), "same"),  # 6 % more, and the ranges overlap
     ],
 )
 def test_ranges_that_overlap_are_the_same(new: tuple[float, ...], verdict: str) -> None:

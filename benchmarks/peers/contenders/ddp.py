@@ -20,7 +20,7 @@ class Ddp:
     def __init__(self, seat: Seat) -> None:
         run = seat.run
         layers = make_layers(run.size, seat.layers, run.precision)
-        masks = masks_of(run.size, layers) if run.case.is_masked else {}
+        masks = masks_of(run.size, layers, run.precision) if run.case.is_masked else {}
         if run.case.masking == "prune":
             prune_weights(layers, masks)
             masks = {}

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from peers.adamw import torch_adamw
@@ -17,11 +19,17 @@ from peers.contenders.contender import Seat
 from peers.gpt import DTYPES, make_layers, mean_loss
 
 
+@functools.cache
+def mesh_of(replicas: int) -> DeviceMesh:
+    """Made once, since its threads have stacks that would count under a cap."""
+    return init_device_mesh("cpu", (replicas,))
+
+
 class Fsdp2:
     def __init__(self, seat: Seat) -> None:
         run = seat.run
         self._gathers_once = run.case.variant.startswith("gathered")
-        mesh = init_device_mesh("cpu", (run.case.replicas,))
+        mesh = mesh_of(run.case.replicas)
         sums = torch.bfloat16 if run.case.variant.endswith("bf16 sums") else torch.float32
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[run.precision], reduce_dtype=sums, cast_forward_inputs=False

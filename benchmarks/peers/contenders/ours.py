@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import axsparse as ax
 from axsparse.data.order import shuffled
 from peers.adamw import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
-from peers.gpt import Stream, empty_layer, kept_mask, layer_name, start_values, summed_loss
+from peers.gpt import Stream, empty_layer, layer_name, start_values, summed_loss
 from peers.workload import SEED, SPARSITY, Run, Size
 
 OnStep = Callable[[float], None]
@@ -84,7 +84,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
             "batch": {"global_batch_size": run.size.microbatches, "microbatch_size": 1},
             "layout": layout,
             "precision": run.precision,
-            "pruning": {"method": "custom", "sparsity": SPARSITY} if case.is_masked else {},
+            "pruning": {"sparsity": SPARSITY},
             "samo": samo,
             "optimizer": {
                 "learning_rate": LEARNING_RATE,
@@ -111,15 +111,11 @@ def train(job: ax.Job, run: Run, folder: Path, on_step: OnStep) -> None:
     """Train as a user does, with a run directory and its metrics."""
     stream = Stream(run.size, run.all_steps)
 
-    def score(name: str, weight: torch.Tensor) -> torch.Tensor:
-        return kept_mask(run.size, name, tuple(weight.shape)).float()
-
     trainer = ax.build(
         job,
         model_of(run.size, run.precision),
         lambda: ax.Datasets(InOrder(stream, run.size.tokens)),
         configuration(run, folder),
-        score=score if run.case.is_masked else None,
     )
     trainer.train(on_step=lambda _, verdict: on_step(verdict.loss))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,24 +16,27 @@ from peers.contenders.contender import Seat
 from peers.gpt import DTYPES, make_layers, masks_of, mean_loss
 
 
+@functools.cache
+def groups_of(stages: int, replicas: int) -> tuple[list[Any], list[Any]]:
+    """The groups of each replica's stages and of each stage's replicas.
+
+    Made once, since each has threads whose stacks would count under a cap.
+    """
+    ranks = [[stage * replicas + replica for replica in range(replicas)] for stage in range(stages)]
+    pipelines = [dist.new_group(list(column)) for column in zip(*ranks, strict=True)]
+    return pipelines, [dist.new_group(row) for row in ranks] if replicas > 1 else []
+
+
 class Pipelining:
     def __init__(self, seat: Seat) -> None:
         run = seat.run
         stages, replicas = run.case.stages, run.case.replicas
         layers = make_layers(run.size, seat.layers, run.precision)
-        masks = masks_of(run.size, layers) if run.case.is_masked else {}
+        masks = masks_of(run.size, layers, run.precision) if run.case.is_masked else {}
         model: nn.Module = nn.Sequential(*layers.values())
         self._optimizer = MaskedAdamW(model.parameters(), masks)
-        # Every rank takes part in making every group.
-        pipelines = [
-            dist.new_group([stage * replicas + replica for stage in range(stages)])
-            for replica in range(replicas)
-        ]
+        pipelines, columns = groups_of(stages, replicas)
         if replicas > 1:
-            columns = [
-                dist.new_group(list(range(stage * replicas, (stage + 1) * replicas)))
-                for stage in range(stages)
-            ]
             model = DistributedDataParallel(
                 model,
                 process_group=columns[seat.stage],

@@ -13,7 +13,7 @@ class Plain:
     def __init__(self, seat: Seat) -> None:
         run = seat.run
         layers = make_layers(run.size, seat.layers, run.precision)
-        masks = masks_of(run.size, layers) if run.case.is_masked else {}
+        masks = masks_of(run.size, layers, run.precision) if run.case.is_masked else {}
         self._model = nn.Sequential(*layers.values())
         self._optimizer = MaskedAdamW(self._model.parameters(), masks)
         self._seat = seat

@@ -16,6 +16,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
+TOLERANCE = {"fp32": 1e-6, "bf16": 2e-4}
+"""Of so few steps: without weight decay, losses differ by 2e-6 and more in fp32."""
 RUN = Run(PLAIN, replace(SIZES["tiny"], blocks=2, microbatches=4), "fp32", 3, 1)
 
 
@@ -31,6 +33,6 @@ def test_losses_of_every_step_agree(
     contender = plain.start(Seat(judged, 0, Stream(run.size, run.all_steps)))
     expected = [sum(contender.step(number)) / 4 for number in range(run.all_steps)]
 
-    assert agrees(difference(losses, expected), precision)
+    assert difference(losses, expected) <= TOLERANCE[precision]
     # Later losses judge updates, since updates change them by more than the tolerance.
     assert not agrees(difference(expected[-1:], expected[:1]), precision)
