@@ -218,7 +218,8 @@ def percent_of_peak(row: RunRow, cluster: Cluster, seconds: float) -> float:
 def deepspeed_3d(cluster: Cluster, model: str, gpus: int, devices: int | None) -> RunRow:
     """The fastest layout with tensor parallelism within a node, ZeRO-1 and 1F1B.
 
-    `devices` is how many devices one copy of the model is spread over; None tries all.
+    `devices` is how many devices one copy of the model is spread over; None takes the fewest that
+    fit, for each degree of tensor parallelism.
     """
     heads, found = load_config(model).config.model.num_heads, []
     for tensor in range(1, cluster.gpus_per_node + 1):
@@ -238,6 +239,7 @@ def deepspeed_3d(cluster: Cluster, model: str, gpus: int, devices: int | None) -
             row = described(model, layout, training)
             if row.microbatches and predict_memory(row, cluster).fits(cluster):
                 found.append(row)
+                break
     return min(found, key=lambda row: predict_step(row, cluster).seconds)
 
 

@@ -79,6 +79,8 @@ class Cluster:
     fused_attention: float | None = None
     """1 if the cluster's usual software computes attention without storing scores, 0 or None if
     not."""
+    overlapped_messages: float | None = None
+    """1 if messages travel while their sender and receiver compute, 0 or None if both wait."""
     scattered_messages: float | None = None
     """1 if the devices that share a layer each send their part of a message to the next stage, 0
     or None if each sends all of it."""
@@ -119,28 +121,17 @@ class Cluster:
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
 _PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
-_OPTIONAL = _PEAKS | {
-    "host_memory_bytes",
-    "host_bandwidth",
-    "weight_rate",
-    "message_overhead",
-    "peer_bandwidth",
-    "traffic",
-    "fused_attention",
-    "scattered_messages",
-}
+_YES_OR_NO = frozenset({"fused_attention", "overlapped_messages", "scattered_messages"})
+_OPTIONAL = (
+    _PEAKS
+    | _YES_OR_NO
+    | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
+    | {"message_overhead", "peer_bandwidth", "traffic"}
+)
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
-    {
-        "intra_node_latency",
-        "inter_node_latency",
-        "ring_latency",
-        "overhead_bytes",
-        "jitter",
-        "traffic",
-        "fused_attention",
-        "scattered_messages",
-    }
+    {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
+    | {"message_overhead", "traffic"}
 )
 
 
@@ -265,6 +256,8 @@ def _number(name: str, where: str, node: yaml.Node) -> float:
         wanted, right = "a number of at least 0", value >= 0
     elif name in _FRACTIONS:
         wanted, right = "a number above 0 and at most 1", 0 < value <= 1
+    elif name in _YES_OR_NO:
+        wanted, right = "1 for yes or 0 for no", value in (0, 1)
     elif name == "gpus_per_node":
         wanted, right = "a whole number of at least 1", value > 0 and value % 1 == 0
     if not (right and math.isfinite(value)):

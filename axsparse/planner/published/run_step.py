@@ -215,9 +215,12 @@ def _edges(
     """What a message costs on each edge of a replica's pipeline."""
     tensor, nbytes = row.layout.tensor, _activation_bytes(row)
     gather, share = 0.0, nbytes
-    if tensor > 1 and cluster.scattered_messages:
-        gather = all_reduce_seconds(nbytes, placed.tensor_group, cluster) / 2
+    if tensor > 1 and transformer(row, fused=bool(cluster.fused_attention)).sequence_parallel:
+        share = nbytes / tensor  # each device has its part only
+    elif tensor > 1 and cluster.scattered_messages:
         share = nbytes / tensor
+        # Half an all-reduce, of which sender and receiver are each charged a half.
+        gather = all_reduce_seconds(nbytes, placed.tensor_group, cluster) / 4
     # A card sends and receives at once: of a transfer each side's time counts half.
     card = cluster.nic_bandwidth / placed.senders
     between = min(cluster.inter_node_bandwidth, 2 * card)
@@ -226,10 +229,14 @@ def _edges(
         rate, latency = cluster.intra_node_bandwidth, cluster.intra_node_latency
         if out:
             rate, latency = between, cluster.inter_node_latency
-        handling = share / rate + gather
+        carried = share / rate + gather
         if row.profiled is not None and not out:
-            handling = row.profiled.message / 2
-        found.append(MessageCost(latency, handling + (cluster.message_overhead or 0.0)))
+            carried = row.profiled.message / 2
+        overhead = cluster.message_overhead or 0.0
+        if cluster.overlapped_messages:
+            found.append(MessageCost(latency + 2 * carried, overhead))
+        else:
+            found.append(MessageCost(latency, carried + overhead))
     return found
 
 

@@ -59,7 +59,12 @@ def test_a_message_between_nodes_shares_its_cards_and_is_sent_in_parts() -> None
     # Eight devices of a node send a quarter each, over cards that send and receive at once.
     share = ACTIVATION / 4 / min(PLAIN.inter_node_bandwidth, 2 * PLAIN.nic_bandwidth / 8)
     gather = 3 / 4 * ACTIVATION / PLAIN.ring_bandwidth + 3 * PLAIN.ring_latency
-    assert edges[0].handling == pytest.approx(share + gather)
+    assert edges[0].handling == pytest.approx(share + gather / 2)
+    [parted] = run_costs(run(layout=layout, sequence_parallel=True), PLAIN).edges
+    assert parted[0].handling == pytest.approx(share)
+    [hidden] = run_costs(run(layout=layout), selene(overlapped_messages=1)).edges
+    assert hidden[0].handling == 2e-4
+    assert hidden[0].latency == pytest.approx(3e-5 + 2 * share + gather)
     [whole] = run_costs(run(layout=layout), selene(scattered_messages=0, traffic=0)).edges
     assert whole[0].handling == pytest.approx(4 * share + 2e-4)
 
