@@ -145,6 +145,7 @@ def stages(model: str, density: float) -> int:
     raise AssertionError(f"{model} fits nowhere")
 
 
+@cache
 def run(model: str, density: float, gpus: int) -> RunRow:
     """One run of the study, with its memory's smallest power of two of stages."""
     g_inter = stages(model, density)

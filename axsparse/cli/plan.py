@@ -59,7 +59,7 @@ def parser() -> CommandParser:
     add(
         "--cluster",
         metavar="NAME",
-        help="a bundled cluster (summit, a100-pod, h200-node, laptop) or a file "
+        help="a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
         f"(default {DEFAULT_CLUSTER})",
     )
     add(

@@ -70,6 +70,8 @@ class Cluster:
     """Bytes/s of the links between two devices of a node that no switch joins; None if one does."""
     ring_latency: float
     """α: seconds of each of the 2 (D − 1) hops in a ring of D devices."""
+    node_ring_latency: float | None = None
+    """α of rings within a node; None: as between nodes."""
     weight_rate: float | None = None
     """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
     the arithmetic hides that time, as on GPUs."""
@@ -126,12 +128,12 @@ _OPTIONAL = (
     _PEAKS
     | _YES_OR_NO
     | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
-    | {"message_overhead", "peer_bandwidth", "traffic"}
+    | {"message_overhead", "node_ring_latency", "peer_bandwidth", "traffic"}
 )
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
     {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
-    | {"message_overhead", "traffic"}
+    | {"message_overhead", "node_ring_latency", "traffic"}
 )
 
 

@@ -201,8 +201,10 @@ def all_reduce_seconds(nbytes: float, group: Group, cluster: Cluster) -> float:
     """Seconds of an all-reduce as a ring over a group of ranks."""
     if group.size == 1:
         return 0.0
-    hops = 2 * (group.size - 1)
-    return hops / group.size * nbytes / group_rate(group, cluster) + hops * cluster.ring_latency
+    hops, latency = 2 * (group.size - 1), cluster.ring_latency
+    if group.within_node and cluster.node_ring_latency is not None:
+        latency = cluster.node_ring_latency
+    return hops / group.size * nbytes / group_rate(group, cluster) + hops * latency
 
 
 def _tensor_seconds(row: RunRow, cluster: Cluster, placed: NodePlacement) -> float:

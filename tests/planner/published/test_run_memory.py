@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.published_runs import run, selene
 
@@ -22,7 +24,7 @@ WHOLE = BLOCKS + WORDS + POSITIONS
         ({"precision": "fp32"}, 16),
     ],
 )
-def test_a_dense_parameter_costs_its_precisions(training: dict[str, str], bytes_each: int) -> None:
+def test_a_dense_parameter_costs_its_precisions(training: dict[str, Any], bytes_each: int) -> None:
     assert predict_memory(run(**training), SELENE).state == bytes_each * WHOLE
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from support.published_runs import run, selene
 
+from axsparse.planner.cluster import load_cluster
 from axsparse.planner.published.run_check import Check, check_runs
-from axsparse.planner.published.run_file import RunFile
+from axsparse.planner.published.run_file import RunFile, bundled_tables, load_runs
 from axsparse.planner.published.run_report import as_json, lines, picture, scoreboard
 
 
@@ -51,6 +54,15 @@ def test_the_scoreboard_has_a_line_for_each_table() -> None:
     assert head.split()[:2] == ["table", "cluster"]
     assert first == second
     assert first.split()[:3] == ["a", "&", "b"]
+
+
+@pytest.mark.exhaustive
+def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
+    files = [load_runs(path) for path in bundled_tables()]
+    found = scoreboard([check_runs(file, load_cluster(file.cluster)) for file in files])
+
+    page = Path(__file__).parents[3] / "docs" / "reference" / "scoreboard.md"
+    assert "\n".join(found) in page.read_text(encoding="utf-8")
 
 
 def test_the_picture_has_a_point_for_each_published_step() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.published_runs import run, selene
 
@@ -9,9 +11,12 @@ from axsparse.planner.cluster import load_cluster
 from axsparse.planner.published.run_file import RunRow
 from axsparse.planner.published.run_step import predict_step, run_costs, tensor_share
 from axsparse.planner.step_simulation import STEP_PHASES
+from axsparse.runtime.errors import ConfigError
 
-PLAIN = selene(traffic=None, message_overhead=None)
+PLAIN = selene(traffic=None, message_overhead=None, node_ring_latency=1e-6)
 """Time is flops over the rate, and what is exchanged."""
+HOP = 1e-6
+"""Seconds of a hop of a ring inside a node."""
 RATE = PLAIN.efficiency * 312e12
 ACTIVATION = 2 * 2 * 2048 * 1536
 """Bytes of a microbatch between two blocks."""
@@ -44,9 +49,9 @@ def test_tensor_parallelism_reduces_twice_in_each_pass_of_a_block() -> None:
     shared = run(recompute="full", layout={"tensor": 8})
     costs = run_costs(shared, PLAIN)
 
-    once = 14 / 8 * ACTIVATION / PLAIN.ring_bandwidth + 14 * PLAIN.ring_latency
+    once = 14 / 8 * ACTIVATION / PLAIN.ring_bandwidth + 14 * HOP
     # Forward, recomputation and backward of 16 blocks, embedding and head.
-    assert costs.tensor == [pytest.approx((6 * 16 + 2) * once)]
+    assert costs.tensor[0] == pytest.approx((6 * 16 + 2) * once)
     rest = costs.forward[0][0] - (2 * 16 + 1) * once
     assert rest == pytest.approx(alone.forward[0][0] / 8)
     assert tensor_share(shared, PLAIN) == pytest.approx(8 * costs.tensor[0])
@@ -58,20 +63,22 @@ def test_a_message_between_nodes_shares_its_cards_and_is_sent_in_parts() -> None
 
     # Eight devices of a node send a quarter each, over cards that send and receive at once.
     share = ACTIVATION / 4 / min(PLAIN.inter_node_bandwidth, 2 * PLAIN.nic_bandwidth / 8)
-    gather = 3 / 4 * ACTIVATION / PLAIN.ring_bandwidth + 3 * PLAIN.ring_latency
+    gather = 3 / 4 * ACTIVATION / PLAIN.ring_bandwidth + 3 * HOP
     assert edges[0].handling == pytest.approx(share + gather / 2)
     [parted] = run_costs(run(layout=layout, sequence_parallel=True), PLAIN).edges
     assert parted[0].handling == pytest.approx(share)
-    [hidden] = run_costs(run(layout=layout), selene(overlapped_messages=1)).edges
+    beside = selene(overlapped_messages=1, node_ring_latency=HOP)
+    [hidden] = run_costs(run(layout=layout), beside).edges
     assert hidden[0].handling == 2e-4
     assert hidden[0].latency == pytest.approx(3e-5 + 2 * share + gather)
-    [whole] = run_costs(run(layout=layout), selene(scattered_messages=0, traffic=0)).edges
+    [whole] = run_costs(run(layout=layout), selene(scattered_messages=0)).edges
     assert whole[0].handling == pytest.approx(4 * share + 2e-4)
 
 
 def test_gradients_are_reduced_in_their_precision_and_tied_words_between_the_ends() -> None:
-    def reduction(**training: object) -> list[float]:
-        row = run(layout={"data": 8, "pipeline": 2}, samples=64, **training)
+    def reduction(**training: str) -> list[float]:
+        asked: dict[str, Any] = dict(training)
+        row = run(layout={"data": 8, "pipeline": 2}, samples=64, **asked)
         return list(run_costs(row, PLAIN).all_reduce)
 
     half, single = reduction(gradients="fp16"), reduction(gradients="fp32")
@@ -80,7 +87,7 @@ def test_gradients_are_reduced_in_their_precision_and_tied_words_between_the_end
     first = 8 * 12 * 1536**2 + words + 2048 * 1536
     ring = 14 / 8 * 2 * first / PLAIN.ring_bandwidth
     tie = 2 * words / (0.8 * 2e11 / 8)
-    latency = 16 * PLAIN.ring_latency
+    latency = 14 * HOP + 2 * PLAIN.ring_latency
     assert half[0] == pytest.approx(ring + tie + latency)
     assert single[0] == pytest.approx(2 * (ring + tie) + latency)
 
@@ -90,7 +97,7 @@ def test_zero_1_shards_the_optimizer_and_moves_what_an_all_reduce_does() -> None
     sharded = run(layout={"data": 8}, samples=64, zero=1)
     plain, shards = run_costs(row, PLAIN), run_costs(sharded, PLAIN)
 
-    assert shards.all_reduce == [pytest.approx(plain.all_reduce[0])]
+    assert shards.all_reduce[0] == pytest.approx(plain.all_reduce[0])
     assert shards.optimizer[0] == pytest.approx(plain.optimizer[0] / 8, rel=0.01)
     wide = run(layout={"data": 8}, samples=64, zero=1, gradients="fp32")
     # The reduce-scatter in fp32, the all-gather of weights in fp16: three halves.
@@ -108,12 +115,11 @@ def test_zero_3_gathers_weights_while_it_computes() -> None:
 
 
 def test_devices_without_a_switch_have_few_links_among_few() -> None:
-    joined = selene(peer_bandwidth=2e10)
+    joined = selene(peer_bandwidth=2e10, node_ring_latency=0.0)
 
     def seconds(tensor: int) -> float:
         costs = run_costs(run(layout={"tensor": tensor}), joined)
-        once = costs.tensor[0] / (4 * 16 + 2)
-        return once - 2 * (tensor - 1) * joined.ring_latency
+        return costs.tensor[0] / (4 * 16 + 2)
 
     assert seconds(2) == pytest.approx(ACTIVATION / 2e10)
     assert seconds(8) == pytest.approx(14 / 8 * ACTIVATION / (7 * 2e10))
@@ -144,8 +150,18 @@ def test_pruned_runs_compress_in_each_backward_and_reduce_what_is_kept() -> None
     assert pruned.optimizer[0] < dense.optimizer[0]
 
 
-def test_a_precision_without_a_unit_is_refused_by_name() -> None:
-    from axsparse.runtime.errors import ConfigError
+def test_a_ring_in_a_node_has_short_hops_and_one_between_nodes_long_ones() -> None:
+    costs = run_costs(run(layout={"data": 8}, samples=64), PLAIN)
+    quick = run_costs(run(layout={"data": 8}, samples=64), selene(node_ring_latency=0.0))
+    far = [
+        run_costs(run(layout={"data": 16}, samples=64), selene(node_ring_latency=hop)).all_reduce
+        for hop in (0.0, 1e-3)
+    ]
 
+    assert costs.all_reduce[0] - quick.all_reduce[0] == pytest.approx(14 * HOP)
+    assert far[0] == far[1]
+
+
+def test_a_precision_without_a_unit_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="v100-edr: its devices have no peak_bf16"):
         predict_step(run(precision="bf16"), load_cluster("v100-edr"))
