@@ -162,15 +162,15 @@ def run(model: str, density: float, gpus: int) -> RunRow:
 
 def described(model: str, layout: RunLayout, training: RunTraining) -> RunRow:
     """One of the study's models in some layout, with microbatches of one sequence."""
-    sizes = load_config(model).config.model
+    gpt = workload(model, 1.0)
     return RunRow(
         name=model,
         model=ModelSizes(
-            num_layers=sizes.num_layers,
-            hidden_size=sizes.hidden_size,
-            num_heads=sizes.num_heads,
-            vocab_size=sizes.vocab_size,
-            sequence_length=sizes.sequence_length,
+            num_layers=gpt.layers,
+            hidden_size=gpt.hidden,
+            num_heads=gpt.heads,
+            vocab_size=gpt.vocabulary,
+            sequence_length=gpt.sequence,
         ),
         layout=layout,
         batch=RunBatch.model_validate({"global": batch_size(model)}),
@@ -222,7 +222,7 @@ def deepspeed_3d(cluster: Cluster, model: str, gpus: int, devices: int | None) -
     `devices` is how many devices one copy of the model is spread over; None takes the fewest that
     fit, for each degree of tensor parallelism.
     """
-    heads, found = load_config(model).config.model.num_heads, []
+    heads, found = workload(model, 1.0).heads, []
     for tensor in range(1, cluster.gpus_per_node + 1):
         if heads % tensor or cluster.gpus_per_node % tensor or gpus % tensor:
             continue
