@@ -32,19 +32,20 @@ from summit_study import (
     SAVINGS,
     TARGETS,
     closed_form,
+    deepspeed_3d,
     fit,
     means,
     misfits,
+    percent_of_peak,
     predict,
     simulated,
     stages,
     step,
-    workload,
 )
 
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.deepspeed_baseline import deepspeed_3d
 from axsparse.planner.step_simulation import STEP_PHASES
+from axsparse.runtime.grid import Grid
 
 
 def fits(cluster: Cluster) -> tuple[Cluster, dict[str, Any]]:
@@ -91,18 +92,19 @@ def tensor_parallel(cluster: Cluster, gpus: int) -> dict[str, Any]:
     The study does not say its layouts. ZeRO lets a copy do with fewer devices, the more
     replicas there are; `bound` takes that freedom, the other row does not.
     """
-    load = workload("gpt3_13b", 1.0)
     rows = {
-        "as AxoNN": deepspeed_3d(load, cluster, gpus, 2048, stages("gpt3_13b", 1.0)),
-        "bound": deepspeed_3d(load, cluster, gpus, 2048),
+        "as AxoNN": deepspeed_3d(cluster, "gpt3_13b", gpus, stages("gpt3_13b", 1.0)),
+        "bound": deepspeed_3d(cluster, "gpt3_13b", gpus, None),
     }
     return {
         "published": DEEPSPEED[gpus],
         **{
             name: {
-                "percent_of_peak": round(row.percent_of_peak, 2),
-                "tensor_parallel": gpus // row.layout.grid.size,
-                "grid": str(row.layout.grid),
+                "percent_of_peak": round(
+                    percent_of_peak(row, cluster, simulated(row, cluster)["seconds"]), 2
+                ),
+                "tensor_parallel": row.layout.tensor,
+                "grid": str(Grid(row.layout.pipeline, row.layout.data)),
             }
             for name, row in rows.items()
         },

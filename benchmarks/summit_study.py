@@ -20,8 +20,15 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.gpt_formula import GptFormula
 from axsparse.planner.layout import Layout
-from axsparse.planner.step_cost import StepCosts, step_costs
-from axsparse.planner.step_simulation import simulate_step
+from axsparse.planner.published.run_file import (
+    ModelSizes,
+    RunBatch,
+    RunLayout,
+    RunRow,
+    RunTraining,
+)
+from axsparse.planner.published.run_memory import predict_memory
+from axsparse.planner.published.run_step import predict_step, run_costs
 from axsparse.runtime.grid import Grid
 
 GPUS = {
@@ -138,44 +145,103 @@ def stages(model: str, density: float) -> int:
     raise AssertionError(f"{model} fits nowhere")
 
 
-def simulated(costs: StepCosts, cluster: Cluster, grid: Grid, microbatches: int) -> dict[str, Any]:
+@cache
+def run(model: str, density: float, gpus: int) -> RunRow:
+    """One run of the study, with its memory's smallest power of two of stages."""
+    g_inter = stages(model, density)
+    training = RunTraining(
+        precision="fp16",
+        recompute="full",
+        schedule="message-driven",
+        slack=g_inter,
+        sparsity=1 - density,
+    )
+    layout = RunLayout(data=gpus // g_inter, pipeline=g_inter, split="fractions")
+    return described(model, layout, training)
+
+
+def described(model: str, layout: RunLayout, training: RunTraining) -> RunRow:
+    """One of the study's models in some layout, with microbatches of one sequence."""
+    gpt = workload(model, 1.0)
+    return RunRow(
+        name=model,
+        model=ModelSizes(
+            num_layers=gpt.layers,
+            hidden_size=gpt.hidden,
+            num_heads=gpt.heads,
+            vocab_size=gpt.vocabulary,
+            sequence_length=gpt.sequence,
+        ),
+        layout=layout,
+        batch=RunBatch.model_validate({"global": batch_size(model)}),
+        training=training,
+    )
+
+
+def simulated(row: RunRow, cluster: Cluster) -> dict[str, Any]:
     """Seconds and phases by the simulator."""
-    run = simulate_step(costs, cluster, grid, schedule(grid.g_inter), microbatches)
-    return {"seconds": run.seconds, "phases": run.mean_phases}
+    found = predict_step(row, cluster)
+    return {"seconds": found.seconds, "phases": found.mean_phases}
 
 
-def closed_form(
-    costs: StepCosts, cluster: Cluster, grid: Grid, microbatches: int
-) -> dict[str, Any]:
+def closed_form(row: RunRow, cluster: Cluster) -> dict[str, Any]:
     """Seconds and phases by (M + P − 1) (τ + 4x) + all-reduce + optimizer."""
-    one = costs.stages[0]
-    x = costs.messages[0] / cluster.intra_node_bandwidth if costs.messages else 0.0
-    tau = one.forward + one.backward
+    costs, microbatches = run_costs(row, cluster), row.microbatches
+    x = costs.edges[0][0].handling if row.layout.pipeline > 1 else 0.0
+    tau, compress = costs.forward[0][0] + costs.backward[0][0], costs.compress[0]
     phases = {
-        "compute": microbatches * (tau - one.compress),
-        "compress": microbatches * one.compress,
+        "compute": microbatches * (tau - compress),
+        "compress": microbatches * compress,
         "p2p": microbatches * 4 * x,
-        "bubble": (grid.g_inter - 1) * (tau + 4 * x),
+        "bubble": (row.layout.pipeline - 1) * (tau + 4 * x),
         "collective": costs.all_reduce[0],
         "optimizer": costs.optimizer[0],
     }
     return {"seconds": sum(phases.values()), "phases": phases}
 
 
-Timing = Callable[[StepCosts, Cluster, Grid, int], dict[str, Any]]
+Timing = Callable[[RunRow, Cluster], dict[str, Any]]
 
 
 def step(timing: Timing, cluster: Cluster, model: str, density: float, gpus: int) -> Step:
     """One step of one method on so many GPUs."""
-    load, batch = workload(model, density), batch_size(model)
-    grid = Grid(stages(model, density), gpus // stages(model, density))
-    loads = load.stages(grid.g_inter, grid.g_data)
-    assert loads is not None
-    costs = step_costs(load, loads, cluster, grid, 1)
-    found = timing(costs, cluster, grid, batch // grid.g_data)
-    peak = gpus * cluster.peak(load.precision)
-    percent = 100 * batch * load.sample_flops / (found["seconds"] * peak)
-    return Step(found["seconds"], found["phases"], percent)
+    row = run(model, density, gpus)
+    found = timing(row, cluster)
+    return Step(found["seconds"], found["phases"], percent_of_peak(row, cluster, found["seconds"]))
+
+
+def percent_of_peak(row: RunRow, cluster: Cluster, seconds: float) -> float:
+    """What the study reports, by the flops of Narayanan et al."""
+    flops = row.batch.global_ * workload(row.name, 1.0).sample_flops
+    return 100 * flops / (seconds * row.devices * cluster.peak("fp16"))
+
+
+def deepspeed_3d(cluster: Cluster, model: str, gpus: int, devices: int | None) -> RunRow:
+    """The fastest layout with tensor parallelism within a node, ZeRO-1 and 1F1B.
+
+    `devices` is how many devices one copy of the model is spread over; None takes the fewest that
+    fit, for each degree of tensor parallelism.
+    """
+    heads, found = workload(model, 1.0).heads, []
+    for tensor in range(1, cluster.gpus_per_node + 1):
+        if heads % tensor or cluster.gpus_per_node % tensor or gpus % tensor:
+            continue
+        for pipeline in (1 << power for power in range(7)):
+            if gpus % (tensor * pipeline) or tensor * pipeline != (devices or tensor * pipeline):
+                continue
+            layout = RunLayout(
+                data=gpus // tensor // pipeline,
+                tensor=tensor,
+                pipeline=pipeline,
+                split="fractions",
+                order="tensor-pipeline-data",
+            )
+            training = RunTraining(precision="fp16", recompute="full", zero=1)
+            row = described(model, layout, training)
+            if row.microbatches and predict_memory(row, cluster).fits(cluster):
+                found.append(row)
+                break
+    return min(found, key=lambda row: predict_step(row, cluster).seconds)
 
 
 def predict(timing: Timing, cluster: Cluster, figures: Sequence[Figure]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from axsparse.cli import plan_check
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
 from axsparse.planner.cluster import DEFAULT_CLUSTER
 from axsparse.runtime.errors import ConfigError, writing
@@ -25,6 +26,7 @@ Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
   axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
   axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
   axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
+  axsparse plan check runs.yaml            how far predictions of measured runs are off
 """
 EPILOG = """\
 A layout is stages × replicas. The fewest stages that fit are recommended, at their fastest
@@ -57,7 +59,7 @@ def parser() -> CommandParser:
     add(
         "--cluster",
         metavar="NAME",
-        help="a bundled cluster (summit, a100-pod, h200-node, laptop) or a file "
+        help="a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
         f"(default {DEFAULT_CLUSTER})",
     )
     add(
@@ -74,6 +76,9 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Plan, and end the process with its exit code; one of many ranks works."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] == "check":
+        plan_check.main(words[1:])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_command(lambda: _plan(parser().parse_args(argv)))
 

@@ -54,6 +54,9 @@ class Cluster:
     included. The sender and the receiver are each busy for this time."""
     intra_node_latency: float
     """Seconds from the end of sending to the arrival, in which neither is busy."""
+    message_overhead: float | None = None
+    """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
+    host waits for the device before it launches what follows."""
     inter_node_bandwidth: float
     """B_p between nodes."""
     inter_node_latency: float
@@ -63,11 +66,26 @@ class Cluster:
     """η: the fraction of `nic_bandwidth` that an all-reduce reaches."""
     ring_bandwidth: float
     """Bytes/s of an all-reduce ring inside a node, for each device."""
+    peer_bandwidth: float | None = None
+    """Bytes/s of the links between two devices of a node that no switch joins; None if one does."""
     ring_latency: float
     """α: seconds of each of the 2 (D − 1) hops in a ring of D devices."""
+    node_ring_latency: float | None = None
+    """α of rings within a node; None: as between nodes."""
     weight_rate: float | None = None
     """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
     the arithmetic hides that time, as on GPUs."""
+    traffic: float | None = None
+    """Bytes that kernels move, over those that `published.transformer` counts; None where
+    `efficiency` carries that time as well."""
+    fused_attention: float | None = None
+    """1 if the cluster's usual software computes attention without storing scores, 0 or None if
+    not."""
+    overlapped_messages: float | None = None
+    """1 if messages travel while their sender and receiver compute, 0 or None if both wait."""
+    scattered_messages: float | None = None
+    """1 if the devices that share a layer each send their part of a message to the next stage, 0
+    or None if each sends all of it."""
     compression_rate: float
     """κ: dense gradient entries a second that a backward compresses."""
     overhead_bytes: float
@@ -105,10 +123,17 @@ class Cluster:
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
 _PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
-_OPTIONAL = _PEAKS | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
+_YES_OR_NO = frozenset({"fused_attention", "overlapped_messages", "scattered_messages"})
+_OPTIONAL = (
+    _PEAKS
+    | _YES_OR_NO
+    | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
+    | {"message_overhead", "node_ring_latency", "peer_bandwidth", "traffic"}
+)
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(
     {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
+    | {"message_overhead", "node_ring_latency", "traffic"}
 )
 
 
@@ -233,6 +258,8 @@ def _number(name: str, where: str, node: yaml.Node) -> float:
         wanted, right = "a number of at least 0", value >= 0
     elif name in _FRACTIONS:
         wanted, right = "a number above 0 and at most 1", 0 < value <= 1
+    elif name in _YES_OR_NO:
+        wanted, right = "1 for yes or 0 for no", value in (0, 1)
     elif name == "gpus_per_node":
         wanted, right = "a whole number of at least 1", value > 0 and value % 1 == 0
     if not (right and math.isfinite(value)):

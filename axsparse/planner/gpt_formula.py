@@ -3,7 +3,8 @@
 Every stage has the same share of everything, fractions of layers included. Embedding and head are
 shared out as well: a head of 50,304 words would double the time of a stage of one or two layers.
 Bytes of state are the paper's, with gradients in both precisions and a copy of the weights: 20 a
-parameter dense, 2 + 24 f pruned. `surveyed_model` has real layers instead.
+parameter dense, 2 + 24 f pruned. `surveyed_model` has real layers instead, and
+`published` the layers of any transformer by formula.
 """
 
 from __future__ import annotations

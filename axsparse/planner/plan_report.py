@@ -15,7 +15,10 @@ MOST_ROWS = 12
 """How many layouts are printed; the JSON has all."""
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
-_LEFT = frozenset({"layout", "stage", "layers", "method"})
+_LEFT = frozenset(
+    {"layout", "stage", "layers", "method"}
+    | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
+)
 """Columns that are aligned to the left."""
 
 

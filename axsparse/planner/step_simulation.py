@@ -64,10 +64,15 @@ def simulate_step(
             durations(costs.stages, microbatches, cluster.jitter, f"0 {replica}"),
             edges(costs, cluster, grid, replica),
         )
+    return joined_step(costs, pipelines, microbatches)
+
+
+def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatches: int) -> StepRun:
+    """A step from the pipelines of its replicas: what follows the last backward, and the phases."""
     runs = pipelines.values()
     reduced = max(
         max(run.stages[stage].end for run in runs) + costs.all_reduce[stage]
-        for stage in range(grid.g_inter)
+        for stage in range(len(costs.stages))
     )
     seconds = reduced + max(costs.optimizer)
     phases = []

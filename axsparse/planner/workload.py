@@ -72,9 +72,8 @@ class Workload(Protocol):
     cluster. The answers never change.
 
     To add a kind of model or a way of training, write a class with these five members; none has to
-    be inherited. `TensorParallel` in `deepspeed_baseline` is an example: it divides the loads of
-    another workload. Tests of a workload compare its loads with numbers that were counted by hand:
-    see tests/planner/test_surveyed_model.py.
+    be inherited. `GptFormula` in `gpt_formula` is a short example. Tests of a workload compare its
+    loads with numbers that were counted by hand: see tests/planner/test_surveyed_model.py.
     """
 
     @property

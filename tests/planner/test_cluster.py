@@ -31,8 +31,11 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
-def test_four_clusters_are_bundled() -> None:
-    assert bundled_clusters() == ["a100-pod", "h200-node", "laptop", "summit"]
+def test_ten_clusters_are_bundled() -> None:
+    assert bundled_clusters() == [
+        *("a100-pod", "a100-roce", "dgx-h100", "frontier-mi250x", "h200-node"),
+        *("jean-zay-a100", "laptop", "selene-a100", "summit", "v100-edr"),
+    ]
 
 
 @pytest.mark.parametrize("name", bundled_clusters())

@@ -1,0 +1,288 @@
+"""Predicts the step of a run: compute, messages, collectives, optimizer, and the schedule's bubble.
+
+For each microbatch on a device, with the flops and bytes of `transformer`:
+
+    compute      flops / (e peak) + traffic * bytes / memory bandwidth
+    backward     twice the forward, and what is recomputed
+    within a layer  an all-reduce of 2 b s h bytes over the tensor group, in the open
+    message      2 b s h bytes, of which the sender and the receiver each have the cost; where t
+                 devices share a layer, each sends its part and the receivers gather them, if the
+                 cluster's software does so (`scattered_messages`)
+
+and once a step, over D replicas: an all-reduce of the gradients (or under ZeRO-1 a reduce-scatter
+of the gradients and an all-gather of the weights), the sum of a tied weight's two gradients, the
+gradient norm, and the optimizer's bytes over the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster
+from axsparse.planner.published.interleaved import simulate_interleaved
+from axsparse.planner.published.node_placement import Group, NodePlacement
+from axsparse.planner.published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
+from axsparse.planner.published.run_file import RunRow
+from axsparse.planner.published.transformer import Work
+from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate
+from axsparse.planner.step_cost import StageSeconds, StepCosts
+from axsparse.planner.step_simulation import StepRun, joined_step
+from axsparse.planner.workload import value_bytes
+
+UPDATE_BYTES = 2 * (4 + 4 + 4) + 4
+"""Bytes an entry for AdamW: masters and both moments are read and written, gradients read."""
+GRADIENT_PASSES = 4 + 8 + 4 + 8
+"""Bytes an entry beside: an fp32 copy of the gradient is written, unscaled, summed for the norm
+and clipped, each by a kernel of its own. axsparse does all in one pass."""
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """The seconds of a run's parts, by stage and piece."""
+
+    forward: Sequence[Sequence[float]]
+    backward: Sequence[Sequence[float]]
+    compress: Sequence[float]
+    tensor: Sequence[float]
+    """All-reduces within layers of one microbatch, forward and backward, by stage; they are part of
+    `forward` and `backward`."""
+    edges: Sequence[Sequence[MessageCost]]
+    """For each kind of replica, the edges between stages; the last one leads back to the first."""
+    all_reduce: Sequence[float]
+    optimizer: Sequence[float]
+
+
+def run_costs(row: RunRow, cluster: Cluster) -> RunCosts:
+    """The seconds of all parts of a run."""
+    model = transformer(row, fused=bool(cluster.fused_attention))
+    layout = row.layout
+    loads = [PieceLoad(model, piece, row) for piece in pieces(row, model)]
+    stages = stage_pieces(loads, layout.pipeline)
+    placed = placement(row, cluster)
+    tensor = _tensor_seconds(row, cluster, placed)
+    times = [[_piece_seconds(load, cluster, placed) for load in stage] for stage in stages]
+    forward, backward = (
+        [
+            [time[way] + load.reduces[way] * tensor for load, time in zip(*pair, strict=True)]
+            for pair in zip(stages, times, strict=True)
+        ]
+        for way in (0, 1)
+    )
+    compress = [
+        sum(load.params for load in s) / cluster.compression_rate if row.training.sparsity else 0.0
+        for s in stages
+    ]
+    for stage, seconds in enumerate(compress):
+        backward[stage] = [each + seconds / layout.chunks for each in backward[stage]]
+    if row.profiled is not None:
+        forward = _as_profiled(forward, row.profiled.forward)
+        backward = _as_profiled(backward, row.profiled.backward)
+    return RunCosts(
+        forward=forward,
+        backward=backward,
+        compress=compress,
+        tensor=[tensor * sum(sum(load.reduces) for load in s) for s in stages],
+        edges=[_edges(row, cluster, placed, crosses) for crosses in placed.kinds()],
+        all_reduce=[_reduction(row, cluster, placed, s, number) for number, s in enumerate(stages)],
+        optimizer=[_optimizer(row, cluster, s) for s in stages],
+    )
+
+
+def predict_step(row: RunRow, cluster: Cluster) -> StepRun:
+    """Play a step of a run."""
+    costs = run_costs(row, cluster)
+    layout, microbatches = row.layout, row.microbatches
+    runs: dict[int, PipelineRun] = {}
+    for kind, edges in enumerate(costs.edges):
+        if layout.chunks > 1 and layout.pipeline > 1:
+            runs[kind] = simulate_interleaved(costs.forward, costs.backward, edges, microbatches)
+        else:
+            runs[kind] = _simulate_plain(row, costs, edges)
+    seconds = [
+        StageSeconds(sum(f), sum(b), c)
+        for f, b, c in zip(costs.forward, costs.backward, costs.compress, strict=True)
+    ]
+    return joined_step(
+        StepCosts(seconds, [], costs.all_reduce, costs.optimizer), runs, microbatches
+    )
+
+
+def _simulate_plain(row: RunRow, costs: RunCosts, edges: Sequence[MessageCost]) -> PipelineRun:
+    """Play the policies of a schedule whose stages hold one piece each."""
+    schedule, microbatches = schedule_of(row), row.microbatches
+    times = Durations(
+        [[sum(each)] * microbatches for each in costs.forward],
+        [[sum(each)] * microbatches for each in costs.backward],
+    )
+    return simulate(
+        lambda stage: schedule.policy(
+            stage=stage, g_inter=row.layout.pipeline, microbatches=microbatches
+        ),
+        times,
+        edges[:-1],
+    )
+
+
+def schedule_of(row: RunRow) -> Schedule:
+    """The schedule of a run without chunks."""
+    slack = row.training.slack
+    if row.training.schedule == "message-driven":
+        return Schedule("message-driven", 1 if slack is None else slack, "alternate")
+    return Schedule(row.training.schedule, slack or 0, "alternate")
+
+
+def placement(row: RunRow, cluster: Cluster) -> NodePlacement:
+    """Where the ranks of a run stand."""
+    layout, order = row.layout, row.layout.order
+    if order is None:
+        is_ours = row.training.schedule == "message-driven"
+        order = "tensor-pipeline-data" if is_ours else "tensor-data-pipeline"
+    return NodePlacement(
+        data=layout.data,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        gpus_per_node=cluster.gpus_per_node,
+        pipeline_first=order == "tensor-pipeline-data",
+    )
+
+
+def compute_seconds(row: RunRow, cluster: Cluster, work: Work) -> float:
+    """Seconds of a device for this work."""
+    rate = cluster.efficiency * cluster.peak(row.training.precision)
+    # Bytes are counted for values of two.
+    moved = value_bytes(row.training.precision) / 2 * work.moved
+    return work.flops / rate + (cluster.traffic or 0.0) * moved / cluster.memory_bandwidth
+
+
+def _piece_seconds(load: PieceLoad, cluster: Cluster, placed: NodePlacement) -> tuple[float, float]:
+    """Seconds of a piece's forward and backward, without what is exchanged within layers."""
+    forward = compute_seconds(load.row, cluster, load.forward)
+    backward = compute_seconds(load.row, cluster, load.forward.times(2).plus(load.again))
+    if load.row.training.zero < 3:
+        return forward, backward
+    # ZeRO-3 gathers the weights for both, and reduces gradients in the backward, meanwhile.
+    nbytes = value_bytes(load.row.training.precision) * load.kept
+    gather = all_reduce_seconds(nbytes, placed.data_group, cluster) / 2
+    return max(forward, gather), max(backward, 2 * gather)
+
+
+def _as_profiled(stages: Sequence[Sequence[float]], seconds: float) -> list[list[float]]:
+    """Times in which a middle stage takes so long, and the others longer or shorter as before."""
+    whole = sorted(sum(stage) for stage in stages)
+    factor = seconds / whole[len(whole) // 2]
+    return [[factor * each for each in stage] for stage in stages]
+
+
+def _activation_bytes(row: RunRow) -> float:
+    """Bytes of a microbatch between two blocks."""
+    tokens = row.batch.micro * row.model.sequence_length
+    return float(value_bytes(row.training.precision) * tokens * row.model.hidden_size)
+
+
+# -- communication --------------------------------------------------------------------------
+
+
+def group_rate(group: Group, cluster: Cluster) -> float:
+    """Bytes/s that a ring over a group moves on each device."""
+    within = cluster.ring_bandwidth
+    if cluster.peer_bandwidth is not None:
+        # Without a switch, few devices have few links among them.
+        within = min(within, (group.on_node - 1) * cluster.peer_bandwidth)
+    if group.within_node:
+        return within
+    between = cluster.nic_efficiency * cluster.nic_bandwidth / group.sharing
+    return min(between, within) if group.on_node > 1 else between
+
+
+def all_reduce_seconds(nbytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of an all-reduce as a ring over a group of ranks."""
+    if group.size == 1:
+        return 0.0
+    hops, latency = 2 * (group.size - 1), cluster.ring_latency
+    if group.within_node and cluster.node_ring_latency is not None:
+        latency = cluster.node_ring_latency
+    return hops / group.size * nbytes / group_rate(group, cluster) + hops * latency
+
+
+def _tensor_seconds(row: RunRow, cluster: Cluster, placed: NodePlacement) -> float:
+    return all_reduce_seconds(_activation_bytes(row), placed.tensor_group, cluster)
+
+
+def _edges(
+    row: RunRow, cluster: Cluster, placed: NodePlacement, crosses: Sequence[bool]
+) -> list[MessageCost]:
+    """What a message costs on each edge of a replica's pipeline."""
+    tensor, nbytes = row.layout.tensor, _activation_bytes(row)
+    gather, share = 0.0, nbytes
+    if tensor > 1 and transformer(row, fused=bool(cluster.fused_attention)).sequence_parallel:
+        share = nbytes / tensor  # each device has its part only
+    elif tensor > 1 and cluster.scattered_messages:
+        share = nbytes / tensor
+        # Half an all-reduce, of which sender and receiver are each charged a half.
+        gather = all_reduce_seconds(nbytes, placed.tensor_group, cluster) / 4
+    # A card sends and receives at once: of a transfer each side's time counts half.
+    card = cluster.nic_bandwidth / placed.senders
+    between = min(cluster.inter_node_bandwidth, 2 * card)
+    found = []
+    for out in crosses:
+        rate, latency = cluster.intra_node_bandwidth, cluster.intra_node_latency
+        if out:
+            rate, latency = between, cluster.inter_node_latency
+        carried = share / rate + gather
+        if row.profiled is not None and not out:
+            carried = row.profiled.message / 2
+        overhead = cluster.message_overhead or 0.0
+        if cluster.overlapped_messages:
+            found.append(MessageCost(latency + 2 * carried, overhead))
+        else:
+            found.append(MessageCost(latency, carried + overhead))
+    return found
+
+
+def _reduction(
+    row: RunRow, cluster: Cluster, placed: NodePlacement, stage: Sequence[PieceLoad], number: int
+) -> float:
+    """Seconds in which the replicas of a stage bring their gradients together."""
+    if row.training.zero == 3:
+        return 0.0  # each backward has done it
+    kept = sum(load.kept for load in stage)
+    width = gradient_bytes(row)
+    seconds = all_reduce_seconds(width * kept, placed.data_group, cluster)
+    if row.training.zero:
+        weight = value_bytes(row.training.precision)
+        gathered = all_reduce_seconds(weight * kept, placed.data_group, cluster)
+        seconds = (seconds + gathered) / 2
+    last = row.layout.pipeline - 1
+    model = stage[0].model
+    if model.tied and last and number in (0, last) and row.layout.split != "fractions":
+        words = width * model.word_params / row.layout.tensor
+        seconds += all_reduce_seconds(words, placed.ends, cluster)
+    return seconds
+
+
+def gradient_bytes(row: RunRow) -> int:
+    """Bytes of a gradient that is reduced."""
+    training = row.training
+    if training.gradients is not None:
+        return value_bytes(training.gradients)
+    return 4 if training.precision == "bf16" else value_bytes(training.precision)
+
+
+def _optimizer(row: RunRow, cluster: Cluster, stage: Sequence[PieceLoad]) -> float:
+    """Seconds of the gradient norm and the update."""
+    kept = sum(load.kept for load in stage)
+    if row.training.zero:
+        kept /= row.layout.data
+    nbytes = UPDATE_BYTES + 2 * value_bytes(row.training.precision)
+    if row.training.schedule != "message-driven":
+        nbytes += GRADIENT_PASSES
+    norm = 2 * (row.layout.tensor * row.layout.pipeline - 1) * cluster.ring_latency
+    return kept * nbytes / cluster.memory_bandwidth + norm
+
+
+def tensor_share(row: RunRow, cluster: Cluster) -> float:
+    """Seconds of a step's all-reduces within layers, the mean over stages."""
+    return row.microbatches * fmean(run_costs(row, cluster).tensor)
