@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from peers.workload import Precision
 
-LOSS_TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-5, "bf16": 2e-3}
+LOSS_TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-5, "bf16": 1e-3}
 """Largest relative difference from plain torch in the loss of any step.
 
-fp32: other orders of the same sums; 1e-7 is measured. bf16: gradients are added up in bf16 by
-some and in fp32 by others; 4e-4 is measured, and that masked and dense losses differ by more is
-checked as well.
+fp32: other orders of the same sums; 6e-8 is measured over six steps. bf16: gradients are added
+up in bf16 by some and in fp32 by others; 3e-5 is measured over four steps, and grows with them.
+That masked and dense losses differ by more is checked as well.
 """
 
 
