@@ -18,7 +18,7 @@ from typing import Any
 from host_machine import host_machine
 
 from peers.cap import Settings, measure_cap, trial_runs
-from peers.launch import CHECKOUT
+from peers.launch import CHECKOUT, EXTENSIONS
 from peers.measuring import Measuring, rounds_of
 from peers.report import write_report
 from peers.run_log import RunLog, code_digest
@@ -200,7 +200,7 @@ class Comparison:
 def main() -> int:
     arguments = choose(parse_arguments())
     # DeepSpeed compiles what moves data between processes, once.
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(WORK / "torch_extensions"))
+    os.environ[EXTENSIONS] = str(WORK / "torch_extensions")
     # A comparison that is ended ends what it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

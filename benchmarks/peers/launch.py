@@ -25,12 +25,14 @@ POLL_SECONDS = 0.05
 STALL_SECONDS = 60.0
 """Without any CPU time of a peer's ranks after which they count as hung: some libraries lose a
 message where they get no memory, and wait for it. axsparse has a watchdog of its own."""
-STALL_CPU_SECONDS = 0.5
+STALL_CPU_SECONDS = 2.0
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 2.0
 """For the other ranks to say what they have to say after one has failed."""
 SHOWN_CHARACTERS = 3000
 MAPPED_FROM = 2**20
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+"""Names the folder where torch compiles what DeepSpeed asks for."""
 STACK_BYTES = 2 * 2**20
 NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|MemoryError|bad_alloc|out of memory|"
@@ -55,6 +57,8 @@ class Failure:
 
 def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
     """Run a contender in processes of its own; the measures of its ranks, joined."""
+    if run.case.framework == "deepspeed":
+        forget_locks(Path(os.environ.get(EXTENSIONS, "nowhere")))
     with _folder() as folder:
         began = time.monotonic()
         processes: list[subprocess.Popen[bytes]] = []
@@ -79,6 +83,12 @@ def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
         if metrics.exists():
             found["phases"] = phases_of(run, metrics)
         return found
+
+
+def forget_locks(extensions: Path) -> None:
+    """Remove what a compilation that was killed has left: the next one would wait for it."""
+    for lock in extensions.rglob("lock"):
+        lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
