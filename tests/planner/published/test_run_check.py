@@ -116,6 +116,18 @@ def test_a_row_is_judged_by_the_first_time_it_has(
         assert one == pytest.approx((factor * flops + head) / 1e12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("seconds_per_step", 2.0), ("samples_per_second", 0.5)]
+)
+def test_a_run_of_half_the_speed_took_a_step_more(kind: str, factor: float) -> None:
+    seconds = checked(run(), selene()).seconds
+    one = seconds if kind == "seconds_per_step" else 16 / seconds
+
+    found = checked(run(published={kind: factor * one}), selene())
+
+    assert found.slower == pytest.approx(seconds)
+
+
 def test_a_miss_is_explained_by_the_phase_that_has_to_bend_least() -> None:
     row = run(layout={"data": 64, "pipeline": 2}, samples=64, micro=1)
     seconds = checked(row, selene()).seconds
