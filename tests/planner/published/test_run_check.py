@@ -38,6 +38,7 @@ def table(name: str) -> Check:
         ("megatron-figure14", 0, 0.06, 0.12),
         pytest.param("megatron-recomputation", 0, 0.05, 0.10, marks=pytest.mark.exhaustive),
         ("samo-summit", 0, 0.0097, 0.02),
+        ("dlperf-v100-oneflow", 2, 0.085, 0.20),
     ],
 )
 def test_a_bundled_table_is_predicted_within_its_target(
