@@ -10,11 +10,8 @@ b bytes of output:
 
 Once a step, for D replicas and n bytes of kept gradients:
 
-    all-reduce  2 (D − 1) / D · n · rings / (η · bandwidth of a node) + 2 (D − 1) · α
+    all-reduce  see `collective_cost`: one ring for each stage on a node shares the node's cards
     optimizer   bytes read and written / memory bandwidth
-
-`rings` is the number of data-parallel rings that share the network cards of a node: one for each
-stage on that node, min(devices of a node, G_inter).
 """
 
 from __future__ import annotations
@@ -23,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axsparse.planner.cluster import Cluster
+from axsparse.planner.collective_cost import ring_seconds
+from axsparse.planner.node_placement import NodePlacement
 from axsparse.planner.simulator import MessageCost
 from axsparse.planner.workload import StageLoad, Workload, value_bytes
 from axsparse.runtime.grid import Grid
@@ -107,15 +106,14 @@ def _edge(nbytes: float, cluster: Cluster, *, within: bool) -> MessageCost:
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
     """The seconds in which the replicas of one stage reduce `nbytes`, as all other stages do."""
-    if grid.g_data == 1:
-        return 0.0
-    if grid.size <= cluster.gpus_per_node:
-        rate = cluster.ring_bandwidth
-    else:
-        rings = min(cluster.gpus_per_node, grid.g_inter)
-        rate = cluster.nic_efficiency * cluster.nic_bandwidth / rings
-    hops = 2 * (grid.g_data - 1)
-    return hops / grid.g_data * nbytes / rate + hops * cluster.ring_latency
+    placed = NodePlacement(
+        data=grid.g_data,
+        tensor=1,
+        pipeline=grid.g_inter,
+        gpus_per_node=cluster.gpus_per_node,
+        pipeline_first=True,
+    )
+    return ring_seconds(nbytes, placed.data_group, cluster)
 
 
 def optimizer_seconds(load: StageLoad, cluster: Cluster, weight_bytes: int) -> float:

@@ -163,10 +163,12 @@ def load_runs(path: Path) -> RunFile:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise MissingInputError(
-            f"runs {str(path)!r}: cannot be read ({error}); name a readable YAML file"
+            f"runs {str(path)!r}: cannot be read ({error.strerror}); name a readable YAML file"
         ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path.name}: not UTF-8; save it as UTF-8") from None
     try:
         given = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:

@@ -22,8 +22,9 @@ from statistics import fmean
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
+from axsparse.planner.collective_cost import ring_seconds
+from axsparse.planner.node_placement import NodePlacement
 from axsparse.planner.published.interleaved import simulate_interleaved
-from axsparse.planner.published.node_placement import Group, NodePlacement
 from axsparse.planner.published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
 from axsparse.planner.published.run_file import RunRow
 from axsparse.planner.published.transformer import Work
@@ -165,7 +166,7 @@ def _piece_seconds(load: PieceLoad, cluster: Cluster, placed: NodePlacement) -> 
         return forward, backward
     # ZeRO-3 gathers the weights for both, and reduces gradients in the backward, meanwhile.
     nbytes = value_bytes(load.row.training.precision) * load.kept
-    gather = all_reduce_seconds(nbytes, placed.data_group, cluster) / 2
+    gather = ring_seconds(nbytes, placed.data_group, cluster) / 2
     return max(forward, gather), max(backward, 2 * gather)
 
 
@@ -185,30 +186,8 @@ def _activation_bytes(row: RunRow) -> float:
 # -- communication --------------------------------------------------------------------------
 
 
-def group_rate(group: Group, cluster: Cluster) -> float:
-    """Bytes/s that a ring over a group moves on each device."""
-    within = cluster.ring_bandwidth
-    if cluster.peer_bandwidth is not None:
-        # Without a switch, few devices have few links among them.
-        within = min(within, (group.on_node - 1) * cluster.peer_bandwidth)
-    if group.within_node:
-        return within
-    between = cluster.nic_efficiency * cluster.nic_bandwidth / group.sharing
-    return min(between, within) if group.on_node > 1 else between
-
-
-def all_reduce_seconds(nbytes: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of an all-reduce as a ring over a group of ranks."""
-    if group.size == 1:
-        return 0.0
-    hops, latency = 2 * (group.size - 1), cluster.ring_latency
-    if group.within_node and cluster.node_ring_latency is not None:
-        latency = cluster.node_ring_latency
-    return hops / group.size * nbytes / group_rate(group, cluster) + hops * latency
-
-
 def _tensor_seconds(row: RunRow, cluster: Cluster, placed: NodePlacement) -> float:
-    return all_reduce_seconds(_activation_bytes(row), placed.tensor_group, cluster)
+    return ring_seconds(_activation_bytes(row), placed.tensor_group, cluster)
 
 
 def _edges(
@@ -222,7 +201,7 @@ def _edges(
     elif tensor > 1 and cluster.scattered_messages:
         share = nbytes / tensor
         # Half an all-reduce, of which sender and receiver are each charged a half.
-        gather = all_reduce_seconds(nbytes, placed.tensor_group, cluster) / 4
+        gather = ring_seconds(nbytes, placed.tensor_group, cluster) / 4
     # A card sends and receives at once: of a transfer each side's time counts half.
     card = cluster.nic_bandwidth / placed.senders
     between = min(cluster.inter_node_bandwidth, 2 * card)
@@ -250,16 +229,16 @@ def _reduction(
         return 0.0  # each backward has done it
     kept = sum(load.kept for load in stage)
     width = gradient_bytes(row)
-    seconds = all_reduce_seconds(width * kept, placed.data_group, cluster)
+    seconds = ring_seconds(width * kept, placed.data_group, cluster)
     if row.training.zero:
         weight = value_bytes(row.training.precision)
-        gathered = all_reduce_seconds(weight * kept, placed.data_group, cluster)
+        gathered = ring_seconds(weight * kept, placed.data_group, cluster)
         seconds = (seconds + gathered) / 2
     last = row.layout.pipeline - 1
     model = stage[0].model
     if model.tied and last and number in (0, last) and row.layout.split != "fractions":
         words = width * model.word_params / row.layout.tensor
-        seconds += all_reduce_seconds(words, placed.ends, cluster)
+        seconds += ring_seconds(words, placed.ends, cluster)
     return seconds
 
 

@@ -48,6 +48,17 @@ def test_a_constant_without_evidence_stays() -> None:
     assert found.efficiency < selene().efficiency
 
 
+def test_one_row_far_off_does_not_move_a_belief_all_the_way() -> None:
+    truth = selene(efficiency=0.3)
+    found = found_again(truth, ROWS[:1])
+
+    [left] = [
+        math.log(predict_step(row, found).seconds / predict_step(row, truth).seconds)
+        for row in ROWS[:1]
+    ]
+    assert -0.02 < left < -0.001
+
+
 def test_no_row_pushes_a_constant_out_of_its_range() -> None:
     rows = ROWS[:1]
     found, constants = fit_constants(

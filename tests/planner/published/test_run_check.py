@@ -38,6 +38,7 @@ def table(name: str) -> Check:
         ("megatron-figure14", 0, 0.06, 0.12),
         pytest.param("megatron-recomputation", 0, 0.05, 0.10, marks=pytest.mark.exhaustive),
         ("samo-summit", 0, 0.0097, 0.02),
+        ("dlperf-v100-oneflow", 2, 0.085, 0.20),
     ],
 )
 def test_a_bundled_table_is_predicted_within_its_target(
@@ -114,6 +115,18 @@ def test_a_row_is_judged_by_the_first_time_it_has(
         flops = 16 * 72 * s * 16 * h**2 * (1 + s / (6 * h))
         head = 16 * 6 * s * 51200 * h
         assert one == pytest.approx((factor * flops + head) / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("seconds_per_step", 2.0), ("samples_per_second", 0.5)]
+)
+def test_a_run_of_half_the_speed_took_a_step_more(kind: str, factor: float) -> None:
+    seconds = checked(run(), selene()).seconds
+    one = seconds if kind == "seconds_per_step" else 16 / seconds
+
+    found = checked(run(published={kind: factor * one}), selene())
+
+    assert found.slower == pytest.approx(seconds)
 
 
 def test_a_miss_is_explained_by_the_phase_that_has_to_bend_least() -> None:

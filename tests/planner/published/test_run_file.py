@@ -167,6 +167,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_runs(tmp_path / "none.yaml")
 
 
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.yaml"
+    path.write_bytes(b"\xff\xfe")
+
+    with pytest.raises(ConfigError, match=r"runs.yaml: not UTF-8; save it as UTF-8"):
+        load_runs(path)
+
+
 def test_bundled_tables_name_their_source_and_a_bundled_cluster() -> None:
     for path in bundled_tables():
         found = load_runs(path)

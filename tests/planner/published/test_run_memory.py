@@ -80,6 +80,17 @@ def test_schedules_hold_what_they_hold(
     assert [pieces_in_flight(row, stage) for stage in range(4)] == held
 
 
+def test_copies_of_gradients_count_where_activations_were_less() -> None:
+    row = run(recompute="full", micro=1, model={"vocab_size": 128, "sequence_length": 64})
+
+    found = predict_memory(row, SELENE)
+
+    assert found.update == 4 * found.state / 16
+    assert found.total == found.state + found.update > found.state + found.activations
+    ours = run(recompute="full", micro=1, schedule="message-driven")
+    assert predict_memory(ours, SELENE).update == 0
+
+
 def test_the_verdict_adds_what_libraries_hold() -> None:
     row = run()
     total = predict_memory(row, SELENE).total

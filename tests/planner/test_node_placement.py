@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axsparse.planner.published.node_placement import Group, NodePlacement
+from axsparse.planner.node_placement import Group, NodePlacement
 
 
 def megatron(data: int, tensor: int, pipeline: int) -> NodePlacement:
