@@ -118,7 +118,7 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
             f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
             "in Python (score=…), or choose magnitude"
         )
-    if score is not None and pruning.method in ("magnitude", "random", "zeros", "snip"):
+    if score is not None and pruning.method in ("magnitude", "random", "zeros", "wanda", "snip"):
         raise ConfigError(
             f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to build"

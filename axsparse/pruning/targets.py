@@ -14,7 +14,7 @@ from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.masks import Shape
 
-FROM_START = frozenset({"magnitude", "random", "custom", "zeros", "set", "rigl"})
+FROM_START = frozenset({"magnitude", "random", "custom", "zeros", "wanda", "set", "rigl"})
 """Methods whose first masks need nothing but the initial weights."""
 
 
