@@ -13,7 +13,7 @@ from axsparse.runtime.grid import Grid
 
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
-ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "snip")
+ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
 
 
@@ -159,7 +159,7 @@ def _check_pruning(loaded: LoadedConfig) -> None:
             "as much everywhere; choose uniform, or leave pruning.pattern out"
         )
     moves = pruning.method in ("set", "rigl")
-    if pruning.method in ("zeros", "wanda"):
+    if pruning.method in ("zeros", "wanda", "sparsegpt"):
         _check_before_first_step(loaded)
     if moves and pruning.at_step:
         raise ConfigError(
@@ -190,7 +190,7 @@ def _check_before_first_step(loaded: LoadedConfig) -> None:
     for key, value, wanted in (
         ("at_step", pruning.at_step, 0),
         ("distribution", pruning.distribution, "uniform"),
-        ("layers", [] if pruning.method == "wanda" else list(pruning.layers), []),
+        ("layers", list(pruning.layers) if pruning.method == "zeros" else [], []),
     ):
         if value != wanted:
             raise ConfigError(

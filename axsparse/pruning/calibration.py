@@ -1,37 +1,30 @@
 """Draws masks from what each layer gets as input, one layer at a time, before state is built.
 
 Calibration samples pass through the stages once. A stage has its samples' activations and one
-layer: it runs the layer on all samples to gather statistics, draws the masks of its matrices, and
-runs it again with these pruned to make the inputs of the next layer. The last activations of a
-stage travel to the next one. Every replica does the same by itself, so that masks depend neither
-on the number of stages nor on that of replicas.
-
-Wanda (Sun et al. 2023) keeps, of every row of a matrix, the entries of largest
-
-    |weight[i, j]| · √(Σ x[j]²)
-
-with the sum over all tokens of all samples that pass through the matrix as inputs x.
+layer: it runs the layer on all samples to gather statistics, prunes the layer's matrices, and runs
+it again to make the inputs of the next layer. The last activations of a stage travel to the next
+one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
+on that of replicas. `input_statistics` has the methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, as_tuple, on_meta
-from axsparse.pruning.pattern import n_of_m
+from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
+from axsparse.pruning.input_statistics import METHODS, HowMany, InputStatistics
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
-from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
+from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
@@ -41,11 +34,30 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class CalibratedMasks:
-    """The masks of this stage's matrices, in one bit an entry."""
+    """The masks of this stage's matrices, in one bit an entry, and the weights that stay."""
 
     kept: Mapping[str, int]
     """Of the matrices of all stages."""
+    start: StartValues | None
+    """The values that the model starts from."""
     bits: dict[str, Bits] = field(default_factory=dict)
+    kept_weights: dict[str, Tensor] = field(default_factory=dict)
+    """The kept weights of the matrices that pruning has changed, in the precision of the run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the values before pruning."""
+        return "" if self.start is None else self.start.fingerprint
+
+    def read(self, name: str) -> Tensor | None:
+        """The start value of a parameter or buffer, changed if pruning has changed it."""
+        assert self.start is not None, "only loaded weights are changed"
+        value = self.start.read(name)
+        if value is None or name not in self.kept_weights:
+            return value
+        mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
+        changed_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype).masked_scatter_(mask_D, kept_K)
+        return changed_D.view(value.shape)
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         del weight
@@ -57,6 +69,8 @@ class CalibratedMasks:
 class Calibration:
     """What decides the masks, and the stage that this rank is."""
 
+    method: str
+    """One of `input_statistics.METHODS`."""
     targets: Targets
     pattern: tuple[int, int] | None
     """The numbers of `pruning.pattern`, which then replaces sparsities."""
@@ -72,7 +86,7 @@ class Calibration:
         twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
         if twice:
             raise ConfigError(
-                f"pruning.method: wanda scores a matrix by the inputs of its layer, and "
+                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"{min(twice)} is used in two; name it in pruning.exclude"
             )
         for layer in self.layers:
@@ -82,16 +96,18 @@ class Calibration:
                 name = f"{layer.name}.{parameter}"
                 if name in self.targets.shapes and name not in linear:
                     raise ConfigError(
-                        f"pruning.method: wanda scores a matrix by the inputs of a linear layer, "
-                        f"and {name} is of none; name it in pruning.exclude"
+                        f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
+                        f"layer, and {name} is of none; name it in pruning.exclude"
                     )
 
     def draw(self, samples: Sequence[Tensors]) -> CalibratedMasks:
         """The masks; all ranks call this together. `samples` has a tuple of inputs of the first
         layer for each microbatch, on stages behind the first an empty tuple."""
-        masks = CalibratedMasks(
-            {name: self._kept(name, shape) for name, shape in self.targets.shapes.items()}
-        )
+        kept = {
+            name: METHODS[self.method].kept(shape, self._how_many(name))
+            for name, shape in self.targets.shapes.items()
+        }
+        masks = CalibratedMasks(kept, self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
         flow = [self._prepared(inputs) for inputs in samples]
@@ -116,37 +132,24 @@ class Calibration:
             for name, linear in _linear_weights(layer.name, module).items()
             if name in self.targets.shapes
         }
-        with _squares(wanted) as sums:
+        with _statistics(METHODS[self.method], wanted) as gathered:
             if wanted:
                 for inputs in flow:
                     module(*inputs)
         for name, linear in wanted.items():
-            weight = _fp32(built, name)
-            score = weight.abs() * sums[name].sqrt().cpu()
-            mask = self._mask(name, score)
-            masks.bits[name] = Bits(_packed(mask), mask.numel())
-            linear.weight.masked_fill_(~mask.to(linear.weight.device), 0.0)
+            before = built.state.dense_master(name).to(linear.weight.device)
+            mask, after = gathered.pop(name).prune(before, self._how_many(name))
+            masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
+            linear.weight.copy_(after)
+            if METHODS[self.method].changes_weights:
+                masks.kept_weights[name] = linear.weight[mask].cpu()
         for number, inputs in enumerate(flow):
             flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
 
-    def _kept(self, name: str, shape: Shape) -> int:
+    def _how_many(self, name: str) -> HowMany:
         if self.pattern is not None:
-            n, m = self.pattern
-            return shape[0] * shape[1] // m * n
-        return shape[0] * self._kept_of_row(name, shape)
-
-    def _kept_of_row(self, name: str, shape: Shape) -> int:
-        sparsity = self.targets.own.get(name, self.targets.sparsity)
-        return shape[1] - int(shape[1] * sparsity)
-
-    def _mask(self, name: str, score: Tensor) -> Tensor:
-        """The bool mask of the highest scores of each row; of equal ones, the later ones."""
-        if self.pattern is not None:
-            return n_of_m(score, *self.pattern)
-        removed = score.shape[1] - self._kept_of_row(name, tuple(score.shape))
-        order = score.sort(dim=1, stable=True).indices
-        mask = torch.ones(score.shape, dtype=torch.bool)
-        return mask.scatter_(1, order[:, :removed], False)
+            return self.pattern
+        return self.targets.own.get(name, self.targets.sparsity)
 
     def _prepared(self, inputs: Tensors) -> Tensors:
         """Inputs of the first layer on its device, floating-point ones in the run's precision."""
@@ -180,31 +183,22 @@ def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
 
 
 @contextmanager
-def _squares(modules: Mapping[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
-    """While it lasts, the sums of squares of each module's inputs are gathered in fp32."""
-    sums = {
-        name: torch.zeros(linear.in_features, device=linear.weight.device)
-        for name, linear in modules.items()
+def _statistics(
+    method: Callable[[int, torch.device], InputStatistics], modules: Mapping[str, nn.Linear]
+) -> Iterator[dict[str, InputStatistics]]:
+    """While it lasts, the inputs of each module are added to statistics of its own."""
+    gathered = {
+        name: method(linear.in_features, linear.weight.device) for name, linear in modules.items()
     }
 
-    def hook(name: str, x: Tensor) -> None:
-        sums[name] += x.float().reshape(-1, x.shape[-1]).square().sum(0)
+    def add_to(statistics: InputStatistics) -> Callable[[nn.Module, Tensors], None]:
+        return lambda _, inputs: statistics.add(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     handles = [
-        linear.register_forward_pre_hook(lambda _, inputs, name=name: hook(name, inputs[0]))
-        for name, linear in modules.items()
+        linear.register_forward_pre_hook(add_to(gathered[name])) for name, linear in modules.items()
     ]
     try:
-        yield sums
+        yield gathered
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _fp32(built: BuiltLayer, name: str) -> Tensor:
-    """The fp32 weights of a layer's matrix, on the host."""
-    return built.state.dense_master(name).cpu()
-
-
-def _packed(mask: Tensor) -> NDArray[np.uint8]:
-    return np.packbits(mask.view(-1).numpy())

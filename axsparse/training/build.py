@@ -18,8 +18,9 @@ from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.planner.auto_layout import pruned_layout
-from axsparse.pruning.calibration import Calibration
+from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
+from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.zero_masks import find_zeros
 from axsparse.runtime.communication import Transport
@@ -283,12 +284,14 @@ def _build_state(
         masks = _first_masks(run, own, options, transport, data)
     else:
         masks = CheckpointMasks(checkpoint)
+    # SparseGPT changes weights as well.
+    start = masks if isinstance(masks, CalibratedMasks) and masks.kept_weights else options.start
     planned = None if run.prediction is None else run.prediction.memory_bytes
 
     def construct() -> list[BuiltLayer]:
         where = f"building {place}"
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
-            return build_layers(own, run.survey.ties, replace(options, masks=masks))
+            return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
     return StageState(together(transport, construct), options)
 
@@ -324,9 +327,17 @@ def _first_masks(
         return run.ticket
     assert run.targets is not None
     ties = run.survey.ties
-    if run.config.pruning.method == "wanda":
-        pattern = run.criterion.pattern
-        calibration = Calibration(run.targets, pattern, own, ties, options, run.place, transport)
+    if run.config.pruning.method in METHODS:
+        calibration = Calibration(
+            run.config.pruning.method,
+            run.targets,
+            run.criterion.pattern,
+            own,
+            ties,
+            options,
+            run.place,
+            transport,
+        )
         together(transport, calibration.check)
         samples = data.training.first(run.config.pruning.calibration_samples)
         return calibration.draw([microbatch.inputs for microbatch in samples])

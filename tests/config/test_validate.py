@@ -185,7 +185,7 @@ def test_pruning_happens_within_the_run() -> None:
         (
             ("pruning.method=gradual", "pruning.pattern=2:4"),
             "pruning.pattern (--set): 2:4 is drawn once, and pruning.method gradual draws again; "
-            "choose one of magnitude, random, custom, zeros, wanda, snip",
+            "choose one of magnitude, random, custom, zeros, wanda, sparsegpt, snip",
         ),
         (
             ("pruning.pattern=2:4", "pruning.layers=[block0.*=0.5]"),

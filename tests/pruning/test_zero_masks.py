@@ -113,7 +113,7 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
     )
     bare = config.model_copy(update={"model": SMALL_LLAMA})
     assert refusal(bare) == (
-        "pruning.method (configure): zeros keeps what is not zero in loaded weights, and none are "
+        "pruning.method (configure): zeros looks at loaded weights, and none are "
         "loaded; set model.from or model.weights"
     )
 
