@@ -94,6 +94,8 @@ class PruningConfig(Section):
         "random",
         "custom",
         "zeros",
+        "wanda",
+        "sparsegpt",
         "snip",
         "early-bird",
         "gradual",
@@ -103,6 +105,8 @@ class PruningConfig(Section):
     ] = "magnitude"
     """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
     `custom` what the Python API's `score` says, `zeros` what is not zero in the loaded weights,
+    `wanda` the largest |weight| × norm of its input in each row, over `calibration_samples`;
+    `sparsegpt` removes what changes the outputs least, and changes the kept weights to make up;
     `snip` the largest |weight × gradient| of one batch. Over time: `early-bird` searches dense
     until the mask of largest weights settles; `gradual` prunes more and more; `iterative` prunes,
     rewinds and trains again (lottery tickets). `set` and `rigl` keep the number of entries and
@@ -149,6 +153,8 @@ class PruningConfig(Section):
     until then. `auto` is 0 for iterative and never for others."""
     rewarm_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises again after each pruning, from 0."""
+    calibration_samples: Count = 128
+    """wanda, sparsegpt: training samples that pass through the model before the first step."""
     drop_fraction: Fraction = 0.3
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""

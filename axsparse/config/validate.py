@@ -13,7 +13,7 @@ from axsparse.runtime.grid import Grid
 
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
-ONCE = ("magnitude", "random", "custom", "zeros", "snip")
+ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
 
 
@@ -159,8 +159,8 @@ def _check_pruning(loaded: LoadedConfig) -> None:
             "as much everywhere; choose uniform, or leave pruning.pattern out"
         )
     moves = pruning.method in ("set", "rigl")
-    if pruning.method == "zeros":
-        _check_zeros(loaded)
+    if pruning.method in ("zeros", "wanda", "sparsegpt"):
+        _check_before_first_step(loaded)
     if moves and pruning.at_step:
         raise ConfigError(
             f"{loaded.where('pruning.at_step')}: {pruning.at_step}, but pruning.method "
@@ -184,18 +184,18 @@ def _check_pruning(loaded: LoadedConfig) -> None:
         )
 
 
-def _check_zeros(loaded: LoadedConfig) -> None:
-    """ConfigError for a setting by which masks are drawn, where they are found."""
+def _check_before_first_step(loaded: LoadedConfig) -> None:
+    """ConfigError for a setting that a method of the first weights does not follow."""
     pruning = loaded.config.pruning
     for key, value, wanted in (
         ("at_step", pruning.at_step, 0),
         ("distribution", pruning.distribution, "uniform"),
-        ("layers", list(pruning.layers), []),
+        ("layers", list(pruning.layers) if pruning.method == "zeros" else [], []),
     ):
         if value != wanted:
             raise ConfigError(
-                f"{loaded.where(f'pruning.{key}')}: {value}, but pruning.method zeros finds its "
-                f"masks in the loaded weights; choose {wanted}"
+                f"{loaded.where(f'pruning.{key}')}: {value}, but pruning.method {pruning.method} "
+                f"draws its masks tensor by tensor before the first step; choose {wanted}"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,11 @@ class Batches:
             epochs_of_step(self.num_samples, size, step),
             [*range(begin, end, self.microbatch_size), end],
         )
+
+    def first(self, samples: int) -> tuple[Microbatch, ...]:
+        """The first samples of training, in its order; the same for every replica."""
+        whole = replace(self, global_batch_size=samples, replica=0, g_data=1)
+        return whole.training(0).microbatches
 
     @property
     def num_evaluation_batches(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.validate import ONCE
 from axsparse.pruning.pattern import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
@@ -118,7 +119,7 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
             f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
             "in Python (score=…), or choose magnitude"
         )
-    if score is not None and pruning.method in ("magnitude", "random", "zeros", "snip"):
+    if score is not None and pruning.method in ONCE and pruning.method != "custom":
         raise ConfigError(
             f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to build"

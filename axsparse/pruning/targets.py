@@ -14,8 +14,10 @@ from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.masks import Shape
 
-FROM_START = frozenset({"magnitude", "random", "custom", "zeros", "set", "rigl"})
-"""Methods whose first masks need nothing but the initial weights."""
+FROM_START = frozenset(
+    ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "set", "rigl")
+)
+"""Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class FoundZeros:
                 f"pruning.sparsity: {pruning.sparsity:g}, with which the run was planned, but "
                 f"{sparsity:.4f} of the loaded weights is zero; set it to {sparsity:.2f}"
             )
-        return ZeroMasks({name: k for name, k in self.kept.items() if k < numel[name]})
+        return ZeroMasks(self.kept)
 
 
 def find_zeros(

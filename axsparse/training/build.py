@@ -18,7 +18,9 @@ from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.planner.auto_layout import pruned_layout
+from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
+from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.zero_masks import find_zeros
 from axsparse.runtime.communication import Transport
@@ -105,7 +107,7 @@ def build(
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
     facts = _facts(run, data)
     directory = None if quiet else _open_run_directory(job, run, settings, facts, point)
-    state = _build_state(run, placement, point.checkpoint, job.run_dir)
+    state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
     recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
     if point.order is not None and point.progress is not None:
         recorder.went_back(point.order.record(point.progress))
@@ -259,7 +261,11 @@ def _open_run_directory(
 
 
 def _build_state(
-    run: RunSpec, placement: Placement, checkpoint: Checkpoint | None, run_dir: Path | None
+    run: RunSpec,
+    placement: Placement,
+    data: Data,
+    checkpoint: Checkpoint | None,
+    run_dir: Path | None,
 ) -> StageState:
     """The layers of this rank's stage, compressed if the run has masks from the start.
 
@@ -275,15 +281,17 @@ def _build_state(
     own = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
-        masks = _first_masks(run, own, options, transport)
+        masks = _first_masks(run, own, options, transport, data)
     else:
         masks = CheckpointMasks(checkpoint)
+    # SparseGPT changes weights as well.
+    start = masks if isinstance(masks, CalibratedMasks) and masks.kept_weights else options.start
     planned = None if run.prediction is None else run.prediction.memory_bytes
 
     def construct() -> list[BuiltLayer]:
         where = f"building {place}"
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
-            return build_layers(own, run.survey.ties, replace(options, masks=masks))
+            return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
     return StageState(together(transport, construct), options)
 
@@ -309,7 +317,7 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
 
 
 def _first_masks(
-    run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport
+    run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport, data: Data
 ) -> Masks | None:
     """The masks that state is built with; None where it starts dense.
 
@@ -319,6 +327,20 @@ def _first_masks(
         return run.ticket
     assert run.targets is not None
     ties = run.survey.ties
+    if run.config.pruning.method in METHODS:
+        calibration = Calibration(
+            run.config.pruning.method,
+            run.targets,
+            run.criterion.pattern,
+            own,
+            ties,
+            options,
+            run.place,
+            transport,
+        )
+        together(transport, calibration.check)
+        samples = data.training.first(run.config.pruning.calibration_samples)
+        return calibration.draw([microbatch.inputs for microbatch in samples])
     values = (
         value
         for layer in own

@@ -176,8 +176,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     config, survey = loaded.config, inputs.survey
     _check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     wanted, ticket = what_is_pruned(config, survey)
-    if config.pruning.method == "zeros" and wanted is not None and ticket is None:
-        _check_zeros_are_loaded(loaded, survey)
+    if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
+        _check_weights_are_loaded(loaded, survey)
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
     optimizer = optimizer_of(config.optimizer)
     subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
@@ -321,11 +321,11 @@ def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: boo
         )
 
 
-def _check_zeros_are_loaded(loaded: LoadedConfig, survey: Survey) -> None:
+def _check_weights_are_loaded(loaded: LoadedConfig, survey: Survey) -> None:
     if not survey.start:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: zeros keeps what is not zero in loaded weights, "
-            "and none are loaded; set model.from or model.weights"
+            f"{loaded.where('pruning.method')}: {loaded.config.pruning.method} looks at loaded "
+            "weights, and none are loaded; set model.from or model.weights"
         )
 
 

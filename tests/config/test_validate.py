@@ -185,7 +185,7 @@ def test_pruning_happens_within_the_run() -> None:
         (
             ("pruning.method=gradual", "pruning.pattern=2:4"),
             "pruning.pattern (--set): 2:4 is drawn once, and pruning.method gradual draws again; "
-            "choose one of magnitude, random, custom, zeros, snip",
+            "choose one of magnitude, random, custom, zeros, wanda, sparsegpt, snip",
         ),
         (
             ("pruning.pattern=2:4", "pruning.layers=[block0.*=0.5]"),
@@ -209,13 +209,13 @@ def test_pruning_happens_within_the_run() -> None:
         ),
         (
             ("pruning.method=zeros", "pruning.at_step=3"),
-            "pruning.at_step (--set): 3, but pruning.method zeros finds its masks in the loaded "
-            "weights; choose 0",
+            "pruning.at_step (--set): 3, but pruning.method zeros draws its masks tensor by tensor "
+            "before the first step; choose 0",
         ),
         (
             ("pruning.method=zeros", "pruning.distribution=erk"),
-            "pruning.distribution (--set): erk, but pruning.method zeros finds its masks in the "
-            "loaded weights; choose uniform",
+            "pruning.distribution (--set): erk, but pruning.method zeros draws its masks tensor by "
+            "tensor before the first step; choose uniform",
         ),
         (
             ("pruning.method=gradual", "pruning.rewind_step=0"),

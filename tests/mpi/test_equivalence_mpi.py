@@ -16,6 +16,7 @@ from support.runs import (
     tiny_gpt,
     token_data,
     train_here,
+    train_in_process,
     vector_data,
 )
 
@@ -73,5 +74,20 @@ def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid, shard: bool) 
 
     with on_mpi() as transport:
         _, trace = train_here(transport, grid, model, config, data)
+
+    assert_bitwise(trace, reference)
+
+
+def test_masks_by_samples_that_travelled_are_those_of_one_process() -> None:
+    config = tiny_config(
+        pruning={"method": "wanda", "sparsity": 0.6, "calibration_samples": 5},
+        train={"steps": 2},
+    )
+    reference = by_first_rank(
+        lambda: train_in_process(1, 1, tiny_gpt(config), config, token_data())[0][1]
+    )
+
+    with on_mpi() as transport:
+        _, trace = train_here(transport, Grid(SIZE, 1), tiny_gpt(config), config, token_data())
 
     assert_bitwise(trace, reference)

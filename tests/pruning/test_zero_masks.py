@@ -69,7 +69,9 @@ def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
             seen.add(name)
         for layer in trainer.parts.layers:
             for tensor in layer.state.owned:
-                assert tensor.kept == int((before[tensor.name] != 0).sum()), tensor.name
+                stays = before[tensor.name] != 0
+                assert tensor.kept == int(stays.sum()), tensor.name
+                assert (tensor.index.nbytes > 0) == (not stays.all()), tensor.name
     assert seen == before.keys()
 
 
@@ -111,7 +113,7 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
     )
     bare = config.model_copy(update={"model": SMALL_LLAMA})
     assert refusal(bare) == (
-        "pruning.method (configure): zeros keeps what is not zero in loaded weights, and none are "
+        "pruning.method (configure): zeros looks at loaded weights, and none are "
         "loaded; set model.from or model.weights"
     )
 

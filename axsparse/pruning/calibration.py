@@ -1,0 +1,204 @@
+"""Draws masks from what each layer gets as input, one layer at a time, before state is built.
+
+Calibration samples pass through the stages once. A stage has its samples' activations and one
+layer: it runs the layer on all samples to gather statistics, prunes the layer's matrices, and runs
+it again to make the inputs of the next layer. The last activations of a stage travel to the next
+one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
+on that of replicas. `input_statistics` has the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
+from axsparse.pruning.input_statistics import METHODS, HowMany, InputStatistics
+from axsparse.pruning.targets import Targets
+from axsparse.runtime.canonical_form import canonical
+from axsparse.runtime.communication import Direction, Link, Message, Transport
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Place
+from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Bits
+from axsparse.samo.shards import ALONE
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class CalibratedMasks:
+    """The masks of this stage's matrices, in one bit an entry, and the weights that stay."""
+
+    kept: Mapping[str, int]
+    """Of the matrices of all stages."""
+    start: StartValues | None
+    """The values that the model starts from."""
+    bits: dict[str, Bits] = field(default_factory=dict)
+    kept_weights: dict[str, Tensor] = field(default_factory=dict)
+    """The kept weights of the matrices that pruning has changed, in the precision of the run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the values before pruning."""
+        return "" if self.start is None else self.start.fingerprint
+
+    def read(self, name: str) -> Tensor | None:
+        """The start value of a parameter or buffer, changed if pruning has changed it."""
+        assert self.start is not None, "only loaded weights are changed"
+        value = self.start.read(name)
+        if value is None or name not in self.kept_weights:
+            return value
+        mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
+        changed_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype).masked_scatter_(mask_D, kept_K)
+        return changed_D.view(value.shape)
+
+    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
+        del weight
+        assert within is None and self.bits[name].numel == torch.Size(shape).numel(), name
+        return self.bits[name].mask()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What decides the masks, and the stage that this rank is."""
+
+    method: str
+    """One of `input_statistics.METHODS`."""
+    targets: Targets
+    pattern: tuple[int, int] | None
+    """The numbers of `pruning.pattern`, which then replaces sparsities."""
+    layers: Sequence[Layer]
+    """The layers of this stage."""
+    ties: Mapping[str, str]
+    options: StateOptions
+    place: Place
+    transport: Transport
+
+    def check(self) -> None:
+        """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see."""
+        twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
+        if twice:
+            raise ConfigError(
+                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
+                f"{min(twice)} is used in two; name it in pruning.exclude"
+            )
+        for layer in self.layers:
+            module = layer.build() if layer.init is None else on_meta(layer)
+            linear = _linear_weights(layer.name, module)
+            for parameter, _ in module.named_parameters():
+                name = f"{layer.name}.{parameter}"
+                if name in self.targets.shapes and name not in linear:
+                    raise ConfigError(
+                        f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
+                        f"layer, and {name} is of none; name it in pruning.exclude"
+                    )
+
+    def draw(self, samples: Sequence[Tensors]) -> CalibratedMasks:
+        """The masks; all ranks call this together. `samples` has a tuple of inputs of the first
+        layer for each microbatch, on stages behind the first an empty tuple."""
+        kept = {
+            name: METHODS[self.method].kept(shape, self._how_many(name))
+            for name, shape in self.targets.shapes.items()
+        }
+        masks = CalibratedMasks(kept, self.options.start)
+        branch = self.transport.branch()
+        link = branch.link(self.place)
+        flow = [self._prepared(inputs) for inputs in samples]
+        if not self.place.is_first:
+            flow = self._received(link, len(samples))
+        with torch.no_grad():
+            for layer in self.layers:
+                self._pass(layer, flow, masks)
+        if not self.place.is_last:
+            for number, tensors in enumerate(flow):
+                link.send(Message(Direction.FORWARD, number, tensors))
+        branch.close()  # and its link, once all is sent
+        return masks
+
+    def _pass(self, layer: Layer, flow: list[Tensors], masks: CalibratedMasks) -> None:
+        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs."""
+        options = replace(self.options, masks=None, moments=(), replicas=ALONE)
+        [built] = build_layers([layer], self.ties, options)
+        module = built.module.eval()
+        wanted = {
+            name: linear
+            for name, linear in _linear_weights(layer.name, module).items()
+            if name in self.targets.shapes
+        }
+        with _statistics(METHODS[self.method], wanted) as gathered:
+            if wanted:
+                for inputs in flow:
+                    module(*inputs)
+        for name, linear in wanted.items():
+            before = built.state.dense_master(name).to(linear.weight.device)
+            mask, after = gathered.pop(name).prune(before, self._how_many(name))
+            masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
+            linear.weight.copy_(after)
+            if METHODS[self.method].changes_weights:
+                masks.kept_weights[name] = linear.weight[mask].cpu()
+        for number, inputs in enumerate(flow):
+            flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
+
+    def _how_many(self, name: str) -> HowMany:
+        if self.pattern is not None:
+            return self.pattern
+        return self.targets.own.get(name, self.targets.sparsity)
+
+    def _prepared(self, inputs: Tensors) -> Tensors:
+        """Inputs of the first layer on its device, floating-point ones in the run's precision."""
+        device, dtype = self.options.backend.device, self.options.dtype
+        return tuple(
+            tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+            for tensor in inputs
+        )
+
+    def _received(self, link: Link, count: int) -> list[Tensors]:
+        """What the stage before sends, a message for each microbatch."""
+        flow: list[Tensors] = []
+        backoff = self.transport.backoff
+        backoff.reset()
+        while len(flow) < count:
+            for message in link.arrivals():
+                flow.append(tuple(tensor for tensor in message.tensors if tensor is not None))
+                backoff.reset()
+            if len(flow) < count:
+                backoff.pause()
+        return flow
+
+
+def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers within a layer, by the global names of their weights."""
+    return {
+        ".".join(part for part in (layer, path, "weight") if part): child
+        for path, child in module.named_modules()
+        if isinstance(child, nn.Linear)
+    }
+
+
+@contextmanager
+def _statistics(
+    method: Callable[[int, torch.device], InputStatistics], modules: Mapping[str, nn.Linear]
+) -> Iterator[dict[str, InputStatistics]]:
+    """While it lasts, the inputs of each module are added to statistics of its own."""
+    gathered = {
+        name: method(linear.in_features, linear.weight.device) for name, linear in modules.items()
+    }
+
+    def add_to(statistics: InputStatistics) -> Callable[[nn.Module, Tensors], None]:
+        return lambda _, inputs: statistics.add(inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+    handles = [
+        linear.register_forward_pre_hook(add_to(gathered[name])) for name, linear in modules.items()
+    ]
+    try:
+        yield gathered
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,169 @@
+"""Which entries of a matrix stay, by what passes through it: Wanda and SparseGPT.
+
+Matrices are (outputs, inputs); x is one token's inputs; sums are over all tokens of all samples.
+
+Wanda (Sun et al. 2023) keeps, of every row, the entries of largest
+
+    |weight[i, j]| · √(Σ x[j]²)
+
+SparseGPT (Frantar and Alistarh 2023) removes, in blocks of 128 columns, the entries of smallest
+
+    weight[i, j]² / U[j, j]²    with  UᵀU = (Σ x xᵀ · 2 / tokens + 0.01 · mean of its diagonal)⁻¹
+
+and after each column moves what it has removed to the columns behind it, so that the outputs change
+least. U is upper triangular.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from axsparse.pruning.pattern import n_of_m
+
+BLOCK = 128
+"""Columns that SparseGPT decides together."""
+DAMPING = 0.01
+"""The part of the mean of the diagonal that SparseGPT adds to it."""
+HowMany: TypeAlias = "float | tuple[int, int]"
+"""A sparsity, or (n, m) to keep n of every m consecutive inputs."""
+
+
+class InputStatistics(Protocol):
+    """Gathers what it needs to know of the inputs of one matrix, then prunes it.
+
+    `add` is called for each microbatch with (tokens, inputs), then `prune` once, with the fp32
+    matrix on the same device; it returns the bool mask and the weights, both in the shape of the
+    matrix. The weights are zero where the mask is False.
+    """
+
+    def add(self, x: Tensor) -> None: ...
+
+    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]: ...
+
+
+class WandaStatistics:
+    """Sums of squares of the inputs."""
+
+    changes_weights = False
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self._squares = torch.zeros(inputs, device=device)
+
+    def add(self, x: Tensor) -> None:
+        self._squares += x.float().square().sum(0)
+
+    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
+        score = weight.abs() * self._squares.sqrt()
+        if isinstance(how_many, tuple):
+            mask = n_of_m(score.cpu(), *how_many).to(weight.device)
+        else:
+            order = score.sort(dim=1, stable=True).indices
+            mask = torch.ones_like(score, dtype=torch.bool)
+            mask.scatter_(1, order[:, : removed_of_row(weight.shape[1], how_many)], False)
+        return mask, weight * mask
+
+    @staticmethod
+    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
+        """How many entries of a matrix stay."""
+        if isinstance(how_many, tuple):
+            return shape[0] * shape[1] // how_many[1] * how_many[0]
+        return shape[0] * (shape[1] - removed_of_row(shape[1], how_many))
+
+
+class SparseGptStatistics:
+    """Second moments of the inputs."""
+
+    changes_weights = True
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self._moments = torch.zeros(inputs, inputs, device=device)
+        self._tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        x = x.float()
+        self._moments += x.t() @ x
+        self._tokens += x.shape[0]
+
+    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
+        upper, weight = self._factor(), weight.clone()
+        weight[:, self._moments.diagonal() == 0] = 0
+        mask = torch.ones_like(weight, dtype=torch.bool)
+        width = _width(how_many)
+        for start in range(0, weight.shape[1], width):
+            stop = min(start + width, weight.shape[1])
+            errors = _prune_block(
+                weight[:, start:stop], mask[:, start:stop], upper[start:stop, start:stop], how_many
+            )
+            weight[:, stop:] -= errors @ upper[start:stop, stop:]
+        return mask, weight
+
+    def _factor(self) -> Tensor:
+        """U of the formula."""
+        damped = self._moments * (2 / max(self._tokens, 1))
+        diagonal = damped.diagonal()
+        diagonal[diagonal == 0] = 1
+        diagonal += DAMPING * diagonal.mean()
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+        return factor
+
+    @staticmethod
+    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
+        """How many entries of a matrix stay."""
+        if isinstance(how_many, tuple):
+            return shape[0] * shape[1] // how_many[1] * how_many[0]
+        blocks = [min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK)]
+        return sum(shape[0] * b - removed_of_block(shape[0] * b, how_many) for b in blocks)
+
+
+def removed_of_row(inputs: int, sparsity: float) -> int:
+    """How many entries of a row Wanda removes."""
+    return int(inputs * sparsity)
+
+
+def removed_of_block(entries: int, sparsity: float) -> int:
+    """How many entries of a block SparseGPT removes: the published code takes one more than the
+    fraction."""
+    return min(int(entries * sparsity) + 1, entries) if sparsity else 0
+
+
+def _width(how_many: HowMany) -> int:
+    """Columns of a block: whole groups, if groups decide."""
+    m = how_many[1] if isinstance(how_many, tuple) else 1
+    return max(BLOCK // m, 1) * m
+
+
+def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany) -> Tensor:
+    """Prune some columns in place and write their mask; returns the errors that remain, each
+    divided by its column's diagonal entry of `upper`."""
+    scale = upper.diagonal().square()
+    if not isinstance(how_many, tuple):
+        score = weight.square() / scale
+        order = score.view(-1).sort(stable=True).indices
+        gone = order[: removed_of_block(score.numel(), how_many)]
+        flat = torch.ones(score.numel(), dtype=torch.bool, device=mask.device)
+        flat[gone] = False
+        mask.copy_(flat.view(mask.shape))
+    errors = torch.zeros_like(weight)
+    for column in range(weight.shape[1]):
+        if isinstance(how_many, tuple) and column % how_many[1] == 0:
+            n, m = how_many
+            here = slice(column, column + m)
+            score = weight[:, here].square() / scale[here]
+            mask[:, here] = n_of_m(score.cpu(), n, m).to(mask.device)
+        before = weight[:, column].clone()
+        after = before * mask[:, column]
+        errors[:, column] = (before - after) / upper[column, column]
+        weight[:, column:] -= torch.outer(errors[:, column], upper[column, column:])
+        weight[:, column] = after
+    return errors
+
+
+METHODS: dict[str, type[WandaStatistics] | type[SparseGptStatistics]] = {
+    "wanda": WandaStatistics,
+    "sparsegpt": SparseGptStatistics,
+}
+"""The methods that calibration samples decide, by their names in the settings."""

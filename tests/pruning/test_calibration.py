@@ -1,0 +1,250 @@
+"""Wanda's masks, drawn through the stages, against the published method in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hf import SMALL_LLAMA, write_llama
+from support.runs import (
+    mlp,
+    random_init,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.config.load import made_in_python
+from axsparse.config.schema import Config
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Layer, Model
+from axsparse.models.zoo.llama import llama
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import ConfigError
+
+SAMPLES = 6
+
+
+def settings(**pruning: Any) -> dict[str, Any]:
+    return {
+        "pruning": {
+            **{"method": "wanda", "sparsity": 0.6, "calibration_samples": SAMPLES},
+            **pruning,
+        },
+        "batch": {"global_batch_size": 4, "microbatch_size": 2},
+        "train": {"steps": 1},
+    }
+
+
+def llama_config(folder: Path, **pruning: Any) -> Config:
+    return tiny_config(
+        model={**SMALL_LLAMA.model_dump(), "from": str(folder)}, **settings(**pruning)
+    )
+
+
+def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str, Tensor]:
+    """The mask of every pruned matrix, the same on all replicas."""
+    masks: dict[str, Tensor] = {}
+    for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
+        for layer in trainer.parts.layers:
+            for tensor in layer.state.owned:
+                mask = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+                mask[tensor.positions()] = True
+                mask = mask.view_as(tensor.parameter)
+                assert torch.equal(masks.setdefault(tensor.name, mask), mask), tensor.name
+    return {name: mask for name, mask in masks.items() if not mask.all()}
+
+
+def wanda(
+    modules: dict[str, nn.Module], config: Config, sparsity: float, pattern: tuple[int, int] | None
+) -> dict[str, Tensor]:
+    """The published method: layer by layer, each on what the pruned layers before it return."""
+    data, masks = token_data(), {}
+    samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
+    flow = [data.read(samples[start : start + 2])[0][0] for start in range(0, SAMPLES, 2)]
+    for name, module in modules.items():
+        linear = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+        seen: dict[str, list[Tensor]] = {n: [] for n in linear}
+        handles = [
+            m.register_forward_hook(lambda _, x, __, into=seen[n]: into.append(x[0].flatten(0, 1)))
+            for n, m in linear.items()
+        ]
+        for x in flow:
+            module(x)
+        for handle in handles:
+            handle.remove()
+        for n, m in linear.items():
+            # A running mean over the samples, as the published code has it.
+            mean, count = torch.zeros(m.in_features), 0
+            for x in seen[n]:
+                mean *= count / (count + 2)
+                count += 2
+                mean += x.t().norm(p=2, dim=1) ** 2 / count
+            metric = m.weight.abs() * mean.sqrt().reshape(1, -1)
+            gone = torch.zeros_like(metric, dtype=torch.bool)
+            if pattern is None:
+                order = metric.sort(dim=-1, stable=True).indices
+                gone.scatter_(1, order[:, : int(metric.shape[1] * sparsity)], True)
+            else:
+                keep, of = pattern
+                for column in range(0, metric.shape[1], of):
+                    least = metric[:, column : column + of].topk(of - keep, dim=1, largest=False)
+                    gone.scatter_(1, column + least.indices, True)
+            m.weight[gone] = 0
+            masks[f"{name}.{n}.weight"] = ~gone
+        flow = [module(x) for x in flow]
+    return masks
+
+
+def dense_modules(model: Model, weights: dict[str, Tensor]) -> dict[str, nn.Module]:
+    modules = {}
+    for layer in model.layers:
+        modules[layer.name] = layer.build()
+        for name, parameter in modules[layer.name].named_parameters():
+            parameter.data.copy_(weights[f"{layer.name}.{name}"])
+    return modules
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_masks_are_those_of_the_published_method_in_every_layout(
+    layout: tuple[int, int], pattern: str | None, tmp_path: Path
+) -> None:
+    weights = write_llama(tmp_path, lambda name, tensor: signed(name, tensor))
+    config = llama_config(tmp_path, pattern=pattern)
+    model = named_model(made_in_python(config, "llama"))
+    modules = dense_modules(llama(SMALL_LLAMA, 12), weights)
+    del modules["head"]
+
+    with torch.no_grad():
+        expected = wanda(modules, config, 0.6, None if pattern is None else (2, 4))
+    found = kept_of(*layout, model, config)
+
+    assert len(expected) == 14
+    assert found.keys() == expected.keys()
+    for name, mask in expected.items():
+        assert torch.equal(found[name], mask), name
+
+
+def signed(name: str, tensor: Tensor) -> Tensor:
+    """Weights of both signs, and rows and columns of different sizes."""
+    if tensor.dim() == 1:
+        return tensor * 6
+    seed = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(tensor.shape, generator=seed) * tensor
+
+
+def test_masks_differ_from_those_of_magnitude_and_by_the_samples(tmp_path: Path) -> None:
+    write_llama(tmp_path, signed)
+    config = llama_config(tmp_path)
+    model = named_model(made_in_python(config, "llama"))
+    found = kept_of(1, 1, model, config)
+
+    assert not same(found, kept_of(1, 1, model, llama_config(tmp_path, method="magnitude")))
+    assert not same(found, kept_of(1, 1, model, llama_config(tmp_path, calibration_samples=2)))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
+    pruning = {"layers": ["block0.*=0.25"], "exclude": ["*.proj.weight"]}
+    config = tiny_config(**settings(**pruning))
+
+    one, three = (kept_of(g_inter, 1, tiny_gpt(config), config) for g_inter in (1, 3))
+
+    assert one.keys() == three.keys()
+    assert same(one, three)
+    assert {name: int(mask.sum(1).unique()) for name, mask in one.items()} == {
+        "block0.attention.qkv.weight": 24,
+        "block0.fc1.weight": 24,
+        "block0.fc2.weight": 96,
+        "block1.attention.qkv.weight": 13,
+        "block1.fc1.weight": 13,
+        "block1.fc2.weight": 52,
+    }
+
+
+def test_matrices_that_no_linear_layer_sees_are_refused_by_name() -> None:
+    everything = tiny_config(**settings(include="all", exclude=["*.position.weight"]))
+    untied = tiny_config(
+        model={"tie_embeddings": False}, **settings(include="all", exclude=["embed.*"])
+    )
+    for config, told in (
+        (
+            everything,
+            "pruning.method: wanda scores a matrix by the inputs of its layer, and "
+            "embed.token.weight is used in two; name it in pruning.exclude",
+        ),
+        (
+            untied,
+            "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
+            "head.weight is of none; name it in pruning.exclude",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            train_in_process(2, 1, tiny_gpt(config), config, token_data())
+        assert str(caught.value) == told
+        assert caught.value.on_all_ranks
+
+
+def test_layers_that_are_linear_themselves_are_calibrated() -> None:
+    """The last layer of this model is an nn.Linear, whose weight is the layer's own."""
+    whole = mlp()
+    layers = [Layer(one.name, one.build, init=random_init) for one in whole.layers]
+    config = tiny_config(**settings())
+    found: dict[str, Tensor] = {}
+    for g_inter in (1, 4):
+        model = Model(layers, whole.loss, name="mlp")
+        for trainer, _ in train_in_process(g_inter, 1, model, config, vector_data()):
+            for layer in trainer.parts.layers:
+                for tensor in layer.state.owned:
+                    positions = found.setdefault(tensor.name, tensor.positions())
+                    assert torch.equal(positions, tensor.positions())
+    assert found["out.weight"].numel() == 5 * (19 - int(19 * 0.6))
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_sparsegpt_changes_the_kept_weights_alike_in_every_layout(
+    pattern: str | None, tmp_path: Path
+) -> None:
+    before = write_llama(tmp_path, signed)
+    config = llama_config(tmp_path, method="sparsegpt", pattern=pattern)
+    still = config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(
+                update={"learning_rate": 1e-30, "weight_decay": 0.0}
+            )
+        }
+    )
+    model = named_model(made_in_python(config, "llama"))
+
+    found = []
+    for g_inter in (1, 3, 4):
+        weights: dict[str, Tensor] = {}
+        for _, trace in train_in_process(g_inter, 1, model, still, token_data()):
+            weights |= trace.weights
+        found.append(weights)
+
+    for name, weight in found[0].items():
+        assert all(torch.equal(other[name], weight) for other in found[1:]), name
+        if name.startswith("block") and weight.dim() == 2:
+            stays = weight != 0
+            share = 0.5 if pattern else 0.4
+            assert stays.float().mean().item() == pytest.approx(share, abs=0.005)
+            assert not torch.equal(weight[stays], before[name][stays])
+        else:
+            assert torch.equal(weight, before[name]), name
+
+
+def test_sparsegpt_needs_loaded_weights() -> None:
+    config = tiny_config(**settings(method="sparsegpt"))
+
+    with pytest.raises(ConfigError, match="sparsegpt looks at loaded weights, and none are"):
+        train_in_process(1, 1, tiny_gpt(config), config, token_data())
