@@ -25,7 +25,7 @@ from torch import Tensor
 
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Backoff, Collective, Op, Work
-from axsparse.runtime.rank_order import sum_in_rank_order
+from axsparse.runtime.rank_order import store_sum_in_rank_order
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.ties import StageTie
 
@@ -147,9 +147,8 @@ class GradientSync:
             assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
                 first, second = tie.uses
-                first.gradient_to_change().copy_(
-                    sum_in_rank_order([first.gradient, second.gradient])
-                )
+                parts = [first.gradient, second.gradient]
+                store_sum_in_rank_order(parts, first.gradient_to_change())
             else:
                 (use,) = tie.uses
                 gradient, offset = use.gradient_to_change(), use.tensor.offset

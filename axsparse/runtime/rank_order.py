@@ -9,6 +9,9 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Op
 
+PIECE = 65_536
+"""Entries that `store_sum_in_rank_order` sums at a time."""
+
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """((part 0 + part 1) + part 2) + …; parts of 16 bits are added in fp32 and rounded once."""
@@ -18,6 +21,14 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(dtype)
+
+
+def store_sum_in_rank_order(parts: Sequence[Tensor], into: Tensor) -> None:
+    """Write the sum of flat parts to `into`, which may be one of them, with temporaries that stay
+    in the processor's cache."""
+    for start in range(0, into.numel(), PIECE):
+        piece = slice(start, start + PIECE)
+        into[piece] = sum_in_rank_order([part[piece] for part in parts])
 
 
 def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> int:

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.runtime.communication import Op, shard_bounds
-from axsparse.runtime.rank_order import exchanged_bytes, sum_in_rank_order
+from axsparse.runtime.rank_order import (
+    PIECE,
+    exchanged_bytes,
+    store_sum_in_rank_order,
+    sum_in_rank_order,
+)
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -47,6 +52,19 @@ def test_the_parts_themselves_are_left_alone(count: int) -> None:
     total.zero_()
 
     assert all(part.tolist() == [1.0] * 3 for part in parts)
+
+
+@pytest.mark.parametrize("numel", [0, 1, PIECE, 2 * PIECE + 3])
+def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    parts = [torch.randn(numel, generator=generator).bfloat16() for _ in range(3)]
+    wanted = sum_in_rank_order(parts)
+
+    for place in range(3):
+        own = [part.clone() for part in parts]
+        store_sum_in_rank_order(own, own[place])
+        assert torch.equal(own[place], wanted)
+        assert all(torch.equal(own[p], parts[p]) for p in range(3) if p != place)
 
 
 @examples
