@@ -23,6 +23,7 @@ COMMANDS = {
     "train": Command("axsparse.train", "train what a configuration file describes"),
     "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
     "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
+    "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
     "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
     "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),

@@ -17,6 +17,7 @@ commands:
   train      train what a configuration file describes (axsparse train --help)
   plan       find a layout, its memory and its time, without a GPU (axsparse plan --help)
   calibrate  measure this machine, for plans of it (axsparse calibrate --help)
+  report     draw runs as a page for a browser (axsparse report --help)
   trace      compare two traces of steps (axsparse trace --help)
   data       turn text files into tokens (axsparse data prepare --help)
   ticket     say what a file of masks holds, or make one (axsparse ticket --help)
