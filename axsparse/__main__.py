@@ -28,6 +28,8 @@ COMMANDS = {
     "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
+    "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
+    "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
     "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
     "doctor": Command(

@@ -22,6 +22,8 @@ commands:
   data       turn text files into tokens (axsparse data prepare --help)
   ticket     say what a file of masks holds, or make one (axsparse ticket --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
+  generate   continue a text with a trained model (axsparse generate --help)
+  evaluate   measure a trained model on validation data (axsparse evaluate --help)
   export     write what was trained for other libraries (axsparse export --help)
   submit     give a training run to SLURM or LSF (axsparse submit --help)
   doctor     check whether this machine is fit for training (axsparse doctor --help)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from axsparse.runtime.errors import (
 )
 
 if TYPE_CHECKING:
-    from axsparse.observe.run_report import LayerShare, RunView, SavedStep
+    from axsparse.observe.run_view import LayerShare, RunView, SavedStep
     from axsparse.observe.trace_file import Span
 
 DESCRIPTION = """\
@@ -96,7 +95,7 @@ def view_run(run: Path, name: str) -> RunView:
     damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
     """
     from axsparse.observe.run_records import read_records
-    from axsparse.observe.run_report import RunView
+    from axsparse.observe.run_view import RunView
     from axsparse.observe.trace_recorder import TRACES
     from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
 
@@ -209,7 +208,7 @@ def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], list[LayerShar
     """
     import math
 
-    from axsparse.observe.run_report import LayerShare, SavedStep
+    from axsparse.observe.run_view import LayerShare, SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.newest import steps_in
     from axsparse.training.checkpoint.verification import open_checkpoint
@@ -236,7 +235,7 @@ def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], list[LayerShar
 
 def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
     """The pruned tensors of a ticket; none, and a note, if it cannot be read."""
-    from axsparse.observe.run_report import LayerShare
+    from axsparse.observe.run_view import LayerShare
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
     try:
@@ -253,18 +252,16 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
 
 def _write(path: Path, page: str) -> None:
     """Write the page, which appears whole; OutputError if it cannot, or another file is there."""
+    from axsparse.data.prepare.whole_files import new_file
+
     with writing(f"{path}:", "choose another place with --out"):
         if path.exists() and not _is_ours(path):
             raise OutputError(
                 f"{path}: is there already and is no page of this command; choose another place "
                 "with --out"
             )
-        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            partial.write_text(page, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with new_file(path) as file:
+        file.write(page.encode())
 
 
 def _is_ours(path: Path) -> bool:

@@ -22,8 +22,11 @@ PHASE_COLOURS: Mapping[str, str] = {
     "other": "#d98cb3",
 }
 """The colours of the phases of `observe.phases`, in its order."""
-SERIES_COLOURS = ("#3178c6", "#e8a050", "#8a4fb0", "#4fbf90", "#b8433f", "#d0b040")
-"""The colours of curves; the seventh curve has the first colour again, and is dashed."""
+SERIES_COLOURS = (
+    *("#3178c6", "#e8a050", "#8a4fb0", "#4fbf90", "#b8433f", "#d0b040"),
+    *("#2f7f5f", "#d98cb3", "#7a5230", "#8fb8e8", "#6b6b6b", "#c0d060"),
+)
+"""The colours of curves: each stands for one run."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ddd; --soft: #666; }
 @media (prefers-color-scheme: dark) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from xml.etree import ElementTree
 
 import pytest
@@ -20,8 +21,8 @@ from axsparse.observe.line_chart import (
 )
 
 
-def drawn(lines: object) -> ElementTree.Element:
-    return ElementTree.fromstring("\n".join(lines))  # type: ignore[call-overload]  # noqa: S314
+def drawn(lines: Iterable[str]) -> ElementTree.Element:
+    return ElementTree.fromstring("\n".join(lines))  # noqa: S314
 
 
 def chart(points: list[Point], **how: bool) -> ElementTree.Element:

@@ -12,7 +12,8 @@ from support.pictures import outside, overlapping
 
 from axsparse.observe.phases import PHASES
 from axsparse.observe.run_records import read_records
-from axsparse.observe.run_report import LayerShare, RunView, SavedStep, report_page
+from axsparse.observe.run_report import report_page
+from axsparse.observe.run_view import LayerShare, RunView, SavedStep
 from axsparse.observe.trace_file import Span
 
 EVIL = "<script>alert('x')</script>&\"--"

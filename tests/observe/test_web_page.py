@@ -16,7 +16,7 @@ def lightness(colour: str) -> float:
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return 116 * light ** (1 / 3) - 16
+    return 116 * float(light ** (1 / 3)) - 16
 
 
 @pytest.mark.parametrize(
