@@ -23,10 +23,13 @@ COMMANDS = {
     "train": Command("axsparse.train", "train what a configuration file describes"),
     "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
     "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
+    "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
     "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
     "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
+    "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
+    "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
     "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
     "doctor": Command(

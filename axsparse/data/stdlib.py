@@ -18,7 +18,9 @@ from axsparse.runtime.errors import DataError, MissingInputError
 Split = Literal["train", "validation"]
 
 VOCAB_SIZE = 256
-"""A token is a byte; the byte 0, which no source file contains, follows each file."""
+"""A token is a byte."""
+SEPARATOR = 0
+"""Follows each file; no source file contains it."""
 
 EXCLUDED_FOLDERS = frozenset(
     # Installed packages and compiled files differ between hosts. Tests are large, and
@@ -67,7 +69,7 @@ def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
         except OSError as error:
             _refuse(error)
         digest.update(b"%s\0%d\0%s" % (path, len(content), content))
-        parts += [content, b"\0"]
+        parts += [content, bytes([SEPARATOR])]
     if not parts:
         raise MissingInputError(
             f"data.source stdlib: {root} holds no Python source files for {split}; use a Python "

@@ -11,65 +11,46 @@ from dataclasses import asdict
 from html import escape
 
 from axsparse.config.validate import counted
+from axsparse.observe import web_page
+from axsparse.observe.timeline_picture import LEFT, WIDTH, timeline
+from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, legend, svg, text
 from axsparse.planner.layout_search import Plan, Row
 from axsparse.planner.plan_report import MethodPlan, because, cells, rejections, settings
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
-WIDTH, LEFT = 960, 90
 MOST_SPANS = 6_000
 """A longer timeline is cut off after so many spans, since browsers get slow."""
-COLOURS = {
-    "compute": "#4878a8",
-    "compress": "#e09f3e",
-    "p2p": "#9a5aa6",
-    "bubble": "#e8e8e8",
-    "collective": "#5b9a68",
-    "optimizer": "#b5524a",
-    "weight": "#4878a8",
-    "index": "#7fb0d6",
-    "gradient": "#e09f3e",
-    "master": "#5b9a68",
-    "activations": "#9a5aa6",
-    "working": "#c79bd0",
-    "logits": "#b5524a",
-    "temporary": "#d8a39e",
-    "checkpoint": "#6b8e8e",
-    "overhead": "#9c9c9c",
+MEMORY_COLOURS = {
+    "weight": "#5aa9e6",
+    "index": "#1f5f8b",
+    "gradient": "#f2b134",
+    "master": "#2e7d4f",
+    "optimizer": "#e59a8f",
+    "activations": "#7b3fa0",
+    "working": "#c9a3e0",
+    "logits": "#b0413e",
+    "temporary": "#d9c46a",
+    "checkpoint": "#4f6d6d",
+    "overhead": "#b8bcc2",
 }
-METHODS = ("#4878a8", "#b5524a", "#5b9a68")
-LETTER = 6.5
-"""Width of a letter in pixels; rather too large than too small, since fonts differ."""
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; color: #222; }
-svg { font: 11px system-ui, sans-serif; display: block; margin: .5em 0 1.5em; max-width: 100%; }
-table { border-collapse: collapse; margin: .5em 0 1.5em; font-variant-numeric: tabular-nums; }
-td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd; }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
-"""
+"""The colours of the categories of `StageMemory`, in its order."""
 
 
 def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
     """The text of the page; plans for several numbers of devices add a scaling curve."""
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{_title(answers)}</title>',
-            f"<style>{STYLE}</style></head><body>",
-            f"<h1>{_title(answers)}</h1>",
-            *(f"<p>{escape(note)}</p>" for note in notes),
-            *_scaling(answers),
-            *(line for answer in answers for line in _section(answer)),
-            "</body></html>",
-            "",
-        ]
-    )
+    lines = [
+        *(f"<p>{escape(note)}</p>" for note in notes),
+        *_scaling(answers),
+        *(line for answer in answers for line in _section(answer)),
+    ]
+    return web_page.page(_title(answers), lines, "axsparse plan")
 
 
 def _title(answers: Sequence[MethodPlan]) -> str:
     plan = answers[0].plan
-    return escape(f"{plan.workload.name} on {plan.cluster.name}")
+    return f"{plan.workload.name} on {plan.cluster.name}"
 
 
 def _section(answer: MethodPlan) -> Iterator[str]:
@@ -97,12 +78,7 @@ def _section(answer: MethodPlan) -> Iterator[str]:
 def _layouts(plan: Plan) -> Iterator[str]:
     rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
     heads = [head for head in rows[0] if head not in STEP_PHASES]
-    yield "<table><tr>"
-    yield "".join(f"<th>{head}</th>" for head in heads)
-    yield "</tr>"
-    for row in rows:
-        yield "<tr>" + "".join(f"<td>{escape(row[head])}</td>" for head in heads) + "</tr>"
-    yield "</table>"
+    yield from html_table(heads, ([row[head] for head in heads] for row in rows))
 
 
 def _timeline(row: Row) -> Iterator[str]:
@@ -112,26 +88,7 @@ def _timeline(row: Row) -> Iterator[str]:
     found = sorted((s for s in found if s.replica == replica), key=lambda s: s.begin)
     drawn = found[:MOST_SPANS]
     length = row.seconds if len(drawn) == len(found) else max(span.end for span in drawn)
-    height = 18
-    yield from _keys({span.phase for span in found})
-    yield _svg(height * row.layout.grid.g_inter + 20)
-    for stage in range(row.layout.grid.g_inter):
-        yield _text(4, height * stage + 13, f"stage {stage}")
-    scale = (WIDTH - LEFT - 10) / length
-    for span in drawn:
-        width = max(0.3, scale * (span.end - span.begin))
-        told = f"{span.name} ({span.phase}) {1e3 * (span.end - span.begin):.3g} ms"
-        yield (
-            f'<rect x="{LEFT + scale * span.begin:.2f}" y="{height * span.stage + 1}" '
-            f'width="{width:.2f}" height="{height - 2}" fill="{COLOURS[span.phase]}">'
-            f"<title>{escape(told)}</title></rect>"
-        )
-        if span.phase == "compute" and width > LETTER * len(span.name) + 6:
-            x = LEFT + scale * span.begin + 3
-            yield _text(x, height * span.stage + 13, span.name, fill="#fff")
-    yield _text(LEFT, height * row.layout.grid.g_inter + 14, "0")
-    yield _text(WIDTH - 70, height * row.layout.grid.g_inter + 14, f"{length:.3g} s")
-    yield "</svg>"
+    yield from timeline(drawn, length)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -140,23 +97,23 @@ def _memory(plan: Plan) -> Iterator[str]:
     categories = list(asdict(memory[0]))
     scale = (WIDTH - LEFT - 10) / max(plan.memory_bytes, *(stage.total for stage in memory))
     height = 16
-    yield from _keys(categories)
-    yield _svg(height * len(memory) + 20)
+    yield legend({name: MEMORY_COLOURS[name] for name in categories})
+    yield f'<div class="wide">{svg(WIDTH, height * len(memory) + 20)}'
     for number, stage in enumerate(memory):
-        yield _text(4, height * number + 12, f"stage {number}")
+        yield text(4, height * number + 12, f"stage {number}")
         x = float(LEFT)
         for name, value in asdict(stage).items():
             yield (
                 f'<rect x="{x:.2f}" y="{height * number + 1}" width="{scale * value:.2f}" '
-                f'height="{height - 2}" fill="{COLOURS.get(name, COLOURS["optimizer"])}">'
+                f'height="{height - 2}" fill="{MEMORY_COLOURS[name]}">'
                 f"<title>{name} {value / 1e9:.2f} GB</title></rect>"
             )
             x += scale * value
     limit = LEFT + scale * plan.memory_bytes
     bottom = height * len(memory)
-    yield f'<line x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="{bottom}" stroke="#222"/>'
-    yield _text(limit - 60, bottom + 14, f"{gigabytes(plan.memory_bytes)} GB")
-    yield "</svg>"
+    yield f'<line x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="{bottom}" stroke="currentColor"/>'
+    yield text(limit - 60, bottom + 14, f"{gigabytes(plan.memory_bytes)} GB")
+    yield "</svg></div>"
 
 
 def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
@@ -200,9 +157,9 @@ def _curves(
             height - 30 - (height - 60) * (y - low) / ((high - low) or 1),
         )
 
-    yield _svg(height)
-    labels = _Labels()
-    drawn = list(zip(METHODS * len(curves), curves, strict=False))
+    yield f'<div class="wide">{svg(WIDTH, height)}'
+    labels = Labels()
+    drawn = list(zip(SERIES_COLOURS * len(curves), curves, strict=False))
     for colour, (name, curve) in drawn:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
@@ -223,41 +180,4 @@ def _curves(
     for point in sorted(points, reverse=True):
         x, y = place(*point)
         yield from labels.first_free(f"{shown(point[1])} s", (x + 5, y - 6), (x + 5, y + 14))
-    yield "</svg>"
-
-
-class _Labels:
-    """Places labels so that none overlaps another; a label without room is left out.
-
-    The tooltips of the points have all values.
-    """
-
-    def __init__(self) -> None:
-        self._boxes: list[tuple[float, float, float, float]] = []
-
-    def first_free(
-        self, text: str, *places: tuple[float, float], fill: str = "#222"
-    ) -> Iterator[str]:
-        """Draw the text at the first of these places that is free, if one is."""
-        for x, y in places:
-            left, top, right, bottom = box = (x, y - 10, x + LETTER * len(text), y + 3)
-            if all(
-                right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in self._boxes
-            ):
-                self._boxes.append(box)
-                yield _text(x, y, text, fill)
-                return
-
-
-def _keys(names: Sequence[str] | set[str]) -> Iterator[str]:
-    found = [name for name in COLOURS if name in names]
-    marks = (f'<span class="key" style="background:{COLOURS[n]}"></span>{n}' for n in found)
-    yield f"<div>{''.join(marks)}</div>"
-
-
-def _svg(height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
-
-
-def _text(x: float, y: float, text: str, fill: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}">{escape(text)}</text>'
+    yield "</svg></div>"

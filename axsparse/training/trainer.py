@@ -374,8 +374,8 @@ class Trainer:
         if saver is not None and saver.last_step == self.steps_done:
             run = saver.folder.parent
             self.parts.recorder.say(
-                f"saved in {saver.folder}  ·  axsparse export {run} --to torch --out "
-                "weights.safetensors takes the weights out"
+                f"saved in {saver.folder}  ·  axsparse report {run} draws it  ·  axsparse export "
+                f"{run} --to torch --out weights.safetensors takes the weights out"
             )
 
     def _refuse_bad_end(self) -> None:

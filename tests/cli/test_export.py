@@ -92,7 +92,7 @@ def test_each_form_and_option_does_what_it_says(
         (
             ["RUN/checkpoints", "--to", "hf", "--out", "OUT"],
             66,
-            "holds no checkpoint to export; name a run or a checkpoint",
+            "holds no checkpoint; name a run that has saved one, or a checkpoint",
         ),
         (
             ["RUN/checkpoints/step-9", "--to", "hf", "--out", "OUT"],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from support.pictures import boxes, outside, overlapping
 from support.planner_cases import cluster, formula
 
 from axsparse.planner.html_page import MOST_SPANS, page
@@ -93,15 +93,6 @@ def test_a_long_timeline_is_cut() -> None:
     assert text.count("<rect") <= MOST_SPANS + 44
 
 
-def boxes(drawing: ElementTree.Element) -> list[tuple[float, float, float, float]]:
-    """Left, top, right and bottom of every text, at 5.8 a letter of 11 px."""
-    found = []
-    for text in drawing.iter("text"):
-        x, y = float(text.attrib["x"]), float(text.attrib["y"])
-        found.append((x, y - 9, x + 5.8 * len(text.text or ""), y + 2))
-    return found
-
-
 @pytest.fixture(scope="module")
 def crowded() -> ElementTree.Element:
     """Two methods of almost the same speed, a curve of 33 slacks, microbatches of three digits."""
@@ -124,23 +115,12 @@ def crowded() -> ElementTree.Element:
 
 def test_nothing_is_drawn_outside_its_picture(crowded: ElementTree.Element) -> None:
     for drawing in crowded.iter("svg"):
-        width, height = map(float, drawing.attrib["viewBox"].split()[2:])
-        edges = boxes(drawing)
-        for each in drawing.iter("rect"):
-            x, y, w, h = (float(each.attrib[key]) for key in ("x", "y", "width", "height"))
-            edges.append((x, y, x + w, y + h))
-        for each in drawing.iter("circle"):
-            x, y, r = (float(each.attrib[key]) for key in ("cx", "cy", "r"))
-            edges.append((x - r, y - r, x + r, y + r))
-        for left, top, right, bottom in edges:  # not a number would fail as well
-            assert 0 <= left <= right <= width + 0.01
-            assert 0 <= top <= bottom <= height
+        assert outside(drawing) == []
 
 
 def test_no_label_lies_on_another(crowded: ElementTree.Element) -> None:
     for drawing in crowded.iter("svg"):
-        for a, b in itertools.combinations(boxes(drawing), 2):
-            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+        assert overlapping(drawing) == []
 
 
 def test_a_label_stays_in_its_rectangle(crowded: ElementTree.Element) -> None:
@@ -150,7 +130,7 @@ def test_a_label_stays_in_its_rectangle(crowded: ElementTree.Element) -> None:
             for each in drawing.iter("rect")
         ]
         for text, box in zip(drawing.iter("text"), boxes(drawing), strict=True):
-            if text.get("fill") == "#fff":
+            if text.get("fill") == "#111":
                 assert any(
                     x <= box[0] and box[2] <= x + w and y <= box[1] and box[3] <= y + h
                     for x, y, w, h in filled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +59,10 @@ class Tokenizer(Protocol):
         """The ids of a text, (N,) unsigned integers, without separator; empty for ""."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; whatever is no text becomes the replacement character."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token.
@@ -72,6 +76,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
 
 
 class Subwords:
@@ -104,6 +111,10 @@ class Subwords:
     def encode(self, text: str) -> Tokens:
         ids = [self._encode(piece) for piece in pieces(text)]
         return np.concatenate(ids) if ids else np.empty(0, np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def _encode(self, piece: str) -> Tokens:
         # Only the batch call leaves out the places of the tokens in the text.
@@ -215,8 +226,8 @@ def import_tokenizers() -> Any:
         import tokenizers
     except ImportError:
         raise ConfigError(
-            "--train-bpe, --tokenizer: they need Hugging Face's tokenizers library, which is not "
-            "installed; pip install 'axsparse[text]', or leave both out for bytes"
+            "tokenizers other than bytes need Hugging Face's tokenizers library, which is not "
+            "installed; pip install 'axsparse[text]', or prepare the data as bytes"
         ) from None
     return tokenizers
 

@@ -32,7 +32,7 @@ def checkpoint_of(run: Path, step: int | None) -> Checkpoint:
     steps = steps_in(run)
     if not steps:
         raise MissingInputError(
-            f"export: {run} holds no checkpoint to export; name a run or a checkpoint"
+            f"{run}: holds no checkpoint; name a run that has saved one, or a checkpoint"
         )
     if step is not None and step not in steps:
         raise MissingInputError(

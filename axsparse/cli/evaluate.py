@@ -1,0 +1,72 @@
+"""`axsparse evaluate`: the validation loss and metrics of a run's model, on one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.runtime.errors import ConfigError
+
+DESCRIPTION = """\
+Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
+taken, or one checkpoint in it; the data of its configuration must still be there:
+
+  axsparse evaluate runs/my_run
+  axsparse evaluate runs/my_run --step 500 --batches 4
+
+One process computes it on the CPU, in the precision and with the microbatches of the run.
+"""
+EPILOG = """\
+exit codes:
+  0 done   65 the checkpoint is damaged, or the data are others   66 one of them is not there
+  78 arguments that cannot be run
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG)
+    arguments.add_argument("run", metavar="RUN", type=Path)
+    arguments.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
+    arguments.add_argument(
+        "--batches",
+        metavar="N|all",
+        default="all",
+        help="global batches of validation data, as train.eval_steps (default %(default)s)",
+    )
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Evaluate, and end the process with its exit code; one of many ranks works."""
+    run_command(lambda: _evaluate(parser().parse_args(argv)))
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    batches = arguments.batches
+    if batches != "all" and not (batches.isascii() and batches.isdecimal() and int(batches) > 0):
+        raise ConfigError(f"--batches: {batches[:40]!r} is no number of batches; write 4, or all")
+    # Imported late, so that --help does not load torch.
+    from dataclasses import replace
+
+    from axsparse.data.sources import open_datasets
+    from axsparse.observe.metrics import perplexity
+    from axsparse.training.saved_evaluation import evaluate_saved
+    from axsparse.training.saved_model import open_saved_model
+
+    saved = open_saved_model(arguments.run, arguments.step, trained=True)
+    config = saved.loaded.config
+    # A run without evaluations does not open its validation data.
+    train = config.train.model_copy(update={"eval_steps": "all"})
+    asking = replace(saved.loaded, config=config.model_copy(update={"train": train}))
+    datasets = open_datasets(asking)
+    found = evaluate_saved(saved, datasets, batches if batches == "all" else int(batches))
+    parts = [f"step {saved.checkpoint.step}: validation loss {found.loss:.6g}"]
+    if datasets.training.vocab_size:
+        parts.append(f"perplexity {perplexity(found.loss):.6g}")
+    parts += [f"{name} {value:.6g}" for name, value in found.metrics.items()]
+    parts.append(f"({found.samples} of {found.available} samples)")
+    say("  ".join(parts))

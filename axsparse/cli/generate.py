@@ -1,0 +1,99 @@
+"""`axsparse generate`: continues a text with the model of a run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.runtime.errors import ConfigError
+
+DESCRIPTION = """\
+Continue a text with a trained GPT or Llama. RUN is a run directory, whose newest checkpoint is
+taken, or one checkpoint in it; data.path of its configuration must still be there:
+
+  axsparse generate runs/quickstart --prompt "def "
+  axsparse generate runs/my_run --prompt "Once upon" --top-k 40 --temperature 0.8 --seed 3
+
+The most likely token follows, unless --top-k or --temperature ask to draw. One process computes
+it on the CPU, in fp32, with the fp32 master weights.
+"""
+EPILOG = """\
+exit codes:
+  0 done   65 the checkpoint or the tokenizer is damaged   66 it is not there
+  78 arguments that cannot be run
+"""
+MOST_TOKENS = 1_000_000
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(prog="axsparse generate", description=DESCRIPTION, epilog=EPILOG)
+    add = arguments.add_argument
+    add("run", metavar="RUN", type=Path)
+    add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
+    add("--tokens", metavar="N", type=int, default=100, help="at most (default %(default)s)")
+    add("--top-k", metavar="K", type=int, help="draw among the K most likely tokens")
+    add(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="draw; below 1 likely tokens become likelier (default 1 with --top-k)",
+    )
+    add("--seed", metavar="S", type=int, help="another one draws other tokens (default 0)")
+    add("--step", metavar="N", type=int, help="the checkpoint of this step")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Generate, and end the process with its exit code; one of many ranks works."""
+    run_command(lambda: _generate(parser().parse_args(argv)))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    # Imported late, so that --help does not load torch.
+    from axsparse.data.run_tokenizer import run_tokenizer
+    from axsparse.training.saved_model import open_saved_model
+    from axsparse.training.text_generation import Sampling, continuation, refuse_textless
+
+    saved = open_saved_model(arguments.run, arguments.step, trained=False)
+    refuse_textless(saved)
+    tokenizer, end = run_tokenizer(saved.loaded.config.data)
+    draws = arguments.temperature is not None or arguments.top_k is not None
+    temperature = arguments.temperature if arguments.temperature is not None else float(draws)
+    sampling = Sampling(temperature, arguments.top_k, arguments.seed or 0)
+    prompt = tokenizer.encode(arguments.prompt).tolist() or [end]
+    found = list(continuation(saved, prompt, arguments.tokens, end, sampling))
+    say(arguments.prompt + _printable(tokenizer.decode(found)))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """ConfigError for the first argument that cannot be used."""
+    if not 1 <= arguments.tokens <= MOST_TOKENS:
+        raise ConfigError(f"--tokens: {arguments.tokens} is not in 1 … {MOST_TOKENS}; choose 100")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        raise ConfigError(f"--top-k: {arguments.top_k} leaves no token to draw; choose 40")
+    warmth = arguments.temperature
+    if warmth is not None and not (math.isfinite(warmth) and warmth > 0):
+        raise ConfigError(
+            f"--temperature: {warmth} is not above 0; choose 0.8, or leave it out for the most "
+            "likely tokens"
+        )
+    if arguments.seed is not None:
+        if warmth is None and arguments.top_k is None:
+            raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
+        if not 0 <= arguments.seed < 2**63:
+            raise ConfigError(f"--seed: {arguments.seed} is not in 0 … 2^63 − 1; choose 0")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt: is not UTF-8; give it in the encoding of UTF-8") from None
+
+
+def _printable(text: str) -> str:
+    """The text without the letters that control a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,272 @@
+"""`axsparse report`: draws one run, or several over each other, as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    MissingInputError,
+    OutputError,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from axsparse.observe.run_view import LayerShare, RunView, SavedStep
+    from axsparse.observe.trace_file import Span
+
+DESCRIPTION = """\
+Write a page with the curves of a run, its phases, memory, sparsity and settings. Several runs are
+laid over each other, with a table of the settings in which they differ:
+
+  axsparse report runs/my_run
+  axsparse report runs/dense runs/pruned --out comparison.html
+
+The page is one file that loads nothing from elsewhere. The run may still go on.
+"""
+EPILOG = """\
+exit codes:
+  0 done   65 a record is damaged   66 RUN is no run, or has no record yet
+  74 PATH cannot be written   78 arguments that cannot be run
+"""
+REPORT_FILE = "report.html"
+MOST_CONFIG_BYTES = 1_000_000
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(prog="axsparse report", description=DESCRIPTION, epilog=EPILOG)
+    arguments.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
+    )
+    arguments.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        help=f"the page, an .html file (default: {REPORT_FILE} in the first RUN)",
+    )
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Write the page, and end the process with its exit code; one of many ranks works."""
+    run_command(lambda: _report(parser().parse_args(argv)))
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    # Imported late, so that --help does not load torch.
+    from axsparse.observe.run_report import MOST_RUNS, report_page
+
+    runs: list[Path] = arguments.runs
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError("report: a RUN is given twice; name each once")
+    if len(runs) > MOST_RUNS:
+        raise ConfigError(
+            f"report: {len(runs)} runs are too many for one page; name {MOST_RUNS} at most"
+        )
+    out: Path = runs[0] / REPORT_FILE if arguments.out is None else arguments.out
+    if out.suffix != ".html":
+        raise ConfigError(f"--out: {str(out)!r} does not end in .html; add that")
+    page = report_page([view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)])
+    _write(out, page)
+    say(f"{out}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """A short name for each run; runs whose folders have equal names get their whole paths."""
+    short = [run.resolve().name or str(run) for run in runs]
+    times = Counter(short)
+    return [
+        name if times[name] == 1 else str(run.resolve())
+        for run, name in zip(runs, short, strict=True)
+    ]
+
+
+def view_run(run: Path, name: str) -> RunView:
+    """All that the page tells of a run.
+
+    Raises MissingInputError if it is no run or has no record yet, DataError if a record is
+    damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
+    """
+    from axsparse.observe.run_records import read_records
+    from axsparse.observe.run_view import RunView
+    from axsparse.observe.trace_recorder import TRACES
+    from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
+
+    if not (run / METRICS_FILE).is_file():
+        raise MissingInputError(
+            f"report: {run} has no {METRICS_FILE}; name the directory of a run, such as runs/my_run"
+        )
+    records = read_records(run / METRICS_FILE)
+    notes = []
+    if records.is_cut:
+        notes.append("the last line of metrics.jsonl is cut off, and is left out")
+    text = _config_text(run / CONFIG_FILE)
+    if not text:
+        notes.append(f"{CONFIG_FILE} is not there, or cannot be read")
+    trace, spans = _trace(run / TRACES, notes)
+    checkpoints, layers, layers_from = _saved(run, notes)
+    settings = _settings(text)
+    if not layers and settings.get("pruning.ticket", "null") != "null":
+        layers, layers_from = _of_ticket(Path(settings["pruning.ticket"]), notes)
+    return RunView(
+        name=name,
+        records=records,
+        config_text=text,
+        settings=settings,
+        versions=_versions(text),
+        trace=trace,
+        spans=spans,
+        layers=layers,
+        layers_from=layers_from,
+        checkpoints=checkpoints,
+        notes=notes,
+    )
+
+
+def _trace(folder: Path, notes: list[str]) -> tuple[str, list[Span]]:
+    """The newest trace that can be read, by its name below the run; no spans if there is none."""
+    traces = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(traces):
+        if spans := _spans(path, notes):
+            return f"{folder.name}/{path.name}", spans
+    return "", []
+
+
+def _spans(path: Path, notes: list[str]) -> list[Span]:
+    """The spans of a trace; none, and a note, if it cannot be read."""
+    from axsparse.observe.trace_file import read
+
+    try:
+        return read(path)
+    except AxsparseError as error:
+        notes.append(str(error))
+        return []
+
+
+# -- config.yaml --------------------------------------------------------------------------
+
+
+def _config_text(path: Path) -> str:
+    """The text of a run's configuration; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _versions(text: str) -> dict[str, str]:
+    """The versions in the comments at the beginning of config.yaml."""
+    versions = {}
+    for line in text.splitlines():
+        mark, _, said = line.partition(" ")
+        if mark != "#":
+            break
+        package, _, version = said.partition(" ")
+        versions[package] = version
+    return versions
+
+
+def _settings(text: str) -> dict[str, str]:
+    """The values in config.yaml by dotted key, as they stand there.
+
+    Another version of axsparse may have written it: so keys are not compared with the schema's.
+    """
+    import yaml
+
+    from axsparse.training.checkpoint.compatibility import flat
+
+    try:
+        # Every scalar stays the text that it is.
+        found = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
+        settings = flat(found) if isinstance(found, Mapping) else {}
+        return {str(key): _shown(value) for key, value in settings.items()}
+    except (yaml.YAMLError, RecursionError):
+        return {}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value)
+
+
+# -- checkpoints --------------------------------------------------------------------------
+
+
+def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], list[LayerShare], str]:
+    """The checkpoints, newest first, and the layers of the newest that can be read.
+
+    Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
+    """
+    import math
+
+    from axsparse.observe.run_view import LayerShare, SavedStep
+    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
+    from axsparse.training.checkpoint.newest import steps_in
+    from axsparse.training.checkpoint.verification import open_checkpoint
+
+    saved: list[SavedStep] = []
+    layers: list[LayerShare] = []
+    layers_from = ""
+    for step in steps_in(run):
+        try:
+            manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
+        except AxsparseError as error:
+            notes.append(str(error))
+            saved.append(SavedStep(step, None))
+            continue
+        saved.append(SavedStep(step, manifest.nbytes))
+        if not layers:
+            layers_from = f"after step {step}"
+            for name, layer in manifest.layers.items():
+                entries = layer.parameters.values()
+                numel = sum(math.prod(entry.shape) for entry in entries)
+                layers.append(LayerShare(name, sum(entry.kept for entry in entries), numel))
+    return saved, layers, layers_from
+
+
+def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
+    """The pruned tensors of a ticket; none, and a note, if it cannot be read."""
+    from axsparse.observe.run_view import LayerShare
+    from axsparse.pruning.ticket.ticket_reader import open_ticket
+
+    try:
+        manifest = open_ticket(path).manifest
+    except AxsparseError as error:
+        notes.append(str(error))
+        return [], ""
+    shares = [LayerShare(name, entry.kept, entry.numel) for name, entry in manifest.tensors.items()]
+    return shares, f"ticket {path.name}"
+
+
+# -- the file -----------------------------------------------------------------------------
+
+
+def _write(path: Path, page: str) -> None:
+    """Write the page, which appears whole; OutputError if it cannot, or another file is there."""
+    from axsparse.data.prepare.whole_files import new_file
+
+    with writing(f"{path}:", "choose another place with --out"):
+        if path.exists() and not _is_ours(path):
+            raise OutputError(
+                f"{path}: is there already and is no page of this command; choose another place "
+                "with --out"
+            )
+    with new_file(path) as file:
+        file.write(page.encode())
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an earlier report is there."""
+    from axsparse.observe.run_report import GENERATOR
+
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(500)

@@ -1,0 +1,118 @@
+"""Reads metrics.jsonl, also of a run that is going on, or that was killed in the middle of a line.
+
+`docs/reference/metrics.md` says what the fields mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from axsparse.runtime.errors import DataError, MissingInputError, reading
+
+Value = float | str | None
+Record = Mapping[str, Value]
+"""One line; truth values are 0 and 1, and numbers that are not finite are None."""
+TEXTS = ("skip_reason", "masks")
+"""The fields that are texts."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of a run by their kind, each kind in order of steps."""
+
+    steps: Sequence[Record]
+    evaluations: Sequence[Record]
+    masks: Sequence[Record]
+    plans: Sequence[Record]
+    backs: Sequence[Record]
+    is_cut: bool
+    """Whether the last line was only half there, and is left out."""
+
+
+def number(record: Record, name: str) -> float | None:
+    """A number of a record; None if it has none of this name."""
+    value = record.get(name)
+    return None if isinstance(value, str) else value
+
+
+def step_of(record: Record) -> float:
+    """The steps that were done when a record was written, or with the step that it is of."""
+    return number(record, "step") or 0.0
+
+
+def read_records(path: Path) -> RunRecords:
+    """The records of a metrics.jsonl.
+
+    Raises MissingInputError if it cannot be read or has no record yet, DataError if a line
+    other than the last is no record.
+    """
+    with reading(f"{path}:", "name the directory of a run"):
+        lines = path.read_bytes().split(b"\n")
+    kinds: dict[str, list[Record]] = {kind: [] for kind in _KEYS}
+    is_cut = False
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _record(line)
+        except ValueError as wrong:
+            if at == len(lines):  # No line break follows it: it was not written to its end.
+                is_cut = True
+                break
+            raise DataError(
+                f"{path}:{at}: is no record of a run ({wrong}); restore the file, or remove the "
+                "line"
+            ) from None
+        for kind, key in _KEYS.items():
+            if key in record:
+                kinds[kind].append(record)
+                break
+    if not any(kinds.values()):
+        raise MissingInputError(
+            f"{path}: has no record yet; wait for the first step, or name another run"
+        )
+    return RunRecords(**{kind: _in_order(found) for kind, found in kinds.items()}, is_cut=is_cut)
+
+
+_KEYS = {
+    "steps": "loss",
+    "evaluations": "eval_loss",
+    "masks": "masks",
+    "plans": "predicted_peak_memory_bytes",
+    "backs": "spike_step",
+}
+"""A key that only this kind of record has."""
+
+
+def _in_order(records: Sequence[Record]) -> list[Record]:
+    return sorted(records, key=step_of)
+
+
+def _record(line: bytes) -> Record:
+    """The record of a line; ValueError if it is none."""
+    try:
+        found = json.loads(line, parse_constant=lambda _: None)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    record = {name: _value(name, value) for name, value in found.items()}
+    if not isinstance(record.get("step"), float):
+        raise ValueError("without a step")
+    return record
+
+
+def _value(name: str, value: object) -> Value:
+    if value is None or (isinstance(value, str) and name in TEXTS):
+        return value
+    if not isinstance(value, (int, float)) or name in TEXTS:
+        raise ValueError(f"{name[:60]!r} has a value of another type")
+    try:
+        finite = float(value)
+    except OverflowError:
+        return None
+    return finite if math.isfinite(finite) else None

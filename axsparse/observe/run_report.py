@@ -1,0 +1,235 @@
+"""Draws one run, or several over each other, as one HTML page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from html import escape
+
+from axsparse.observe.line_chart import share_bars
+from axsparse.observe.run_charts import (
+    MOST_COLUMNS,
+    MOST_POINTS,
+    memory_charts,
+    metrics_of,
+    most_of,
+    phase_chart,
+    training_charts,
+)
+from axsparse.observe.run_records import number, step_of
+from axsparse.observe.run_view import RunView
+from axsparse.observe.timeline_picture import joined, timeline
+from axsparse.observe.web_page import (
+    SERIES_COLOURS,
+    html_table,
+    legend,
+    page,
+)
+from axsparse.runtime.console import format_bytes, format_count
+
+GENERATOR = "axsparse report"
+MOST_RUNS = len(SERIES_COLOURS)
+"""A page has no more colours."""
+MOST_SPANS = 1_600
+"""Of all timelines of the page."""
+MOST_ROWS = 40
+"""Of a table of what happened in a run."""
+
+
+def report_page(runs: Sequence[RunView]) -> str:
+    """The text of the page. The names of runs differ."""
+    return page(", ".join(run.name for run in runs), _lines(runs), GENERATOR)
+
+
+def _lines(runs: Sequence[RunView]) -> Iterator[str]:
+    several = len(runs) > 1
+    colours = dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
+    yield from _summary(runs)
+    for run in runs:
+        for note in run.notes:
+            yield f'<p class="note">{escape(f"{run.name}: {note}" if several else note)}</p>'
+    if several:
+        yield "<h2>Where they differ</h2>"
+        yield from _differences(runs)
+    yield "<h2>Training</h2>"
+    if several:
+        yield legend(colours)
+    yield '<div class="charts">'
+    yield from training_charts(runs, colours)
+    yield "</div>"
+    longest = max(len(run.records.steps) for run in runs)
+    if longest > most_of(MOST_POINTS, runs):
+        yield (
+            '<p class="note">Of each stretch of steps the lowest and the highest value are '
+            "drawn; metrics.jsonl has all.</p>"
+        )
+    yield "<h2>Time of a step</h2>"
+    yield '<div class="charts">'
+    for run in runs:
+        yield from phase_chart(run, most_of(MOST_COLUMNS, runs), several=several)
+    yield "</div>"
+    yield from _timelines(runs)
+    yield "<h2>Memory of a rank</h2>"
+    yield '<div class="charts">'
+    yield from memory_charts(runs, colours)
+    yield "</div>"
+    for run in runs:
+        yield from run.plan
+    yield from _masks(runs)
+    yield from _sparsity(runs)
+    for run in runs:
+        yield from _rest(run, several=several)
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+def _summary(runs: Sequence[RunView]) -> Iterator[str]:
+    """A row for each run, with columns for what at least one of them has."""
+    rows = [_figures(run) for run in runs]
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    yield from html_table(heads, ([row[head] or "–" for head in heads] for row in rows))
+
+
+def _figures(run: RunView) -> dict[str, str]:
+    """The columns of the summary; a text is empty where the run has no such figure."""
+    records = run.records
+    last = records.steps[-1] if records.steps else {}
+    evaluated = records.evaluations[-1] if records.evaluations else {}
+    seconds = [s for r in records.steps if (s := number(r, "step_seconds")) is not None]
+    rates = [s for r in records.steps if (s := number(r, "tokens_per_second")) is not None]
+    done = f"{step_of(last):,.0f}"
+    wanted = run.settings.get("train.steps", "")
+    if wanted.isdecimal():
+        done += f" of {int(wanted):,}"
+    return {
+        "run": run.name,
+        "steps": done,
+        "loss": _shown(number(last, "loss"), "{:.4f}".format),
+        "validation loss": _shown(number(evaluated, "eval_loss"), "{:.4f}".format),
+        "perplexity": _shown(number(evaluated, "perplexity"), "{:.3f}".format),
+        **{name: f"{100 * value:.2f} %" for name, value in metrics_of(evaluated).items()},
+        "median step": f"{statistics.median(seconds):.3g} s" if seconds else "",
+        "tokens/s": format_count(statistics.median(rates)) if rates else "",
+        "model state of a rank": _shown(number(last, "model_state_bytes"), format_bytes),
+        "peak of a rank": _shown(number(last, "peak_memory_bytes"), format_bytes),
+        "skipped": _shown(number(last, "skipped_steps") or None, "{:,.0f}".format),
+        "went back": str(len(records.backs) or ""),
+    }
+
+
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
+    return "" if value is None else form(value)
+
+
+def _differences(runs: Sequence[RunView]) -> Iterator[str]:
+    """The settings and versions in which not all runs are alike."""
+    told = [
+        {**run.settings, **{f"version of {k}": v for k, v in run.versions.items()}} for run in runs
+    ]
+    keys = dict.fromkeys(key for one in told for key in one if key != "run_dir")
+    rows = [
+        [key, *(one.get(key, "–") for one in told)]
+        for key in keys
+        if len({one.get(key) for one in told}) > 1
+    ]
+    if rows:
+        yield from html_table(["setting", *(run.name for run in runs)], rows)
+    else:
+        yield "<p>In no setting and no version.</p>"
+
+
+# -- time ---------------------------------------------------------------------------------
+
+
+def _timelines(runs: Sequence[RunView]) -> Iterator[str]:
+    """The last traced step of each run, of its first replica."""
+    traced = [run for run in runs if run.spans]
+    for run in traced:
+        step = max(span.step for span in run.spans)
+        whole = [span for span in run.spans if span.step == step]
+        begin, replica = min(s.begin for s in whole), min(s.replica for s in whole)
+        own = [
+            replace(span, begin=span.begin - begin, end=span.end - begin)
+            for span in whole
+            if span.replica == replica
+        ]
+        length = max(span.end for span in own)
+        if length <= 0:
+            continue
+        drawn = joined(own, MOST_SPANS // len(traced))
+        yield f"<h3>Step {step} of {escape(run.name)}, replica {replica}</h3>"
+        yield from timeline(drawn, length)
+        note = f"{run.trace} has every moment; ui.perfetto.dev opens it."
+        if len(drawn) < len(own):
+            note = f"{len(own):,} moments are drawn as {len(drawn):,}. {note}"
+        yield f'<p class="note">{escape(note)}</p>'
+
+
+# -- masks --------------------------------------------------------------------------------
+
+
+def _masks(runs: Sequence[RunView]) -> Iterator[str]:
+    """Changes of the masks, with the model state before and after each."""
+    rows = []
+    for run in runs:
+        changes = run.records.masks
+        for record in changes[:: -(-len(changes) // MOST_ROWS) or 1]:
+            before, after = (number(record, f"model_state_bytes{when}") for when in ("_before", ""))
+            sparsity = number(record, "sparsity")
+            rows.append(
+                [
+                    run.name,
+                    f"{step_of(record):g}",
+                    str(record.get("masks") or ""),
+                    "–" if sparsity is None else f"{100 * sparsity:.2f} %",
+                    _shown(before, format_bytes) or "–",
+                    _shown(after, format_bytes) or "–",
+                ]
+            )
+    if rows:
+        yield "<h2>Masks</h2>"
+        heads = ["run", "after step", "what happened", "sparsity", "state before", "state after"]
+        yield from html_table(heads, rows)
+
+
+def _sparsity(runs: Sequence[RunView]) -> Iterator[str]:
+    known = [run for run in runs if any(layer.numel for layer in run.layers)]
+    if not known:
+        return
+    yield '<h2>Sparsity by layer</h2><div class="charts">'
+    for colour, run in zip(SERIES_COLOURS, known, strict=False):
+        rows = []
+        for layer in run.layers:
+            removed = 1 - layer.kept / layer.numel if layer.numel else 0.0
+            told = f"{layer.name}: {layer.kept:,} of {layer.numel:,} parameters are kept"
+            rows.append((layer.name, removed, told))
+        title = f"{run.name}: removed share of each layer, {run.layers_from}"
+        yield from share_bars(rows, title, colour)
+    yield "</div>"
+
+
+# -- the rest -----------------------------------------------------------------------------
+
+
+def _rest(run: RunView, *, several: bool) -> Iterator[str]:
+    """Checkpoints, versions and configuration of a run."""
+    of_run = f" of {escape(run.name)}" if several else ""
+    if run.checkpoints:
+        yield f"<h2>Checkpoints{of_run}</h2>"
+        rows = [
+            [
+                f"step {saved.step:,}",
+                "unreadable" if saved.nbytes is None else format_bytes(saved.nbytes),
+            ]
+            for saved in run.checkpoints[:MOST_ROWS]
+        ]
+        yield from html_table(["checkpoint", "size"], rows)
+    if run.versions:
+        yield f"<h2>Versions{of_run}</h2>"
+        yield from html_table(["package", "version"], run.versions.items())
+    if run.config_text:
+        yield f"<h2>Configuration{of_run}</h2>"
+        text = escape(run.config_text)
+        yield f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"

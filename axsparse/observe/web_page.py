@@ -1,0 +1,132 @@
+"""What all HTML pages share: their frame, tables, legends and texts of pictures.
+
+A page is one file that loads nothing from elsewhere; pictures are inline SVG. It is readable in
+light and in dark, and 400 pixels wide. Series that lie side by side differ in lightness, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+
+LETTER = 6.5
+"""Width of a letter of a picture in pixels; rather too large than too small, since fonts differ."""
+PHASE_COLOURS: Mapping[str, str] = {
+    "data": "#1f6f8b",
+    "compute": "#5aa9e6",
+    "compress": "#9c4f12",
+    "optimizer": "#f2b134",
+    "p2p": "#7b3fa0",
+    "bubble": "#c9ccd1",
+    "collective": "#2e7d4f",
+    "other": "#d98cb3",
+}
+"""The colours of the phases of `observe.phases`, in its order."""
+SERIES_COLOURS = (
+    *("#3178c6", "#e8a050", "#8a4fb0", "#4fbf90", "#b8433f", "#d0b040"),
+    *("#2f7f5f", "#d98cb3", "#7a5230", "#8fb8e8", "#6b6b6b", "#c0d060"),
+)
+"""The colours of curves: each stands for one run."""
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ddd; --soft: #666; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e4e4; --paper: #16181d; --rule: #3a3d44; --soft: #a2a6ad; }
+}
+body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1em; max-width: 1240px;
+  color: var(--ink); background: var(--paper); }
+svg { font: 11px system-ui, sans-serif; display: block; margin: .3em 0 1.2em; max-width: 100%;
+  height: auto; }
+.wide { overflow-x: auto; }
+.wide svg { max-width: none; }
+.charts { display: grid; gap: 0 1.5em;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); }
+.charts > figure { margin: 0; min-width: 0; }
+figcaption { font-weight: 600; }
+table { border-collapse: collapse; margin: .5em 0 1.5em; font-variant-numeric: tabular-nums; }
+td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid var(--rule); }
+td:first-child, th:first-child { text-align: left; }
+h1, h2, h3, li, p, td { overflow-wrap: anywhere; }
+.wide td { overflow-wrap: normal; }
+.note { color: var(--soft); }
+.key { white-space: nowrap; margin-right: 1em; }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
+.point { opacity: 0; }
+.point:hover { opacity: 1; }
+pre { overflow-x: auto; }
+"""
+
+
+def page(title: str, lines: Iterable[str], generator: str) -> str:
+    """The text of a page; `lines` are HTML, and `generator` names the command that writes it."""
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta name="generator" content="{escape(generator)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            *lines,
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table that scrolls sideways where the page is narrow; all texts are escaped here."""
+    yield '<div class="wide"><table><tr>'
+    yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+    yield "</table></div>"
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """The names of series beside their colours, in the order of the mapping."""
+    keys = (
+        f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
+        for name, colour in colours.items()
+    )
+    return f"<div>{''.join(keys)}</div>"
+
+
+def svg(width: float, height: float) -> str:
+    """The opening of a picture, whose texts have the colour of the page's."""
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        'role="img" fill="currentColor">'
+    )
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "") -> str:
+    """A text of a picture; `x` is its start, its middle or its end, as `anchor` says."""
+    anchored = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    filled = f' fill="{fill}"' if fill else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchored}{filled}>{escape(words)}</text>'
+
+
+class Labels:
+    """Places labels so that none overlaps another; a label without room is left out.
+
+    The tooltips of the points have all values.
+    """
+
+    def __init__(self) -> None:
+        self._boxes: list[tuple[float, float, float, float]] = []
+
+    def first_free(
+        self, words: str, *places: tuple[float, float], fill: str = "", anchor: str = "start"
+    ) -> Iterator[str]:
+        """Draw the text at the first of these places that is free, if one is."""
+        width = LETTER * len(words)
+        before = {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        for x, y in places:
+            left, top, right, bottom = box = (x - before, y - 10, x - before + width, y + 3)
+            if all(
+                right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in self._boxes
+            ):
+                self._boxes.append(box)
+                yield text(x, y, words, anchor=anchor, fill=fill)
+                return

@@ -1,0 +1,87 @@
+"""Evaluates the model of a checkpoint in one process, as its run did on all ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from axsparse.config.validate import check_data
+from axsparse.data.batches import Batches
+from axsparse.data.dataset import Datasets
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.stage import Stage
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.precision import DTYPES
+from axsparse.training.checkpoint.compatibility import refuse_other_data
+from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.evaluation import Evaluation, evaluate
+from axsparse.training.saved_model import SavedModel
+
+
+def evaluate_saved(
+    saved: SavedModel, datasets: Datasets, number: int | Literal["all"]
+) -> Evaluation:
+    """Evaluate on the first `number` global batches of the validation data, or on all.
+
+    The model must have its trained weights. Microbatches, precision and the number of threads
+    are those of the run, so that on the same kind of machine the result is the same.
+
+    Raises ConfigError if there are no validation data, DataError if the data are not the run's.
+    """
+    config, model = saved.loaded.config, saved.model
+    training, validation = datasets.training, datasets.validation
+    data = DataEntry(
+        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
+    )
+    refuse_other_data(saved.checkpoint, data)
+    if validation is None:
+        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
+    check_data(
+        saved.loaded,
+        source=training.name,
+        words=model.vocab_size,
+        vocab_size=training.vocab_size or 0,
+        num_samples=len(training),
+    )
+    torch.set_num_threads(config.train.threads)
+    transport = LocalTransport(LocalWorld[object](1), 0)
+    place = Grid(1, 1).place(0)
+    stage = Stage(
+        [
+            LayerRunner(layer.name, module, is_random=layer.random, is_recomputed=False)
+            for layer, module in zip(model.layers, saved.modules, strict=True)
+        ],
+        loss=model.loss,
+        metrics=model.metrics,
+        input_dtype=DTYPES[config.precision],
+        seed=config.seed,
+    )
+    engine = Engine(
+        Rank(place, transport.backoff, Phases()),
+        stage,
+        transport.link(place),
+        schedule=Schedule("message-driven", 0, "alternate"),
+        while_idle=lambda: None,
+    )
+    batches = Batches(
+        validation,
+        num_samples=len(validation),
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        replica=0,
+        g_data=1,
+        seed=config.seed,
+    )
+    try:
+        return evaluate(
+            engine, batches, number, tuple(model.metrics), transport=transport, place=place
+        )
+    finally:
+        batches.close()

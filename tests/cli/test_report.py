@@ -1,0 +1,128 @@
+"""`axsparse report`: what it reads of a run directory, what it refuses, where it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.pages import figure_of, rows_of, step_line, words_of
+
+from axsparse.cli.report import main
+from axsparse.observe.trace_file import Span, write
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT
+
+CONFIG = "# axsparse 0.1.0\n# torch 2\nlayout:\n  split: [4, 4]\nseed: {seed}\nrun_dir: x\n"
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main([str(arg) for arg in args])
+    screen = capsys.readouterr()
+    return int(end.value.code or 0), screen.out, screen.err
+
+
+def make_run(path: Path, steps: int = 3, seed: str = "1") -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(step_line(n) for n in range(1, steps + 1)))
+    (path / "config.yaml").write_text(CONFIG.format(seed=seed))
+    return path
+
+
+def test_a_run_gets_a_page_which_a_later_one_replaces(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    code, screen, _ = told(capsys, run)
+    assert code == 0 and screen.startswith(f"{run}/report.html: ")
+
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(step_line(4) + step_line(5)[:50])  # killed in the middle of a line
+    assert told(capsys, run)[0] == 0
+
+    page = (run / "report.html").read_text()
+    assert len(list(figure_of(page, "loss").iter("circle"))) == 4
+    assert "the last line of metrics.jsonl is cut off" in page
+    assert rows_of(page, "version") == [["axsparse", "0.1.0"], ["torch", "2"]]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+    ]
+
+
+def test_runs_are_compared_under_names_that_differ(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / name / "run", seed=name) for name in ("1", "2")]
+
+    code, _, _ = told(capsys, *runs, "--out", tmp_path / "both.html")
+
+    page = (tmp_path / "both.html").read_text()
+    assert code == 0
+    assert rows_of(page, "setting") == [["seed", "1", "2"]]
+    assert [row[0] for row in rows_of(page, "median step")] == [str(run) for run in runs]
+    assert not (runs[0] / "report.html").exists()
+
+
+def test_what_cannot_be_read_becomes_a_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    write(run / "trace" / "steps-2-2.json", [Span(2, 0, 0, "compute", "F0", 0.0, 1.0)], "run")
+    (run / "trace" / "steps-3-3.json").write_text('{"traceEvents": [')  # is being written
+    (run / "checkpoints" / "step-3").mkdir(parents=True)
+    (run / "config.yaml").write_text("pruning: {ticket: gone.safetensors}\nseed: [1, {a: b}]\n")
+
+    assert told(capsys, run)[0] == 0
+
+    page = (run / "report.html").read_text()
+    words = words_of(page)
+    assert "steps-3-3.json: no trace of axsparse" in words
+    assert "Step 2 of run, replica 0" in words
+    assert "step-3: manifest.json cannot be read" in words
+    assert "gone.safetensors" in words
+    assert rows_of(page, "checkpoint") == [["step 3", "unreadable"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a: [", "- 1", "\t", "a: &x [*x]", "? [a]\n: 1", "!!python/object:os.system x"]
+)
+def test_any_configuration_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text(text)
+
+    assert told(capsys, run)[0] == 0
+
+
+def refusals(tmp_path: Path) -> list[tuple[list[object], int, str]]:
+    run, empty, odd = (make_run(tmp_path / name) for name in ("run", "empty", "odd"))
+    (empty / "metrics.jsonl").write_text("")
+    (odd / "metrics.jsonl").write_text(f"{json.dumps([1])}\n{step_line(1)}")
+    foreign = tmp_path / "foreign.html"
+    foreign.write_text("<html>mine</html>")
+    return [
+        ([tmp_path / "none"], EXIT_MISSING, "none has no metrics.jsonl; name the directory of a"),
+        ([empty], EXIT_MISSING, "has no record yet; wait for the first step"),
+        ([run, odd], EXIT_DATA, "metrics.jsonl:1: is no record of a run (no object)"),
+        ([run, tmp_path / "x" / ".." / "run"], EXIT_CONFIG, "a RUN is given twice"),
+        ([run, "--out", run / "config.yaml"], EXIT_CONFIG, "does not end in .html"),
+        ([run, "--out", foreign], EXIT_OUTPUT, "is there already and is no page of this command"),
+        ([run, "--out", tmp_path / "no" / "a.html"], EXIT_OUTPUT, "cannot be written (No such"),
+        ([], EXIT_CONFIG, "the following arguments are required: RUN"),
+        ([*(f"run{n}" for n in range(30))], EXIT_CONFIG, "30 runs are too many for one page"),
+    ]
+
+
+def test_mistakes_are_one_line_and_change_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cases = refusals(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for args, code, text in cases:
+        found, screen, errors = told(capsys, *args)
+        assert (found, screen) == (code, ""), args
+        assert len(errors.splitlines()) == 1 and text in errors
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

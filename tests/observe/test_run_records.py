@@ -1,0 +1,91 @@
+"""Reading metrics.jsonl as runs, killed runs and accidents leave it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.pages import step_line
+
+from axsparse.observe.run_records import number, read_records
+from axsparse.runtime.errors import DataError, MissingInputError
+
+EVALUATION = '{"step": 2, "eval_loss": 2.0, "perplexity": 7.39, "top1": 0.5}\n'
+
+
+def records_of(tmp_path: Path, text: str | bytes) -> object:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_records(path)
+
+
+def test_every_kind_of_record_is_told_by_its_key(tmp_path: Path) -> None:
+    mask = '{"step": 0, "masks": "drawn", "sparsity": 0.9, "model_state_bytes": 1}\n'
+    plan = '{"step": 5, "predicted_peak_memory_bytes": 9.0, "measured_peak_memory_bytes": 8}\n'
+    back = '{"step": 1, "spike_step": 3, "spike_loss": null, "usual_loss": 1.0, "jumped": 2}\n'
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(mask + step_line(1) + EVALUATION + plan + back + '{"step": 1, "new": 3}\n')
+
+    found = read_records(path)
+
+    kinds = (found.steps, found.evaluations, found.masks, found.plans, found.backs)
+    assert [len(kind) for kind in kinds] == [1, 1, 1, 1, 1]
+    assert not found.is_cut
+    assert number(found.evaluations[0], "top1") == 0.5
+    assert number(found.backs[0], "spike_loss") is None
+
+
+@pytest.mark.parametrize("cut", [1, 20, 150])
+def test_a_half_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(step_line(1) + step_line(2)[:cut])
+
+    found = read_records(path)
+
+    assert found.is_cut and len(found.steps) == 1
+
+
+def test_what_is_not_finite_is_no_number(tmp_path: Path) -> None:
+    line = step_line(1).replace('"loss": 5.0', '"loss": 1e999').replace("2.0", "NaN")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line.replace("4000000", "9" * 400))
+
+    [step] = read_records(path).steps
+
+    assert number(step, "loss") is number(step, "model_state_bytes") is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "[1]",
+        '{"loss": 1}',
+        '{"step": "1", "loss": 1}',
+        '{"step": 1, "loss": "low"}',
+        '{"step": 1, "masks": 5}',
+        '{"step": null, "loss": 1}',
+        '{"step": 1, "loss": {"a": 1}}',
+        "[" * 100_000,
+        '{"step": 1, "loss": ' + "9" * 5000 + "}",
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str | bytes) -> None:
+    raw = line if isinstance(line, bytes) else line.encode()
+
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: is no record of a run") as error:
+        records_of(tmp_path, step_line(1).encode() + raw + b"\n" + step_line(2).encode())
+
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"step": 1, "lo'])
+def test_without_a_record_it_says_to_wait(tmp_path: Path, text: str) -> None:
+    with pytest.raises(MissingInputError, match="has no record yet; wait for the first step"):
+        records_of(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match=r"metrics\.jsonl: cannot be read"):
+        read_records(tmp_path / "metrics.jsonl")

@@ -1,0 +1,97 @@
+"""Parses pages strictly, and makes up the records of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+from axsparse.observe.phases import PHASES
+
+VOID = {"meta", "br"}
+
+
+class _Balance(HTMLParser):
+    """Asserts that every element that opens closes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for _, value in attrs:
+            self.texts.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+
+def words_of(page: str) -> str:
+    """All texts and values of attributes of a page, which must be balanced."""
+    parser = _Balance()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return "\n".join(parser.texts)
+
+
+def body_of(page: str) -> ElementTree.Element:
+    """The body, parsed strictly."""
+    body = re.search(r"<body>.*</body>", page, re.DOTALL)
+    assert body is not None
+    return ElementTree.fromstring(body.group())  # noqa: S314 - our own text
+
+
+def figure_of(page: str, title: str) -> ElementTree.Element:
+    """The one figure whose title begins like this."""
+    [found] = [
+        figure
+        for figure in body_of(page).iter("figure")
+        if (figure.findtext("figcaption") or "").startswith(title)
+    ]
+    return found
+
+
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """The rows of the one table that has a column of this head, without the heads."""
+    [found] = [
+        table
+        for table in body_of(page).iter("table")
+        if head in [cell.text for cell in table.iter("th")]
+    ]
+    return [[cell.text or "" for cell in row.iter("td")] for row in found.iter("tr")][1:]
+
+
+def step_line(step: int, **changed: Any) -> str:
+    """A line of metrics.jsonl about a step."""
+    record: dict[str, Any] = {
+        "step": step,
+        "time": 1.7e9 + step,
+        "loss": 5.0 / step,
+        "learning_rate": 1e-3,
+        "grad_norm": 2.0 + step % 3,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "skip_reason": None,
+        "skipped_steps": 0,
+        "tokens": 100,
+        "step_seconds": 0.8,
+        **{f"{phase}_seconds": 0.1 for phase in PHASES},
+        "tokens_per_second": 125.0,
+        "model_state_bytes": 4_000_000,
+        "peak_memory_bytes": 300_000_000,
+    }
+    return json.dumps(record | changed) + "\n"
