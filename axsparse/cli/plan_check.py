@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def _check(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help and mistakes in arguments load little.
-    from axsparse.planner.published import run_report as report
+    from axsparse.planner.published import check_report as report
     from axsparse.planner.published.run_file import bundled_tables
 
     files = bundled_tables() if arguments.runs is None else [arguments.runs]

@@ -9,9 +9,9 @@ import pytest
 from support.published_runs import run, selene
 
 from axsparse.planner.cluster import load_cluster
+from axsparse.planner.published.check_report import as_json, lines, picture, scoreboard
 from axsparse.planner.published.run_check import Check, check_runs
 from axsparse.planner.published.run_file import RunFile, bundled_tables, load_runs
-from axsparse.planner.published.run_report import as_json, lines, picture, scoreboard
 
 
 def check() -> Check:
