@@ -32,6 +32,7 @@ from axsparse.runtime.process_memory import give_back_at_once
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
+from axsparse.samo.optim.update import whole_step
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
@@ -293,7 +294,10 @@ def _build_state(
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
             return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
-    return StageState(together(transport, construct), options)
+    built = together(transport, construct)
+    # Loads the compiled loops, if any, before the memory beside the state is measured.
+    whole_step([layer.state for layer in built], run.optimizer)
+    return StageState(built, options)
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt
+from support.runs import tiny_config, tiny_gpt, token_data
 from support.threaded_device import ThreadDevice
 
 import axsparse.training.build
+from axsparse.data.dataset import Datasets
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.training.build import build
 from axsparse.training.placement import MemoryRoom, Placement
 
@@ -68,3 +72,25 @@ def test_freed_memory_goes_back_at_once_where_there_is_little(
         build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
 
     assert heard == ["back"] * is_tight
+
+
+def test_compiled_loops_are_loaded_before_the_memory_beside_the_state_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+
+    def prepare(layers: Sequence[LayerState], optimizer: Optimizer) -> None:
+        heard.append(f"{len(layers)} layers, {len(optimizer.moments)} moments")
+
+    def measure(*_: object) -> NoReturn:
+        raise OpenedError(*heard)
+
+    monkeypatch.setitem(vars(axsparse.training.build), "whole_step", prepare)
+    monkeypatch.setitem(vars(axsparse.training.build), "make_recorder", measure)
+    config = tiny_config()
+    job = Job(LocalTransport(LocalWorld(1), 0))
+
+    with pytest.raises(OpenedError) as seen:
+        build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config, quiet=True)
+
+    assert seen.value.args == (f"{len(tiny_gpt(config).layers)} layers, 2 moments",)

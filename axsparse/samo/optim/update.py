@@ -43,7 +43,7 @@ def update(
     All replicas call this together if their state is sharded.
     """
     undecayed = replace(hyper, weight_decay=0.0)
-    step = _Step(optimizer, hyper, undecayed, gradient_factor, _whole_step(layers, optimizer))
+    step = _Step(optimizer, hyper, undecayed, gradient_factor, whole_step(layers, optimizer))
     statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
@@ -130,9 +130,12 @@ class _Step:
             layer.optimizer_state.write_master(tensor, start, block.master)
 
 
-def _whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
+def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
     """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU,
-    where some tensor is worth compiling them; None if there are neither."""
+    where some tensor is worth compiling them; None if there are neither.
+
+    The first call of a process that finds loops loads and tries them, which takes a second or two.
+    """
     if not layers:
         return None
     backend = layers[0].backend
