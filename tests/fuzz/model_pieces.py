@@ -435,12 +435,7 @@ def _table(shape: Shape, number: int, **options: Any) -> nn.Module:
         return x + self.table(rows.select(-1, 0))  # type: ignore[no-any-return]
 
     if number % 3 == 2:
-        return Apply(
-            run,
-            bag=nn.EmbeddingBag(
-                9, size, mode=("sum", "mean")[number % 2], sparse=options.get("sparse", False)
-            ),
-        )
+        return Apply(run, bag=nn.EmbeddingBag(9, size, mode=("sum", "mean")[number % 2], **options))
     return Apply(run, table=nn.Embedding(9, size, padding_idx=(None, 4)[number % 2], **options))
 
 
