@@ -1,0 +1,141 @@
+"""`axsparse generate` and `axsparse evaluate`: a model that knows a text by heart recites it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.preparing import LINE, run
+from support.resuming import ran
+from support.runs import tiny_config
+
+from axsparse.cli import evaluate, generate
+from axsparse.data.prepare.request import Request
+from axsparse.data.token_dataset import token_datasets
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
+
+LENGTH = 25
+"""No multiple of the tokens of a line, so that each sample begins elsewhere in it."""
+
+
+@pytest.fixture(scope="module")
+def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one line, again and again, in the words of a vocabulary that was learnt from it."""
+    home = tmp_path_factory.mktemp("recited")
+    (home / "text.txt").write_text(LINE * 300)
+    (home / "validation.txt").write_text(LINE * 30)
+    run(
+        Request(
+            inputs=(home / "text.txt",),
+            validation=(home / "validation.txt",),
+            out=home / "tokens",
+            train_bpe=290,
+        )
+    )
+    config = tiny_config(
+        model={"sequence_length": LENGTH, "vocab_size": 290},
+        data={"source": "tokens", "path": str(home / "tokens")},
+        train={"steps": 80, "eval_every": 80, "eval_steps": "all"},
+        batch={"global_batch_size": 12, "microbatch_size": 12},
+        pruning={"sparsity": 0.5},
+    )
+    training, validation = token_datasets(home / "tokens", LENGTH, validate=True)
+    ran((1, 1), config, home / "run", data=training, validation=validation)
+    return home / "run"
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], object], *args: object
+) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([str(arg) for arg in args])
+    screen = capsys.readouterr()
+    return int(end.value.code or 0), screen.out, screen.err
+
+
+def test_it_recites_what_it_has_learnt(recited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text becomes longer than what the model sees at a time."""
+    code, screen, _ = told(
+        capsys, generate.main, recited, "--prompt", LINE + "The cat", "--tokens", 60
+    )
+
+    assert code == 0
+    assert screen.startswith(LINE * 3)
+    likeliest = told(
+        capsys, generate.main, recited, "--prompt", LINE + "The cat", "--tokens", 60, "--top-k", 1
+    )
+    assert likeliest == (0, screen, "")
+
+
+def test_a_seed_draws_the_same_text_again_and_another_seed_another(
+    recited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drawn(*args: object) -> str:
+        code, screen, _ = told(capsys, generate.main, recited, "--prompt", "The", *args)
+        assert code == 0 and screen.startswith("The")
+        return screen
+
+    hot = ("--temperature", 5, "--tokens", 20)
+    assert drawn(*hot, "--seed", 1) == drawn(*hot, "--seed", 1)
+    assert drawn(*hot, "--seed", 1) != drawn(*hot, "--seed", 2)
+    assert drawn("--temperature", 1e-9, "--tokens", 20) == drawn("--tokens", 20)
+
+
+def test_it_evaluates_to_what_the_run_reported(
+    recited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (recited / "metrics.jsonl").read_text().splitlines()
+    [said] = [record for line in lines if "eval_loss" in (record := json.loads(line))]
+
+    code, screen, _ = told(capsys, evaluate.main, recited)
+
+    assert code == 0
+    assert f"step 80: validation loss {said['eval_loss']:.6g}  perplexity " in screen
+    assert f"{said['perplexity']:.6g}  (" in screen
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "text"),
+    [
+        (generate, ["--tokens", "0"], "--tokens: 0 is not in 1 …"),
+        (generate, ["--top-k", "0"], "--top-k: 0 leaves no token to draw"),
+        (generate, ["--temperature", "0"], "--temperature: 0.0 is not above 0"),
+        (generate, ["--temperature", "nan"], "--temperature: nan is not above 0"),
+        (generate, ["--seed", "1"], "--seed: nothing is drawn; add --top-k"),
+        (generate, ["--top-k", "2", "--seed", "-1"], "--seed: -1 is not in 0"),
+        (generate, ["--prompt", "\udcff"], "--prompt: is not UTF-8"),
+        (generate, ["--tokens", "few"], "argument --tokens: invalid int value: 'few'; see --help"),
+        (evaluate, ["--batches", "0"], "--batches: '0' is no number of batches; write 4, or all"),
+        (evaluate, ["--batches", "²"], "is no number of batches"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], command: object, args: list[str], text: str
+) -> None:
+    given = ["nowhere", *(["--prompt", "x"] if command is generate else []), *args]
+    code, screen, errors = told(capsys, command.main, *given)  # type: ignore[attr-defined]
+
+    assert (code, screen) == (EXIT_CONFIG, "")
+    assert len(errors.splitlines()) == 1 and text in errors
+
+
+def test_what_is_missing_or_changed_is_named(
+    recited: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, errors = told(capsys, generate.main, tmp_path / "none", "--prompt", "x")
+    assert code == EXIT_MISSING and "none: holds no checkpoint; name a run that" in errors
+
+    tokenizer = recited.parent / "tokens" / "tokenizer.json"
+    text = tokenizer.read_text()
+    try:
+        tokenizer.write_text(text + "\n")
+        code, _, errors = told(capsys, generate.main, recited, "--prompt", "x")
+        assert code == EXIT_DATA and "tokenizer.json is not the tokenizer that made" in errors
+        tokenizer.unlink()
+        code, _, errors = told(capsys, generate.main, recited, "--prompt", "x")
+        assert code == EXIT_MISSING and "tokenizer.json cannot be read" in errors
+    finally:
+        tokenizer.write_text(text)

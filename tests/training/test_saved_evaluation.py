@@ -1,0 +1,118 @@
+"""The model of a checkpoint evaluates to what its run reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.resuming import ran
+from support.runs import VOCABULARY, mlp, tiny_config, tiny_gpt, token_data, vector_data
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
+from axsparse.data.digits import digits_datasets
+from axsparse.models.layer import Model
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.training.evaluation import Evaluation
+from axsparse.training.saved_evaluation import evaluate_saved
+from axsparse.training.saved_model import open_saved_model
+from axsparse.training.trainer import Trainer
+
+TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
+
+
+def named(config: Config) -> Model:
+    return named_model(LoadedConfig(config, "tiny", {}))
+
+
+def reported(
+    layout: tuple[int, int], config: Config, path: Path, datasets: Datasets
+) -> Evaluation | None:
+    """What a run says of its last evaluation."""
+    looked: list[Trainer] = []
+    ran(
+        layout,
+        config,
+        path,
+        model=named,
+        data=datasets.training,  # type: ignore[arg-type]
+        validation=datasets.validation,  # type: ignore[arg-type]
+        look=looked.append,
+    )
+    return looked[0].last_evaluation
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed"),
+    [
+        ((2, 2), {"precision": "fp32"}),
+        ((1, 1), {"precision": "bf16", "model": {"tie_embeddings": False}}),
+        (
+            (2, 1),
+            {
+                "precision": "bf16",
+                "model": {
+                    "name": "llama",
+                    "num_layers": 2,
+                    "hidden_size": 32,
+                    "num_heads": 4,
+                    "num_key_value_heads": 2,
+                    "sequence_length": 12,
+                    "vocab_size": VOCABULARY,
+                },
+            },
+        ),
+    ],
+    ids=["gpt fp32 2x2", "gpt bf16 untied", "llama bf16"],
+)
+def test_texts_have_the_loss_that_the_run_reported(
+    layout: tuple[int, int], changed: dict[str, object], tmp_path: Path
+) -> None:
+    config = tiny_config(train=TRAIN, **changed)
+    datasets = Datasets(token_data(), token_data(samples=31))
+    said = reported(layout, config, tmp_path / "run", datasets)
+
+    saved = open_saved_model(tmp_path / "run", None, trained=True)
+    found = evaluate_saved(saved, datasets, "all")
+
+    assert found == said
+    assert found.samples == found.available == 31
+    assert evaluate_saved(saved, datasets, 1).samples == 12
+
+
+def test_images_have_the_loss_and_the_accuracy_that_the_run_reported(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"name": "cnn", "channels": 1},
+            "data": {"source": "digits"},
+            "batch": {"global_batch_size": 32, "microbatch_size": 8},
+            "precision": "fp32",
+            "optimizer": {"learning_rate": 1e-2},
+            "train": {**TRAIN, "peak_flops": 1e9},
+        }
+    )
+    datasets = Datasets(*digits_datasets())
+    said = reported((2, 1), config, tmp_path / "run", datasets)
+
+    found = evaluate_saved(open_saved_model(tmp_path / "run", None, trained=True), datasets, "all")
+
+    assert found == said
+    assert found.metrics["top1"] > 0.05
+
+
+def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
+    config, run = tiny_config(train={"steps": 1}), tmp_path / "run"
+    ran((1, 1), config, run, model=tiny_gpt)
+    saved = open_saved_model(run, 1, trained=True)
+    with pytest.raises(DataError, match="data: random has samples 39, checkpoint"):
+        evaluate_saved(saved, Datasets(token_data(39), token_data()), "all")
+    with pytest.raises(ConfigError, match="evaluate: random has no validation data"):
+        evaluate_saved(saved, Datasets(token_data()), "all")
+    with pytest.raises(MissingInputError, match="has no checkpoint of step 7"):
+        open_saved_model(run, 7, trained=True)
+
+    ran((1, 1), config, tmp_path / "own", model=lambda _: mlp(), data=vector_data())
+    with pytest.raises(ConfigError, match="is of a model of your own, not of the gpt of its conf"):
+        open_saved_model(tmp_path / "own", None, trained=True)
