@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ from axsparse.runtime.errors import (
 )
 
 if TYPE_CHECKING:
+    from axsparse.observe.run_records import RunRecords
     from axsparse.observe.run_view import LayerShare, RunView, SavedStep
     from axsparse.observe.trace_file import Span
+    from axsparse.training.checkpoint.manifest import CheckpointManifest
 
 DESCRIPTION = """\
 Write a page with the curves of a run, its phases, memory, sparsity and settings. Several runs are
@@ -111,7 +114,8 @@ def view_run(run: Path, name: str) -> RunView:
     if not text:
         notes.append(f"{CONFIG_FILE} is not there, or cannot be read")
     trace, spans = _trace(run / TRACES, notes)
-    checkpoints, layers, layers_from = _saved(run, notes)
+    checkpoints, newest = _saved(run, notes)
+    layers, layers_from, plan = _of_checkpoint(newest, records, notes)
     settings = _settings(text)
     if not layers and settings.get("pruning.ticket", "null") != "null":
         layers, layers_from = _of_ticket(Path(settings["pruning.ticket"]), notes)
@@ -126,6 +130,7 @@ def view_run(run: Path, name: str) -> RunView:
         layers=layers,
         layers_from=layers_from,
         checkpoints=checkpoints,
+        plan=plan,
         notes=notes,
     )
 
@@ -201,36 +206,83 @@ def _shown(value: object) -> str:
 # -- checkpoints --------------------------------------------------------------------------
 
 
-def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], list[LayerShare], str]:
-    """The checkpoints, newest first, and the layers of the newest that can be read.
+def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointManifest | None]:
+    """The checkpoints, newest first, and the manifest of the newest that can be read.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
-    import math
-
-    from axsparse.observe.run_view import LayerShare, SavedStep
+    from axsparse.observe.run_view import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.newest import steps_in
-    from axsparse.training.checkpoint.verification import open_checkpoint
 
     saved: list[SavedStep] = []
-    layers: list[LayerShare] = []
-    layers_from = ""
+    newest: CheckpointManifest | None = None
     for step in steps_in(run):
-        try:
-            manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
-        except AxsparseError as error:
-            notes.append(str(error))
-            saved.append(SavedStep(step, None))
-            continue
-        saved.append(SavedStep(step, manifest.nbytes))
-        if not layers:
-            layers_from = f"after step {step}"
-            for name, layer in manifest.layers.items():
-                entries = layer.parameters.values()
-                numel = sum(math.prod(entry.shape) for entry in entries)
-                layers.append(LayerShare(name, sum(entry.kept for entry in entries), numel))
-    return saved, layers, layers_from
+        manifest = _manifest(path_of(run / CHECKPOINTS, step), notes)
+        saved.append(SavedStep(step, None if manifest is None else manifest.nbytes))
+        newest = newest or manifest
+    return saved, newest
+
+
+def _manifest(path: Path, notes: list[str]) -> CheckpointManifest | None:
+    """The manifest of a checkpoint; None, and a note, if it cannot be read."""
+    from axsparse.training.checkpoint.verification import open_checkpoint
+
+    try:
+        return open_checkpoint(path).manifest
+    except AxsparseError as error:
+        notes.append(str(error))
+        return None
+
+
+def _of_checkpoint(
+    manifest: CheckpointManifest | None, records: RunRecords, notes: list[str]
+) -> tuple[list[LayerShare], str, list[str]]:
+    """What is kept of each layer, the name of the checkpoint, and a picture of planned memory."""
+    from axsparse.observe.run_view import LayerShare
+
+    if manifest is None:
+        return [], "", []
+    layers = []
+    for name, layer in manifest.layers.items():
+        entries = layer.parameters.values()
+        numel = sum(math.prod(entry.shape) for entry in entries)
+        layers.append(LayerShare(name, sum(entry.kept for entry in entries), numel))
+    return layers, f"after step {manifest.progress.step}", _planned(manifest, records, notes)
+
+
+def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]) -> list[str]:
+    """A picture of the planned memory by category, beside what it would be dense.
+
+    There is none if the run made no plan, or trained a model of the user's own.
+    """
+    from pydantic import ValidationError
+
+    from axsparse.config.schema import Config
+    from axsparse.observe.run_records import number
+    from axsparse.planner.memory_picture import memory_bars
+    from axsparse.planner.run_memory import run_memory
+
+    predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
+    peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
+    if not predicted or not peaks:
+        return []
+    shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
+    try:
+        config = Config.model_validate(manifest.config)
+        found = run_memory(config, shapes, manifest.pruned, predicted[-1])
+    except ValidationError:
+        notes.append("the plan of its memory is not shown: another version wrote its settings")
+        return []
+    except AxsparseError as error:
+        notes.append(f"the plan of its memory is not shown: {error}")
+        return []
+    if found is None:
+        return []
+    rows = [(f"stage {n}", memory) for n, memory in enumerate(found.now)]
+    if found.now != found.dense:
+        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
+    return [*memory_bars(rows, peaks[-1], "measured peak")]
 
 
 def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:

@@ -75,7 +75,9 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
     yield from memory_charts(runs, colours)
     yield "</div>"
     for run in runs:
-        yield from run.plan
+        if run.plan:
+            yield f"<h3>Planned memory of {escape(run.name)}, a rank of each stage</h3>"
+            yield from run.plan
     yield from _masks(runs)
     yield from _sparsity(runs)
     for run in runs:

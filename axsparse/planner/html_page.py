@@ -7,35 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from html import escape
 
 from axsparse.config.validate import counted
 from axsparse.observe import web_page
 from axsparse.observe.timeline_picture import LEFT, WIDTH, timeline
-from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, legend, svg, text
+from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, svg
 from axsparse.planner.layout_search import Plan, Row
+from axsparse.planner.memory_picture import memory_bars
 from axsparse.planner.plan_report import MethodPlan, because, cells, rejections, settings
-from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
 MOST_SPANS = 6_000
 """A longer timeline is cut off after so many spans, since browsers get slow."""
-MEMORY_COLOURS = {
-    "weight": "#5aa9e6",
-    "index": "#1f5f8b",
-    "gradient": "#f2b134",
-    "master": "#2e7d4f",
-    "optimizer": "#e59a8f",
-    "activations": "#7b3fa0",
-    "working": "#c9a3e0",
-    "logits": "#b0413e",
-    "temporary": "#d9c46a",
-    "checkpoint": "#4f6d6d",
-    "overhead": "#b8bcc2",
-}
-"""The colours of the categories of `StageMemory`, in its order."""
 
 
 def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
@@ -93,27 +78,8 @@ def _timeline(row: Row) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """A bar for each stage, and a line at what a rank may take."""
-    memory = plan.recommended.memory
-    categories = list(asdict(memory[0]))
-    scale = (WIDTH - LEFT - 10) / max(plan.memory_bytes, *(stage.total for stage in memory))
-    height = 16
-    yield legend({name: MEMORY_COLOURS[name] for name in categories})
-    yield f'<div class="wide">{svg(WIDTH, height * len(memory) + 20)}'
-    for number, stage in enumerate(memory):
-        yield text(4, height * number + 12, f"stage {number}")
-        x = float(LEFT)
-        for name, value in asdict(stage).items():
-            yield (
-                f'<rect x="{x:.2f}" y="{height * number + 1}" width="{scale * value:.2f}" '
-                f'height="{height - 2}" fill="{MEMORY_COLOURS[name]}">'
-                f"<title>{name} {value / 1e9:.2f} GB</title></rect>"
-            )
-            x += scale * value
-    limit = LEFT + scale * plan.memory_bytes
-    bottom = height * len(memory)
-    yield f'<line x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="{bottom}" stroke="currentColor"/>'
-    yield text(limit - 60, bottom + 14, f"{gigabytes(plan.memory_bytes)} GB")
-    yield "</svg></div>"
+    rows = [(f"stage {n}", stage) for n, stage in enumerate(plan.recommended.memory)]
+    yield from memory_bars(rows, plan.memory_bytes, "limit")
 
 
 def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:

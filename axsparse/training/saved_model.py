@@ -10,7 +10,7 @@ from torch import nn
 from axsparse.config.load import LoadedConfig
 from axsparse.models.layer import Model, on_meta
 from axsparse.models.survey import survey
-from axsparse.models.zoo.model_registry import named_model
+from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import ConfigError
 from axsparse.training.checkpoint.newest import checkpoint_of
 from axsparse.training.checkpoint.verification import Checkpoint
@@ -40,10 +40,8 @@ def open_saved_model(run: Path, step: int | None, *, trained: bool) -> SavedMode
     """
     weights = Weights(checkpoint_of(run, step), trained=trained)
     config = weights.config()
-    # Start values are not wanted, and their file may be gone.
-    named = config.model.model_copy(update={"weights": None, "from_": None})
     loaded = LoadedConfig(config, run.name, {})
-    model = named_model(replace(loaded, config=config.model_copy(update={"model": named})))
+    model = model_without_weights(loaded)
     surveyed = survey(replace(model, example=None))
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
     if shapes != surveyed.shapes:

@@ -47,7 +47,9 @@ def test_every_moment_of_a_replica_is_drawn_and_every_category_of_memory() -> No
     assert len(rectangles) == len(replica) + 4 * categories
     titles = [rectangle.findtext("title") or "" for rectangle in rectangles]
     assert any(title.startswith("F0 (compute)") for title in titles)
-    assert any(title.startswith("optimizer ") and title.endswith(" GB") for title in titles)
+    assert any(
+        title.startswith("stage 0: optimizer ") and title.endswith(" GB") for title in titles
+    )
 
 
 def test_names_are_escaped() -> None:

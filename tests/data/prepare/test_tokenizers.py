@@ -168,7 +168,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'axsparse\[text\]', or prepare the data as bytes"):
+    with pytest.raises(ConfigError, match=r"pip install 'axsparse\[text\]', or prepare the data"):
         import_tokenizers()
 
 
