@@ -261,7 +261,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     from axsparse.config.schema import Config
     from axsparse.observe.run_records import number
     from axsparse.planner.memory_picture import memory_bars
-    from axsparse.planner.run_memory import run_memory
+    from axsparse.planner.planned_memory import planned_memory
 
     predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
     peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
@@ -270,7 +270,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
     try:
         config = Config.model_validate(manifest.config)
-        found = run_memory(config, shapes, manifest.pruned, predicted[-1])
+        found = planned_memory(config, shapes, manifest.pruned, predicted[-1])
     except ValidationError:
         notes.append("the plan of its memory is not shown: another version wrote its settings")
         return []

@@ -10,17 +10,17 @@ from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.schema import Config
-from axsparse.planner.run_memory import RunMemory, run_memory
+from axsparse.planner.planned_memory import PlannedMemory, planned_memory
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.checkpoint.verification import open_checkpoint
 from axsparse.training.trainer import Trainer
 
 
-def planned(run: Path, step: int, predicted: float) -> RunMemory | None:
+def planned(run: Path, step: int, predicted: float) -> PlannedMemory | None:
     manifest = open_checkpoint(run / "checkpoints" / f"step-{step}").manifest
     shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
     config = Config.model_validate(manifest.config)
-    return run_memory(config, shapes, manifest.pruned, predicted)
+    return planned_memory(config, shapes, manifest.pruned, predicted)
 
 
 def prediction(run: Path) -> float:

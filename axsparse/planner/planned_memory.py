@@ -20,7 +20,7 @@ from axsparse.samo.precision import DTYPES
 
 
 @dataclass(frozen=True)
-class RunMemory:
+class PlannedMemory:
     """The memory of each stage's rank."""
 
     now: list[StageMemory]
@@ -29,12 +29,12 @@ class RunMemory:
     """If nothing were pruned."""
 
 
-def run_memory(
+def planned_memory(
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
     kept: Mapping[str, int],
     predicted: float,
-) -> RunMemory | None:
+) -> PlannedMemory | None:
     """The memory of a run as planned; None if the run trained a model of the user's own.
 
     `config` is resolved; `shapes` and `kept` are those of the checkpoint, and `predicted` is the
@@ -63,4 +63,4 @@ def run_memory(
 
     start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0)
     overhead = max(0.0, predicted - max(stage.total for stage in start))
-    return RunMemory(memory(kept, overhead), memory({}, overhead))
+    return PlannedMemory(memory(kept, overhead), memory({}, overhead))
