@@ -101,6 +101,7 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
     ]
     assert "validation loss" in lines[-2] and "perplexity" in lines[-2]
     assert re.search(r"  \(48 of \d+ samples\)$", lines[-2])
+    assert f"·  axsparse report {run.folder} draws it  ·  axsparse export" in lines[-1]
 
 
 def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
