@@ -37,7 +37,7 @@ examples of --set (any key of the configuration, later ones win):
 
 what a run leaves behind, in --run-dir:
   config.yaml     every setting as it ran, with versions
-  metrics.jsonl   one object a step, and one an evaluation
+  metrics.jsonl   one object a step, and one an evaluation (axsparse report draws them)
   trace/          every moment of some steps, with train.trace=N (axsparse trace --help)
   checkpoints/    what --resume goes on from (axsparse checkpoint --help)
 

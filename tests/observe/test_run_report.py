@@ -203,11 +203,11 @@ def test_one_record_of_any_kind_makes_a_page(tmp_path: Path) -> None:
 
 
 def test_thousands_of_steps_of_many_runs_stay_below_a_megabyte(tmp_path: Path) -> None:
-    text = text_of(5_000)
+    text = text_of(3_000)
     spans = [
         Span(1, 0, stage, "compute" if n % 2 else "bubble", f"F{n}", n / 1e3, (n + 1) / 1e3)
         for stage in range(4)
-        for n in range(2_000)
+        for n in range(1_000)
     ]
     one = view(tmp_path, text, "run 0", spans=spans, trace="t")
     runs = [RunView(**{**vars(one), "name": f"run {n}"}) for n in range(8)]
