@@ -286,7 +286,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
 
 
 def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
-    """The pruned tensors of a ticket; none, and a note, if it cannot be read."""
+    """What a ticket keeps of each layer's pruned tensors; nothing, and a note, if it is none."""
     from axsparse.observe.run_view import LayerShare
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
@@ -295,8 +295,12 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
     except AxsparseError as error:
         notes.append(str(error))
         return [], ""
-    shares = [LayerShare(name, entry.kept, entry.numel) for name, entry in manifest.tensors.items()]
-    return shares, f"ticket {path.name}"
+    layers: dict[str, LayerShare] = {}
+    for name, entry in manifest.tensors.items():
+        layer = name.partition(".")[0]
+        so_far = layers.get(layer, LayerShare(layer, 0, 0))
+        layers[layer] = LayerShare(layer, so_far.kept + entry.kept, so_far.numel + entry.numel)
+    return list(layers.values()), f"pruned tensors of ticket {path.name}"
 
 
 # -- the file -----------------------------------------------------------------------------
