@@ -30,7 +30,7 @@ MOST_COLUMNS = 80
 
 def most_of(of_one: int, runs: Sequence[RunView]) -> int:
     """How much is drawn of each run, if so much is drawn of one that is alone."""
-    return max(16, of_one * 3 // (2 + len(runs)))
+    return max(16, 2 * of_one // (1 + len(runs)))
 
 
 def training_charts(runs: Sequence[RunView], colours: Mapping[str, str]) -> Iterator[str]:
