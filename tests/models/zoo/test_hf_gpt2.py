@@ -370,3 +370,18 @@ def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) ->
     read = start.read("block1.fc1.weight")
     assert read is not None
     assert torch.equal(read, state["block1.fc1.weight"])
+
+
+def test_a_folder_says_what_the_model_is(transformers: Any, tmp_path: Path) -> None:
+    theirs = make_gpt2(transformers, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path)
+
+    loaded = load_config(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
+    model = named_model(loaded)
+
+    assert loaded.config.model.name == "gpt"
+    assert model.ties == []
+    assert model.start is not None
+    read = model.start.read("head.weight")
+    assert read is not None
+    assert torch.equal(read, theirs.lm_head.weight)
