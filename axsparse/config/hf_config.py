@@ -71,7 +71,7 @@ def model_settings(path: Path) -> dict[str, Any]:
     kind = theirs.get("model_type")
     if kind == "gpt2":
         return {"name": "gpt", **from_gpt2(path, theirs)}
-    if kind in KINDS:
+    if isinstance(kind, str) and kind in KINDS:
         return {"name": "llama", **from_llama(path, theirs)}
     raise DataError(
         f"{path}: model_type is {shown(kind)}, and the models here are gpt2, {', '.join(KINDS)}; "

@@ -26,10 +26,12 @@ class _Kind:
     """What it assumes if a file leaves them out; None: as many as of queries."""
     head_dim: int | None = None
     """What it assumes if a file leaves it out; None: hidden size / heads."""
+    sliding_window: int | None = 4096
+    """What it assumes if a file leaves it out; None: no window."""
 
 
 KINDS = {
-    "llama": _Kind("LlamaForCausalLM", None),
+    "llama": _Kind("LlamaForCausalLM", None, sliding_window=None),
     "mistral": _Kind("MistralForCausalLM", 8),
     "qwen2": _Kind("Qwen2ForCausalLM", 32),
     "qwen3": _Kind("Qwen3ForCausalLM", 32, head_dim=128),
@@ -143,9 +145,16 @@ def _rope(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Our settings of the rotary embedding; DataError for a scaling that we have not."""
     given = theirs.get("rope_parameters")
     if given is None:
-        given = {"rope_theta": theirs.get("rope_theta"), **(theirs.get("rope_scaling") or {})}
-    if not isinstance(given, Mapping):
-        raise DataError(f"{path}: rope_parameters is {shown(given)}, not settings; get it anew")
+        scaling = theirs.get("rope_scaling") or {}
+        _refuse_unless_settings(path, "rope_scaling", scaling)
+        given = {"rope_theta": theirs.get("rope_theta"), **scaling}
+    _refuse_unless_settings(path, "rope_parameters", given)
+    apart = [name for name, value in given.items() if isinstance(value, Mapping)]
+    if apart:
+        raise DataError(
+            f"{path}: its rotary embedding has settings for {shown(apart[0])} alone, and that of "
+            "the Llama here is the same in all layers; take a checkpoint that was trained so"
+        )
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise DataError(
@@ -165,16 +174,25 @@ def _rope(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {name: numbers[key] for key, name in _SCALING.items()}
 
 
+def _refuse_unless_settings(path: Path, key: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{path}: {key} is {shown(value)}, not settings; get it anew")
+
+
 def _refuse_sliding_window(path: Path, theirs: Mapping[str, Any]) -> None:
     """DataError if some token would not see all tokens before it."""
     kinds = theirs.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise DataError(f"{path}: layer_types is {shown(kinds)}, not a list; get it anew")
     others = [kind for kind in kinds if kind != _FULL]
     if others:
         raise DataError(
             f"{path}: layer_types has {shown(others[0])}, and the Llama here has {shown(_FULL)} "
             "only; take a checkpoint that was trained so"
         )
-    window, is_qwen = theirs.get("sliding_window"), theirs["model_type"].startswith("qwen")
+    kind = theirs["model_type"]
+    window = theirs.get("sliding_window", KINDS[kind].sliding_window)
+    is_qwen = kind.startswith("qwen")
     if is_qwen and (kinds or not theirs.get("use_sliding_window", False)):
         return
     if is_qwen and _is_at_least(theirs.get("max_window_layers", 28), theirs["num_hidden_layers"]):

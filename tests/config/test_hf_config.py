@@ -146,6 +146,23 @@ def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
             "take a checkpoint that was trained so",
         ),
         (
+            {"model_type": ["llama"]},
+            'model_type is ["llama"], and the models here are gpt2, llama, mistral, qwen2, qwen3; '
+            "take a checkpoint of one of these",
+        ),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 32768},
+            "sliding_window is 4096, and tokens of the Llama here see all tokens before them; take "
+            "a checkpoint without, or with one as long as max_position_embeddings",
+        ),
+        ({"layer_types": 5}, "layer_types is 5, not a list; get it anew"),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not settings; get it anew'),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            'its rotary embedding has settings for "full_attention" alone, and that of the Llama '
+            "here is the same in all layers; take a checkpoint that was trained so",
+        ),
+        (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             'its rotary embedding is scaled by "linear", and the Llama here has "default" or '
             '"llama3"; take a checkpoint that was trained so',

@@ -27,6 +27,9 @@ TOLD = (
     *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
+START = ("model.from", "model.weights")
+"""Keys that name where the first weights lie. Those of a checkpoint replace them, so that another
+path may be given, which is printed."""
 
 
 def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
@@ -86,6 +89,8 @@ def refuse_other_settings(
     told = []
     for key in here:
         old, new = there.get(key), here[key]
+        if key in START and old is not None and new is not None:
+            named += (key,)
         if old == new or (key.startswith(free) and key not in named):
             continue
         if not key.startswith(named):
