@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from axsparse.config.section import Count, FromList, Rate, Section
+from axsparse.config.section import FromList, Rate, Section
 from axsparse.planner.cluster import Precision
 from axsparse.planner.published.transformer import Family, Recompute
 from axsparse.runtime.errors import ConfigError, MissingInputError
@@ -19,34 +19,37 @@ from axsparse.runtime.errors import ConfigError, MissingInputError
 TABLES = Path(__file__).parent / "tables"
 """The folder of the bundled tables."""
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1, le=10**9)]
+MOST_SIMULATED = 2_000_000
+"""Microbatches of a replica times pieces of the model: more take minutes to simulate."""
 
 
 class ModelSizes(Section):
     """A decoder-only transformer."""
 
     family: Family = "gpt"
-    num_layers: Count
-    hidden_size: Count
-    num_heads: Count
-    vocab_size: Count
-    sequence_length: Count
+    num_layers: Size
+    hidden_size: Size
+    num_heads: Size
+    vocab_size: Size
+    sequence_length: Size
     tie_embeddings: bool | None = None
     """null: tied for gpt, not for llama."""
-    num_kv_heads: Count | None = None
+    num_kv_heads: Size | None = None
     """null: as many as heads."""
-    intermediate_size: Count | None = None
+    intermediate_size: Size | None = None
     """null: 4 h for gpt; 8/3 h, rounded up to a multiple of 256, for llama."""
-    head_dim: Count | None = None
+    head_dim: Size | None = None
     """null: hidden_size / num_heads."""
 
 
 class RunLayout(Section):
     """How the devices share the work; there are data × tensor × pipeline of them."""
 
-    data: Count = 1
-    tensor: Count = 1
-    pipeline: Count = 1
-    chunks: Count = 1
+    data: Size = 1
+    tensor: Size = 1
+    pipeline: Size = 1
+    chunks: Size = 1
     """Pieces of the model on each stage, for Megatron's interleaved schedule."""
     split: Literal["even", "balanced", "fractions"] | Annotated[tuple[int, ...], FromList] = "even"
     """`even`: equal numbers of blocks, the first and last pieces fewer where it does not divide;
@@ -60,8 +63,8 @@ class RunLayout(Section):
 class RunBatch(Section):
     """Sequences of a step, over all replicas, and of a microbatch."""
 
-    global_: Annotated[int, Field(ge=1, alias="global")]
-    micro: Count = 1
+    global_: Annotated[int, Field(ge=1, le=10**9, alias="global")]
+    micro: Size = 1
 
 
 class RunTraining(Section):
@@ -197,6 +200,12 @@ def _check(file: str, row: RunRow) -> None:
             f"a batch of {row.batch.global_}; correct layout.data, batch.micro or batch.global"
         )
     pieces = layout.pipeline * layout.chunks
+    if row.microbatches * pieces > MOST_SIMULATED:
+        raise ConfigError(
+            f"{here}: {row.microbatches} microbatches in {pieces} pieces (pipeline × chunks) are "
+            f"more than the {MOST_SIMULATED} that are simulated; correct batch.global, batch.micro "
+            "or layout"
+        )
     if isinstance(layout.split, tuple):
         if len(layout.split) != pieces or sum(layout.split) != model.num_layers:
             raise ConfigError(

@@ -117,6 +117,18 @@ def test_a_llama_and_a_split_by_hand_are_read(tmp_path: Path) -> None:
             5,
             "row 'a': num_kv_heads 5 does not divide num_heads 16; choose a divisor",
         ),
+        (
+            "0.model.hidden_size",
+            10**400,
+            f"row 'a': model.hidden_size is 1{'0' * 59}, which cannot be: input should be less "
+            "than or equal to 1000000000; correct it",
+        ),
+        (
+            "0.batch.global",
+            800_000_000,
+            "row 'a': 50000000 microbatches in 4 pieces (pipeline × chunks) are more than the "
+            "2000000 that are simulated; correct batch.global, batch.micro or layout",
+        ),
         ("0.model.num_heads", 7, "row 'a': num_heads 7 does not divide hidden_size 1536"),
         (
             "0.training.schedule",
