@@ -237,6 +237,21 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
     ]
 
 
+def test_the_file_of_the_first_weights_may_have_moved(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's own weights are those of its checkpoint, so that only a first file is refused."""
+    with pytest.raises(ConfigError, match=r"^model.weights .*: 'new', but checkpoint .* with None"):
+        ran((1, 1), config_of(model={"weights": "new"}), run, resume="auto")
+    ran((1, 1), config_of(model={"weights": "old"}), tmp_path / "moved")
+    capsys.readouterr()
+
+    ran((1, 1), config_of(model={"weights": "new"}), tmp_path / "moved", resume="auto")
+
+    told = [line for line in capsys.readouterr().out.splitlines() if " is now " in line]
+    assert told == ["axsparse: model.weights is now 'new', before it was 'old'"]
+
+
 def test_a_rank_reads_the_files_of_its_own_layers_only(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
