@@ -54,10 +54,10 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, without links; none if it does not exist."""
+    """The folders in a folder, without links; none if it does not exist or is a file."""
     try:
         return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
