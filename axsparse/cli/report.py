@@ -15,7 +15,6 @@ from axsparse.runtime.errors import (
     ConfigError,
     MissingInputError,
     OutputError,
-    writing,
 )
 
 if TYPE_CHECKING:
@@ -308,9 +307,9 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
 
 def _write(path: Path, page: str) -> None:
     """Write the page, which appears whole; OutputError if it cannot, or another file is there."""
-    from axsparse.data.prepare.whole_files import new_file
+    from axsparse.data.prepare.whole_files import new_file, writes
 
-    with writing(f"{path}:", "choose another place with --out"):
+    with writes(path):
         if path.exists() and not _is_ours(path):
             raise OutputError(
                 f"{path}: is there already and is no page of this command; choose another place "

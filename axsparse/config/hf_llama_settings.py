@@ -176,7 +176,7 @@ def _rope(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unless_settings(path: Path, key: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise DataError(f"{path}: {key} is {shown(value)}, not settings; get it anew")
+        raise DataError(f"{path}: {key} is {shown(value)}, no mapping of settings; get it anew")
 
 
 def _refuse_sliding_window(path: Path, theirs: Mapping[str, Any]) -> None:

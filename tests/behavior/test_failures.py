@@ -313,8 +313,9 @@ ax.run(main)
 """
 
 
-@pytest.mark.parametrize("ranks", by_default([(0,)], [(1,), (0,), (1, 2)]))
-def test_a_rank_that_returns_before_it_builds_ends_all_with_one_line(ranks: tuple[int]) -> None:
+@pytest.mark.parametrize("leaving", by_default(["0"], ["1", "0", "1 2"]))
+def test_a_rank_that_returns_before_it_builds_ends_all_with_one_line(leaving: str) -> None:
+    ranks = tuple(map(int, leaving.split()))
     job = run_mpirun(3, ["-c", LEAVES_EARLY.format(ranks=ranks)])
 
     assert_refused(

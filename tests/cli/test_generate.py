@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.images import image_data
 from support.preparing import LINE, run
 from support.resuming import ran
 from support.runs import tiny_config
 
 from axsparse.cli import evaluate, generate
+from axsparse.config.load import made_in_python
+from axsparse.config.model_config import CnnConfig
 from axsparse.data.prepare.request import Request
 from axsparse.data.token_dataset import token_datasets
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
 
 LENGTH = 25
@@ -139,3 +143,17 @@ def test_what_is_missing_or_changed_is_named(
         assert code == EXIT_MISSING and "tokenizer.json cannot be read" in errors
     finally:
         tokenizer.write_text(text)
+
+
+def test_a_model_that_writes_no_text_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tiny_config(train={"steps": 1}, data={"source": "digits"})
+    config = config.model_copy(update={"model": CnnConfig(channels=1)})
+    cnn = named_model(made_in_python(config, "cnn"))
+    ran((1, 1), config, tmp_path / "run", model=lambda _: cnn, data=image_data(8, channels=1))
+
+    code, screen, errors = told(capsys, generate.main, tmp_path / "run", "--prompt", "x")
+
+    assert (code, screen) == (EXIT_CONFIG, "")
+    assert "is of model.name cnn, which writes no text; name a run of a gpt or a llama" in errors

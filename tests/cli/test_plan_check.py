@@ -103,3 +103,8 @@ def test_mistakes_are_one_line_each(
         assert line.startswith("axsparse: error: ")
         assert line.count("\n") == 1
     assert "unknown key batch.mikro; did you mean micro?" in unknown[2]
+    reason = "No such file or directory"
+    assert plot[2] == (
+        f"axsparse: error: --plot {tmp_path}/no/plot.svg: cannot be written ({reason}); choose "
+        "another place\n"
+    )

@@ -131,13 +131,23 @@ def refusals(tmp_path: Path) -> list[tuple[list[object], int, str]]:
     foreign = tmp_path / "foreign.html"
     foreign.write_text("<html>mine</html>")
     return [
-        ([tmp_path / "none"], EXIT_MISSING, "none has no metrics.jsonl; name the directory of a"),
+        (
+            [tmp_path / "none"],
+            EXIT_MISSING,
+            f"report: {tmp_path}/none has no metrics.jsonl; name the directory of a run, such as "
+            "runs/my_run",
+        ),
         ([empty], EXIT_MISSING, "has no record yet; wait for the first step"),
         ([run, odd], EXIT_DATA, "metrics.jsonl:1: is no record of a run (no object)"),
         ([run, tmp_path / "x" / ".." / "run"], EXIT_CONFIG, "a RUN is given twice"),
         ([run, "--out", run / "config.yaml"], EXIT_CONFIG, "does not end in .html"),
         ([run, "--out", foreign], EXIT_OUTPUT, "is there already and is no page of this command"),
-        ([run, "--out", tmp_path / "no" / "a.html"], EXIT_OUTPUT, "cannot be written (No such"),
+        (
+            [run, "--out", tmp_path / "no" / "a.html"],
+            EXIT_OUTPUT,
+            f"--out: {tmp_path}/no/a.html cannot be written (No such file or directory); free the "
+            "disk, or choose another place",
+        ),
         ([], EXIT_CONFIG, "the following arguments are required: RUN"),
         ([*(f"run{n}" for n in range(30))], EXIT_CONFIG, "30 runs are too many for one page"),
     ]

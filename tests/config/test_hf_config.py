@@ -156,7 +156,10 @@ def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
             "a checkpoint without, or with one as long as max_position_embeddings",
         ),
         ({"layer_types": 5}, "layer_types is 5, not a list; get it anew"),
-        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not settings; get it anew'),
+        (
+            {"rope_scaling": "linear"},
+            'rope_scaling is "linear", no mapping of settings; get it anew',
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             'its rotary embedding has settings for "full_attention" alone, and that of the Llama '

@@ -175,9 +175,12 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
 
 
 def test_a_folder_is_not_read(tmp_path: Path) -> None:
-    message = r"cannot be read \(Is a directory\); name a readable YAML file"
-    with pytest.raises(MissingInputError, match=message):
+    with pytest.raises(MissingInputError) as caught:
         load_config(str(tmp_path))
+
+    assert str(caught.value) == (
+        f"config '{tmp_path}': cannot be read (Is a directory); name a readable YAML file"
+    )
 
 
 # --- broken YAML -------------------------------------------------------------------------

@@ -87,5 +87,9 @@ def test_without_a_record_it_says_to_wait(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match=r"metrics\.jsonl: cannot be read"):
+    with pytest.raises(MissingInputError) as caught:
         read_records(tmp_path / "metrics.jsonl")
+
+    path = tmp_path / "metrics.jsonl"
+    reason = "No such file or directory"
+    assert str(caught.value) == f"{path}: cannot be read ({reason}); name the directory of a run"

@@ -12,7 +12,9 @@ import axsparse
 
 PACKAGE = Path(axsparse.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
-FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+FORBIDDEN_CALLS = {"eval", "exec", "yaml.unsafe_load", "yaml.full_load"}
+HARMLESS_LOADERS = ("yaml.SafeLoader", "yaml.BaseLoader", "_Loader")
+"""They make plain values; the second one makes texts, lists and mappings only."""
 PICKLING_MPI = {
     *("bcast", "allgather", "gather", "scatter", "alltoall", "isend", "irecv", "ssend", "sendrecv"),
 }
@@ -44,8 +46,10 @@ def _of_call(node: ast.Call) -> Iterator[str]:
         yield "torch.load without weights_only=True"
     if called in ("np.load", "numpy.load") and options.get("allow_pickle", "False") != "False":
         yield "numpy.load of pickles"
-    if "Loader" in options and options["Loader"] not in ("yaml.SafeLoader", "_Loader"):
-        yield f"reads YAML with {options['Loader']}"
+    if called == "yaml.load" or "Loader" in options:
+        loader = options.get("Loader", "its own choice")
+        if loader not in HARMLESS_LOADERS:
+            yield f"reads YAML with {loader}"
     on_comm = isinstance(node.func, ast.Attribute) and "comm" in ast.unparse(node.func.value)
     if on_comm and called.rpartition(".")[2] in PICKLING_MPI:
         yield f"sends pickles by {called}"
@@ -61,6 +65,7 @@ def _of_call(node: ast.Call) -> Iterator[str]:
         "torch.load(path, weights_only=False)",
         "np.load(path, allow_pickle=True)",
         "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.FullLoader)",
         "yaml.compose(text, Loader=yaml.Loader)",
         "eval(text)",
         "self._comm.bcast(text)",

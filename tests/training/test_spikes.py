@@ -261,7 +261,8 @@ def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
     assert ours.progress.good_steps == STEPS - 1
     shown = capsys.readouterr().out.splitlines()
     assert any(f"step {bad}: spike: the loss is" in line for line in shown)
-    assert shown[-1] == f"of {STEPS} steps: 1 skipped for a spike of the loss"
+    assert shown[-2] == f"of {STEPS} steps: 1 skipped for a spike of the loss"
+    assert shown[-1].startswith("saved in ")
 
 
 def test_a_run_that_goes_back_is_one_that_never_saw_the_data(

@@ -268,6 +268,11 @@ def test_other_kinds_of_gpt2_are_refused(
 
     assert message.startswith(f"{tmp_path}/config.json: {key} {told}")
     assert message.endswith("; take a checkpoint that was trained so")
+    if key == "layer_norm_epsilon":
+        assert message == (
+            f"{tmp_path}/config.json: {key} is 1e-06, and the GPT here has 1e-05; take a "
+            "checkpoint that was trained so"
+        )
 
 
 def test_settings_that_are_not_those_of_the_file_are_named_with_the_right_ones(

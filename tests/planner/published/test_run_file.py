@@ -175,8 +175,18 @@ def test_a_row_to_fit_needs_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match=r"none.yaml': cannot be read"):
+    with pytest.raises(MissingInputError) as caught:
         load_runs(tmp_path / "none.yaml")
+
+    assert str(caught.value) == (
+        f"runs '{tmp_path}/none.yaml': cannot be read (No such file or directory); name a readable "
+        "YAML file"
+    )
+
+
+def test_a_file_that_is_no_mapping_is_told_how_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^runs.yaml: no mapping; write `cluster:` and `rows:`$"):
+        load_runs(written(tmp_path, "- 1\n- 2\n"))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

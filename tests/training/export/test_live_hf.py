@@ -14,7 +14,7 @@ from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_proces
 from support.saved import train_and_save
 from torch import Tensor
 
-from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.model_config import GptConfig, LlamaConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_gpt2 import gpt2_name, start_from_gpt2
@@ -243,3 +243,13 @@ def test_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^save_hf: the model is not the gpt"):
         save_hf_gpt2(trainer, tmp_path / "x")
     assert files_of(tmp_path) == []
+
+
+def test_the_older_name_is_for_gpts_alone(tmp_path: Path) -> None:
+    llama = config().model_copy(update={"model": LlamaConfig()})
+    [(trainer, _)] = train_in_process(1, 1, mlp(), llama, vector_data())
+
+    with pytest.raises(
+        ConfigError, match=r"^save_hf_gpt2: the model is a llama, not a gpt; call save_hf$"
+    ):
+        save_hf_gpt2(trainer, tmp_path / "x")
