@@ -5,19 +5,13 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
-from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
-
-INIT_STD = 0.02
-"""Standard deviation of the initial matrices (Radford et al. 2019)."""
+from axsparse.models.layer import Model
+from axsparse.models.zoo.decoder import DecoderParts, decoder
 
 
 class Embedding(nn.Module):
@@ -88,45 +82,9 @@ class Head(nn.Module):
         return self.norm(x), self.weight
 
 
-def init_parameter(
-    num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
-) -> Tensor:
-    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
-    gains of norms 1, biases 0."""
-    if len(shape) == 1:
-        is_gain = "norm" in name and name.endswith("weight")
-        return torch.full(shape, 1.0 if is_gain else 0.0)
-    residual = name in ("attention.proj.weight", "fc2.weight")
-    std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+PARTS = DecoderParts(Embedding, Block, Head, residual=("attention.proj.weight", "fc2.weight"))
 
 
 def gpt(config: GptConfig, sequence_length: int) -> Model:
-    """The GPT of a configuration as a list of `num_layers + 2` layers.
-
-    `sequence_length` is that of the data; only the layers' costs depend on it.
-    """
-    s, h = sequence_length, config.hidden_size
-    init = partial(init_parameter, config.num_layers)
-    blocks = [
-        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
-    ]
-    return Model(
-        layers=[
-            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
-            *blocks,
-            Layer(
-                "head",
-                partial(Head, config),
-                kind="head",
-                init=init,
-                flops=2 * s * h * config.vocab_size,  # The loss computes this product.
-            ),
-        ],
-        loss=linear_cross_entropy,
-        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
-        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
-        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
-        name="gpt",
-        vocab_size=config.vocab_size,
-    )
+    """The GPT of a configuration (`decoder`)."""
+    return decoder(config, sequence_length, PARTS)

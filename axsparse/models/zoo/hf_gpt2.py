@@ -23,38 +23,31 @@ from axsparse.config.hf_json import CONFIG_FILE, read_json
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from
+from axsparse.models.zoo.hf_names import HfNames
 
 PREFIX = "transformer."
 
 _OUR_OWN = "embed.token.weight"
 """A parameter whose name tells a file with our own names."""
-_WITHOUT_BLOCK = {
-    "embed.token": "wte",
-    "embed.position": "wpe",
-    "head.norm": "ln_f",
-}
-_IN_BLOCK = {
-    "norm1": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.proj": "attn.c_proj",
-    "norm2": "ln_2",
-    "fc1": "mlp.c_fc",
-    "fc2": "mlp.c_proj",
-}
-_HEAD = {"head.weight": "lm_head.weight"}
+_NAMES = HfNames(
+    "h",
+    outside={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
+    inside={
+        "norm1": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.proj": "attn.c_proj",
+        "norm2": "ln_2",
+        "fc1": "mlp.c_fc",
+        "fc2": "mlp.c_proj",
+    },
+)
 _CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 """Names of buffers that older versions of transformers saved."""
 
 
 def gpt2_name(name: str, prefix: str = PREFIX) -> str:
     """The name in transformers of a GPT's parameter; KeyError for other global names."""
-    if name in _HEAD:
-        return _HEAD[name]
-    module, _, kind = name.rpartition(".")
-    if module in _WITHOUT_BLOCK:
-        return f"{prefix}{_WITHOUT_BLOCK[module]}.{kind}"
-    block, _, part = module.partition(".")
-    return f"{prefix}h.{block.removeprefix('block')}.{_IN_BLOCK[part]}.{kind}"
+    return _NAMES.of(name, prefix)
 
 
 def turned(name: str, tensor: Tensor) -> Tensor:

@@ -22,32 +22,29 @@ from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.model_config import LlamaConfig
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from
+from axsparse.models.zoo.hf_names import HfNames
 
 PREFIX = "model."
 _OUR_OWN = "embed.token.weight"
 """A parameter whose name tells a file with our own names."""
-_WITHOUT_BLOCK = {"embed.token": "embed_tokens", "head.norm": "norm"}
-_IN_BLOCK = {
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-    **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
-    **{f"attention.{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
-    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-}
-_HEAD = {"head.weight": "lm_head.weight"}
+_NAMES = HfNames(
+    "layers",
+    outside={"embed.token": "embed_tokens", "head.norm": "norm"},
+    inside={
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+        **{f"attention.{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+        **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    },
+)
 _FREQUENCIES = re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Names of buffers that older versions of transformers saved."""
 
 
 def llama_name(name: str, prefix: str = PREFIX) -> str:
     """The name in transformers of a Llama's parameter; KeyError for other global names."""
-    if name in _HEAD:
-        return _HEAD[name]
-    module, _, kind = name.rpartition(".")
-    if module in _WITHOUT_BLOCK:
-        return f"{prefix}{_WITHOUT_BLOCK[module]}.{kind}"
-    block, _, part = module.partition(".")
-    return f"{prefix}layers.{block.removeprefix('block')}.{_IN_BLOCK[part]}.{kind}"
+    return _NAMES.of(name, prefix)
 
 
 def start_from_llama(model: Model, file: WeightFile, config: LlamaConfig) -> Model:

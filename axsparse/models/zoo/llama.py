@@ -7,16 +7,14 @@ and values, V vocabulary.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.model_config import LlamaConfig, head_width, key_value_heads
-from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
-from axsparse.models.zoo.gpt import INIT_STD
+from axsparse.models.layer import Model
+from axsparse.models.zoo.decoder import DecoderParts, decoder
 
 
 class RmsNorm(nn.Module):
@@ -164,44 +162,9 @@ class Head(nn.Module):
         return self.norm(x), self.weight
 
 
-def init_parameter(
-    num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
-) -> Tensor:
-    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
-    gains of norms 1, biases 0."""
-    if len(shape) == 1:
-        return torch.full(shape, 1.0 if "norm" in name else 0.0)
-    residual = name in ("attention.o.weight", "mlp.down.weight")
-    std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+PARTS = DecoderParts(Embedding, Block, Head, residual=("attention.o.weight", "mlp.down.weight"))
 
 
 def llama(config: LlamaConfig, sequence_length: int) -> Model:
-    """The Llama of a configuration as a list of `num_layers + 2` layers.
-
-    `sequence_length` is that of the data; only the layers' costs depend on it.
-    """
-    s = sequence_length
-    init = partial(init_parameter, config.num_layers)
-    blocks = [
-        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
-    ]
-    return Model(
-        layers=[
-            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
-            *blocks,
-            Layer(
-                "head",
-                partial(Head, config),
-                kind="head",
-                init=init,
-                flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
-            ),
-        ],
-        loss=linear_cross_entropy,
-        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
-        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
-        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
-        name="llama",
-        vocab_size=config.vocab_size,
-    )
+    """The Llama of a configuration (`decoder`)."""
+    return decoder(config, sequence_length, PARTS)

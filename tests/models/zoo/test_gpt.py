@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from support.built_modules import built_modules
+from torch import Tensor
 
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model, Tie
 from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt, init_parameter
+from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.seeds import keyed_generator
 
 
@@ -30,22 +31,15 @@ def config(
     )
 
 
-def modules(model: Model) -> list[nn.Module]:
-    """The modules of all layers, with their start values."""
-    built = []
-    for layer in model.layers:
-        module = layer.build()
-        for name, parameter in module.named_parameters():
-            assert layer.init is not None
-            generator = keyed_generator(1, layer.name, name)
-            with torch.no_grad():
-                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
-        built.append(module)
-    return built
+def start_value(name: str, shape: tuple[int, ...]) -> Tensor:
+    """What a parameter of a block of eight starts at."""
+    init = gpt(config(layers=8), 10).layers[1].init
+    assert init is not None
+    return init(name, shape, keyed_generator(1, name))
 
 
 def logits(model: Model, tokens: Tensor) -> Tensor:
-    *body, head = modules(model)
+    *body, head = built_modules(model)
     x = tokens
     for module in body:
         x = module(x)
@@ -97,7 +91,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
 def test_tokens_go_in_and_what_makes_logits_comes_out() -> None:
     tokens = torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(0))
 
-    embedding, block, *_, head = modules(gpt(config(), 10))
+    embedding, block, *_, head = built_modules(gpt(config(), 10))
 
     embedded = embedding(tokens)
     assert embedded.shape == (2, 7, 32)
@@ -111,7 +105,7 @@ def test_tokens_go_in_and_what_makes_logits_comes_out() -> None:
 def test_the_loss_at_the_start_is_that_of_chance() -> None:
     model = gpt(config(), 10)
     tokens = torch.randint(50, (4, 10), generator=torch.Generator().manual_seed(0))
-    *body, head = modules(model)
+    *body, head = built_modules(model)
     x = tokens
     for module in body:
         x = module(x)
@@ -122,7 +116,7 @@ def test_the_loss_at_the_start_is_that_of_chance() -> None:
 
 
 def test_positions_are_told_apart() -> None:
-    embedded = modules(gpt(config(), 10))[0](torch.zeros(1, 3, dtype=torch.int64))
+    embedded = built_modules(gpt(config(), 10))[0](torch.zeros(1, 3, dtype=torch.int64))
 
     assert not torch.equal(embedded[0, 0], embedded[0, 1])
 
@@ -141,7 +135,7 @@ def test_no_token_sees_those_after_it() -> None:
 
 
 def test_attention_is_the_textbook_one() -> None:
-    attention = modules(gpt(config(), 10))[1].get_submodule("attention")
+    attention = built_modules(gpt(config(), 10))[1].get_submodule("attention")
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = F.linear(
         x, attention.get_parameter("qkv.weight"), attention.get_parameter("qkv.bias")
@@ -162,7 +156,7 @@ def test_attention_is_the_textbook_one() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    block = modules(gpt(config(dropout=0.5), 10))[1]
+    block = built_modules(gpt(config(dropout=0.5), 10))[1]
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
 
     block.train()
@@ -182,7 +176,7 @@ def test_dropout_acts_in_training_only() -> None:
     ],
 )
 def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: float) -> None:
-    values = init_parameter(8, name, (300, 300), keyed_generator(1, name))
+    values = start_value(name, (300, 300))
 
     assert values.dtype == torch.float32
     assert values.mean().item() == pytest.approx(0, abs=std / 50)
@@ -194,7 +188,7 @@ def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: 
     [("norm1.weight", 1.0), ("norm.weight", 1.0), ("norm2.bias", 0.0), ("fc1.bias", 0.0)],
 )
 def test_norms_start_as_identity_and_biases_at_zero(name: str, value: float) -> None:
-    assert init_parameter(8, name, (5,), keyed_generator(1)).tolist() == [value] * 5
+    assert start_value(name, (5,)).tolist() == [value] * 5
 
 
 def test_attention_is_the_one_that_torch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from support.built_modules import built_modules
+from torch import Tensor
 
 from axsparse.config.model_config import LlamaConfig
-from axsparse.models.layer import Model
 from axsparse.models.survey import survey
 from axsparse.models.zoo.llama import (
     Attention,
-    init_parameter,
     llama,
     rotary_frequencies,
     turned_by_position,
@@ -29,20 +28,6 @@ def config(**settings: Any) -> LlamaConfig:
         **{"head_dim": 10, "intermediate_size": 36, "vocab_size": 50, "sequence_length": 16},
     }
     return LlamaConfig(**{**sizes, **settings})
-
-
-def modules(model: Model) -> list[nn.Module]:
-    """The modules of all layers, with their start values."""
-    built = []
-    for layer in model.layers:
-        module = layer.build()
-        for name, parameter in module.named_parameters():
-            assert layer.init is not None
-            generator = keyed_generator(1, layer.name, name)
-            with torch.no_grad():
-                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
-        built.append(module)
-    return built
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -124,7 +109,7 @@ def test_a_product_of_turned_vectors_depends_on_their_distance_only() -> None:
 
 def test_queries_share_keys_and_values_in_groups() -> None:
     """With every weight of one group's keys and values at zero, only its queries see nothing."""
-    attention = modules(llama(config(), 16))[1].get_submodule("attention")
+    attention = built_modules(llama(config(), 16))[1].get_submodule("attention")
     assert isinstance(attention, Attention)
     with torch.no_grad():
         attention.v.weight[10:] = 0.0
@@ -137,7 +122,7 @@ def test_queries_share_keys_and_values_in_groups() -> None:
 
 
 def test_no_token_sees_those_after_it() -> None:
-    *body, head = modules(llama(config(qkv_bias=True, qk_norm=True), 16))
+    *body, head = built_modules(llama(config(qkv_bias=True, qk_norm=True), 16))
     tokens = torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 50
@@ -164,10 +149,10 @@ def test_no_token_sees_those_after_it() -> None:
     ],
 )
 def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: float) -> None:
-    values = init_parameter(8, name, (300, 300), keyed_generator(1, name))
+    start_value = llama(config(num_layers=8), 16).layers[1].init
+    assert start_value is not None
+    values = start_value(name, (300, 300), keyed_generator(1, name))
 
     assert values.std().item() == pytest.approx(std, rel=0.02)
-    assert (
-        init_parameter(8, "attention.q_norm.weight", (3,), keyed_generator(1)).tolist() == [1] * 3
-    )
-    assert init_parameter(8, "attention.q.bias", (3,), keyed_generator(1)).tolist() == [0] * 3
+    assert start_value("attention.q_norm.weight", (3,), keyed_generator(1)).tolist() == [1] * 3
+    assert start_value("attention.q.bias", (3,), keyed_generator(1)).tolist() == [0] * 3
