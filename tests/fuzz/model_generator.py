@@ -428,10 +428,14 @@ def _fits(recipe: Recipe, precision: str, replicas: int, *, small: bool) -> bool
 def _draw_recipe(rng: Random, name: str) -> Recipe:
     may_init = name == "tied" or not (name in PIECES and PIECES[name].itself)
     give = rng.choice(GIVEN) if rng.random() < 0.25 else ""
+    number = rng.randrange(60)
+    take = rng.choice(["use", "end", "drop"]) if rng.random() < 0.4 else ""
+    if name == "late writer":
+        take = ""  # Otherwise it would write into a sum of its inputs, which only it sees.
     return Recipe(
         name,
-        rng.randrange(60),
-        take=rng.choice(["use", "end", "drop"]) if rng.random() < 0.4 else "",
+        number,
+        take=take,
         give=give,
         frozen=rng.random() < 0.1,
         init=name == "tied" or (may_init and give != "buffer" and rng.random() < 0.3),

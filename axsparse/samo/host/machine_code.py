@@ -1,10 +1,12 @@
 """The loops that numba compiles; only `host_step.py` imports this file, late, since it loads numba.
 
 bf16 numbers are arrays of their bits, since numpy has no such type. An argument that a tensor does
-not have is None, for which numba compiles a loop of its own. Every operation rounds as torch's does
-on a CPU: numba neither joins nor reorders operations by itself, and `multiply_add` stands where
-torch's kernels have it. All loops compile to vector instructions; with more than five arrays they
-would not, since the compiler then gives up comparing where they begin and end.
+not have is None, for which numba compiles a loop of its own. A function that raises
+NotImplementedError is a name only: numba takes the implementation that `extending.overload` gives
+for the types of its arguments, and nothing calls it from Python. Every operation rounds as torch's
+does on a CPU: numba neither joins nor reorders operations by itself, and `multiply_add` stands
+where torch's kernels have it. All loops compile to vector instructions; with more than five arrays
+they would not, since the compiler then gives up comparing where they begin and end.
 """
 
 from __future__ import annotations
