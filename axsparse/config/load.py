@@ -7,7 +7,6 @@ Plain scalars follow YAML 1.2's core schema with decimal numbers: `1e-4` is a nu
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from axsparse.config.messages import (
 )
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
+from axsparse.config.yaml_dialect import YAML_SCALARS, YAML_TAG, YamlDumper, YamlLoader
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -138,7 +138,7 @@ def bundled_configs() -> list[str]:
 def to_yaml(config: Config) -> str:
     """Every key in the schema's order; `load_config` reads it back to an equal Config."""
     text: str = yaml.dump(
-        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+        config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True
     )
     return text
 
@@ -227,49 +227,11 @@ def _read_override(override: str) -> tuple[str, Setting]:
 
 # --- YAML ------------------------------------------------------------------------------
 
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = {
-    f"{_TAG}null": re.compile(r"(~|null|Null|NULL|)\Z"),
-    f"{_TAG}bool": re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"),
-    # Longer whole numbers match as floats, become infinite and are refused.
-    f"{_TAG}int": re.compile(r"[-+]?[0-9]{1,999}\Z"),
-    f"{_TAG}float": re.compile(
-        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
-    ),
-}
-_RESOLVERS = {None: list(_SCALARS.items())}
-"""The patterns in PyYAML's form: None tries them whatever a scalar's first character is."""
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _RESOLVERS
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as something else, and keeps lists on one line."""
-
-    yaml_implicit_resolvers = _RESOLVERS
-
-
-_Dumper.add_representer(
-    list, lambda dumper, value: dumper.represent_sequence(f"{_TAG}seq", value, flow_style=True)
-)
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Rare line breaks are kept only as escapes between double quotes."""
-    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
 
 def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     """The root node, or None for an empty text; `at(line)` names the place of an error."""
     try:
-        loader = _Loader(text)
+        loader = YamlLoader(text)
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -337,15 +299,15 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
 def _refuse_tag(node: yaml.Node, here: str) -> None:
     """ConfigError for a tag that a node of this shape would not have without writing it."""
     if isinstance(node, yaml.ScalarNode):
-        pattern = _SCALARS.get(node.tag)
-        passes = node.tag == f"{_TAG}str" or (
+        pattern = YAML_SCALARS.get(node.tag)
+        passes = node.tag == f"{YAML_TAG}str" or (
             pattern is not None and pattern.match(node.value) is not None
         )
     else:
         shape = "seq" if isinstance(node, yaml.SequenceNode) else "map"
-        passes = node.tag == _TAG + shape
+        passes = node.tag == YAML_TAG + shape
     if not passes:
-        tag = node.tag.replace(_TAG, "!!")
+        tag = node.tag.replace(YAML_TAG, "!!")
         raise ConfigError(f"{here}: tag {tag!r} is not allowed; write a plain value")
 
 
@@ -353,11 +315,11 @@ def _scalar(node: yaml.Node, here: str) -> object:
     text: str = node.value
     if _is_null(node):
         return None
-    if node.tag == f"{_TAG}bool":
+    if node.tag == f"{YAML_TAG}bool":
         return text.lower() == "true"
-    if node.tag == f"{_TAG}int":
+    if node.tag == f"{YAML_TAG}int":
         return int(text)
-    if node.tag == f"{_TAG}float":
+    if node.tag == f"{YAML_TAG}float":
         number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if not math.isfinite(number):
             raise ConfigError(f"{here}: {shorten(text)} is not finite; choose a finite number")
@@ -366,7 +328,7 @@ def _scalar(node: yaml.Node, here: str) -> object:
 
 
 def _is_null(node: yaml.Node) -> bool:
-    return bool(node.tag == f"{_TAG}null")
+    return bool(node.tag == f"{YAML_TAG}null")
 
 
 def _line(node: yaml.Node) -> int:

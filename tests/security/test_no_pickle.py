@@ -13,7 +13,7 @@ import axsparse
 PACKAGE = Path(axsparse.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "yaml.unsafe_load", "yaml.full_load"}
-HARMLESS_LOADERS = ("yaml.SafeLoader", "yaml.BaseLoader", "_Loader")
+HARMLESS_LOADERS = ("yaml.SafeLoader", "yaml.BaseLoader", "YamlLoader")
 """They make plain values; the second one makes texts, lists and mappings only."""
 PICKLING_MPI = {
     *("bcast", "allgather", "gather", "scatter", "alltoall", "isend", "irecv", "ssend", "sendrecv"),

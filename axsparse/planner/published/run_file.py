@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from axsparse.config.section import FromList, Rate, Section
+from axsparse.config.yaml_dialect import YamlLoader
 from axsparse.planner.cluster import Precision
 from axsparse.planner.published.transformer import Family, Recompute
 from axsparse.runtime.errors import ConfigError, MissingInputError
@@ -173,7 +174,7 @@ def load_runs(path: Path) -> RunFile:
     except UnicodeDecodeError:
         raise ConfigError(f"{path.name}: not UTF-8; save it as UTF-8") from None
     try:
-        given = yaml.safe_load(text)
+        given = yaml.load(text, Loader=YamlLoader)  # noqa: S506 - it makes plain values only
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{path.name}: not YAML: {problem}; correct it there") from None
@@ -237,6 +238,17 @@ def _check(file: str, row: RunRow) -> None:
         raise ConfigError(
             f"{here}: layout.chunks {layout.chunks} with schedule {row.training.schedule}; only "
             "1f1b is interleaved"
+        )
+    _check_heads(here, row)
+
+
+def _check_heads(here: str, row: RunRow) -> None:
+    """ConfigError for heads that nobody can divide so."""
+    model = row.model
+    if model.num_heads % row.layout.tensor:
+        raise ConfigError(
+            f"{here}: layout.tensor {row.layout.tensor} does not divide num_heads "
+            f"{model.num_heads}; choose a divisor"
         )
     heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
     if model.num_heads % heads:

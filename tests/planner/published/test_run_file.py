@@ -54,6 +54,14 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     assert row.published.seconds_per_step is None
 
 
+def test_numbers_are_those_of_configurations(tmp_path: Path) -> None:
+    text = LEAST.replace("global: 4", "global: 010") + "    published: {seconds_per_step: 1e-3}\n"
+    [row] = load_runs(written(tmp_path, text)).rows
+
+    assert row.published.seconds_per_step == 1e-3
+    assert row.batch.global_ == 10  # which YAML 1.1 reads as 8
+
+
 def test_a_llama_and_a_split_by_hand_are_read(tmp_path: Path) -> None:
     given = yaml.safe_load(LEAST)
     given["rows"][0]["model"] |= {
@@ -111,6 +119,11 @@ def test_a_llama_and_a_split_by_hand_are_read(tmp_path: Path) -> None:
             "0.layout.chunks",
             9,
             "row 'a': 16 blocks cannot fill 36 pieces (pipeline × chunks); take fewer",
+        ),
+        (
+            "0.layout.tensor",
+            3,
+            "row 'a': layout.tensor 3 does not divide num_heads 16; choose a divisor",
         ),
         (
             "0.model.num_kv_heads",
