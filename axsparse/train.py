@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
+from axsparse.cli.early_checks import refuse_early
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
+    overrides = overrides_of(arguments)
+    refuse_early(arguments.config, overrides)
     stop = StopRequest()
     stop.listen()
     # Imported late, so that --help loads neither torch nor MPI.
@@ -86,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         from axsparse.training.run_training import run_training
     except Exception as reason:
         cannot_start(reason)
-
-    overrides = overrides_of(arguments)
 
     def train(job: Job) -> None:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))

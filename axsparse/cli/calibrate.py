@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from axsparse.cli.early_checks import refuse_early
 from axsparse.cli.parser import CommandParser, add_configuration
 from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.launcher import write_line
 
 if TYPE_CHECKING:
     from axsparse.runtime.job import Job
@@ -51,13 +54,14 @@ def main(argv: Sequence[str]) -> NoReturn:
     """Measure, and end the process with the exit code of the run."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
+    refuse_early(arguments.config, arguments.overrides)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.config.load import load_config
     from axsparse.runtime.exchange import together
     from axsparse.runtime.job import run
 
     def work(job: Job) -> None:
-        from axsparse.cli.machine_timing import calibrate
+        from axsparse.cli.machine_timing import PARTS, calibrate
         from axsparse.planner.cluster import to_yaml
 
         transport, out = job.transport, arguments.out
@@ -65,7 +69,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
         # A place that cannot be written is refused before a minute of measuring.
         together(transport, lambda: None if transport.rank else _check_place(out))
-        cluster = calibrate(transport, loaded, out.stem, steps)
+        numbers = itertools.count(1)
+
+        def begins(what: str) -> None:
+            if not transport.rank:
+                write_line(f"measures {next(numbers)}/{PARTS}: {what}")
+
+        cluster = calibrate(transport, loaded, out.stem, steps, begins)
 
         def write() -> None:
             if transport.rank:

@@ -34,6 +34,8 @@ from axsparse.training.run_recorder import matrix_peak
 from axsparse.training.trainer import Trainer
 
 MICROBATCHES = 4
+PARTS = 4
+"""How many times `calibrate` says what it measures next."""
 OTHER_SIZE = 1
 """A second microbatch size, which separates the time that depends on the size from the rest."""
 COPY_BYTES = 1 << 26
@@ -57,19 +59,30 @@ class Profile:
     """Bytes that the process holds besides the model state."""
 
 
-def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int) -> Cluster:
+def calibrate(
+    transport: Transport,
+    loaded: LoadedConfig,
+    name: str,
+    steps: int,
+    begins: Callable[[str], object] = lambda _: None,
+) -> Cluster:
     """The cluster of this machine; all ranks call it together and get the same.
 
-    Raises ConfigError for ranks on several hosts, and what building a trainer raises.
+    `begins` is called with what is measured next. Raises ConfigError for ranks on several hosts,
+    and what building a trainer raises.
     """
     together(transport, lambda: _refuse_several_hosts(transport))
     size = loaded.config.batch.microbatch_size
     other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
+    begins(f"{counted(steps, 'step')} with microbatches of {size}")
     profile = _profile(loaded, steps, size)
     config = profile.trainer.config
+    begins(f"{counted(steps, 'step')} with microbatches of {other}")
+    compute_of_other = _profile(loaded, steps, other).compute
+    begins("products of matrices, and a copy in memory")
     own = [
         profile.compute,
-        _profile(loaded, steps, other).compute,
+        compute_of_other,
         profile.compress,
         matrix_peak(DTYPES[config.precision]),
         _copy_bandwidth(),
@@ -79,6 +92,7 @@ def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int)
     compute, of_other, compress, peak, copy, _ = (
         fmean(column) for column in zip(*rows, strict=True)
     )
+    begins("messages and all-reduces between ranks")
     messages = _messages(transport)
     all_reduces = _all_reduces(transport)
     survey = profile.trainer.parts.survey

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from axsparse.cli import plan_check
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
-from axsparse.planner.cluster import DEFAULT_CLUSTER
+from axsparse.config.load import load_config
+from axsparse.config.validate import check_config, counted
+from axsparse.planner.cluster import DEFAULT_CLUSTER, load_cluster
 from axsparse.runtime.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
+    from axsparse.planner.layout_search import Plan
     from axsparse.planner.plan_model import Method, Subject
     from axsparse.planner.plan_report import MethodPlan
 
@@ -87,16 +90,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     gpus = _numbers("--gpus", arguments.gpus)
     sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
     methods = _methods(arguments.compare)
-    # Imported late, so that --help and mistakes in arguments do not load torch.
-    from axsparse.config.load import load_config
-    from axsparse.config.validate import counted
+    cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
+    loaded = load_config(arguments.config, arguments.overrides)
+    check_config(loaded)
+    # Imported late, so that --help and mistakes in what the user wrote do not load torch.
     from axsparse.observe import trace_file as trace
-    from axsparse.planner.cluster import load_cluster
     from axsparse.planner.plan_model import subject
     from axsparse.planner.timeline import spans
 
-    cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
-    loaded = load_config(arguments.config, arguments.overrides)
     asked = subject(loaded, cluster)
     answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
     notes = list(asked.notes)
@@ -105,6 +106,8 @@ def _plan(arguments: argparse.Namespace) -> None:
             f"no --cluster, hence planned for the bundled cluster {DEFAULT_CLUSTER}; "
             "axsparse calibrate measures one of your own"
         )
+    if len(gpus) == 1 and methods == ["start"]:
+        notes += _training_differs(asked, answers[0].plan)
     _print(answers, notes, as_json=arguments.json, is_study=len(gpus) > 1)
     if arguments.trace is not None:
         last = answers[-1]
@@ -149,6 +152,23 @@ def _answers(
     if not found:
         assert failure is not None, "something was asked"
         raise failure
+
+
+def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
+    """A note if training, left to itself, would take another number of stages."""
+    from axsparse.planner.auto_layout import resolve_grid
+
+    layout = asked.loaded.config.layout
+    given = (layout.memory_per_rank, layout.g_inter, layout.g_data, layout.split)
+    if given != ("auto",) * len(given):
+        return  # both keep to what is given, or take the fewest stages that fit the limit
+    grid = resolve_grid(asked.loaded, plan.gpus, len(asked.survey.layers))
+    if grid.g_inter != plan.recommended.layout.grid.g_inter:
+        yield (
+            f"training by itself takes {grid}: where layout.memory_per_rank sets no limit, "
+            "layout.g_inter: auto takes 2 stages if 2 divides the ranks, whatever is faster; the "
+            "--set options above train what is recommended"
+        )
 
 
 def _print(

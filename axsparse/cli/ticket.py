@@ -19,7 +19,7 @@ from axsparse.cli.parser import (
     say,
     show_usage,
 )
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import MissingInputError, OutputError
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_manifest import TicketManifest
@@ -42,7 +42,7 @@ SHOW = """\
 Check a ticket, and say what it holds.
 
   axsparse ticket show ticket.safetensors
-  axsparse ticket show ticket.safetensors --json
+  axsparse ticket show runs/search --json
 """
 SHOW_END = f"""\
 A ticket is a file of masks: which entries of which tensors are kept. A run of the same model
@@ -69,7 +69,7 @@ Write the masks of a ticket as safetensors of dense uint8 tensors, zeros and one
 def show_parser() -> CommandParser:
     """The command line of `show`."""
     arguments = CommandParser(prog="axsparse ticket show", description=SHOW, epilog=SHOW_END)
-    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket")
+    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
     arguments.add_argument(
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
     )
@@ -88,7 +88,7 @@ def import_parser() -> CommandParser:
 def export_parser() -> CommandParser:
     """The command line of `export`."""
     arguments = CommandParser(prog="axsparse ticket export", description=EXPORT, epilog=CODES)
-    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket")
+    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
     arguments.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
     arguments.add_argument(
         "--names",
@@ -129,7 +129,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from axsparse.pruning.ticket.dense_masks import export_masks
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
-    ticket = open_ticket(arguments.file)
+    ticket = open_ticket(_of_run(arguments.file))
     _refuse_taken(arguments.out)
     unfinished = arguments.out.with_name(f".{arguments.out.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -142,6 +142,21 @@ def _export(arguments: argparse.Namespace) -> None:
     finally:
         unfinished.unlink(missing_ok=True)
     say(f"{arguments.out}: {_summary(ticket.manifest)}")
+
+
+def _of_run(path: Path) -> Path:
+    """The ticket that a run directory holds, for the path of one; any other path as it is."""
+    from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+
+    if not path.is_dir():
+        return path
+    if not (path / TICKET_FILE).is_file():
+        raise MissingInputError(
+            f"ticket: {path} has no {TICKET_FILE}, which a run writes when it finds its masks "
+            "after the first step; masks that are drawn before follow from the settings, and "
+            "trainer.save_ticket writes them"
+        )
+    return path / TICKET_FILE
 
 
 def _refuse_taken(path: Path) -> None:
@@ -157,7 +172,7 @@ def _show(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
-    manifest = open_ticket(arguments.file).manifest
+    manifest = open_ticket(_of_run(arguments.file)).manifest
     say(manifest.text(indent=2) if arguments.json else "\n".join(_lines(manifest)))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from axsparse.cli.parser import CommandParser, arguments_of, run_command, say
+from axsparse.config.validate import counted
 from axsparse.observe.trace_file import Span, differences, read, step_seconds
 from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import ConfigError
@@ -56,7 +57,22 @@ def _compare(arguments: argparse.Namespace) -> None:
     if not (arguments.most.isascii() and arguments.most.isdigit()):
         raise ConfigError(f"--most: {arguments.most!r} is no number of differences; write 10")
     first, second = read(arguments.first), read(arguments.second)
+    _refuse_other_layout(first, second)
     say("\n".join(lines(first, second, int(arguments.most))))
+
+
+def _refuse_other_layout(first: Sequence[Span], second: Sequence[Span]) -> None:
+    """ConfigError if the traces have different numbers of stages.
+
+    Replicas are not compared: of equal ones the planner simulates only some.
+    """
+    ours, theirs = (len({span.stage for span in spans}) for spans in (first, second))
+    if ours != theirs:
+        raise ConfigError(
+            f"trace compare: A has {counted(ours, 'stage')} and B {counted(theirs, 'stage')}, "
+            "whose phases are not those of the same layers; compare traces of one layout: "
+            "axsparse plan --set layout.g_inter=N simulates that of a run"
+        )
 
 
 def lines(first: Sequence[Span], second: Sequence[Span], most: int) -> Iterator[str]:

@@ -207,14 +207,17 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
     pruning, where = config.pruning, loaded.where("pruning.interval")
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
     assert until != "auto"
+    end = f"pruning.until_step {until}"
+    if loaded.config.pruning.until_step == "auto":
+        end += f" (auto, by train.steps {config.train.steps})"
     if pruning.method in ("gradual", "iterative") and begin + every > until:
         raise ConfigError(
             f"{where}: {every} steps do not fit between pruning.at_step {begin} and "
-            f"pruning.until_step {until}; choose at most {max(until - begin, 1)}"
+            f"{end}; choose at most {max(until - begin, 1)}"
         )
     if pruning.method in ("set", "rigl") and every >= until:
         raise ConfigError(
-            f"{where}: {every} steps bring no move before pruning.until_step {until}; choose at "
+            f"{where}: {every} steps bring no move before {end}; choose at "
             f"most {max(until - 1, 1)}, or train longer"
         )
     first = max(begin, config.schedule.warmup_steps)
@@ -222,7 +225,7 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
     if pruning.method == "early-bird" and last > until:
         raise ConfigError(
             f"{where}: {DISTANCES + 1} looks, one every {every} steps from step {first} on (after "
-            f"warm-up and pruning.at_step), end at {last}, after pruning.until_step {until}; "
+            f"warm-up and pruning.at_step), end at {last}, after {end}; "
             "look more often, or search longer"
         )
 

@@ -152,9 +152,11 @@ def load_cluster(source: str) -> Cluster:
     if "/" not in source and not path.is_file():
         name = source.removesuffix(".yaml")
         if name not in bundled_clusters():
+            nearest = get_close_matches(name[:60], bundled_clusters(), n=1)
+            mend = f"did you mean {nearest[0]}? Choose one of" if nearest else "choose one of"
             raise MissingInputError(
-                f"cluster {source!r}: no such file and no bundled cluster of that name; choose one "
-                f"of {', '.join(bundled_clusters())}, or name a file"
+                f"cluster {source!r}: no such file and no bundled cluster of that name; {mend} "
+                f"{', '.join(bundled_clusters())}, or name a file"
             )
         path = _FOLDER / f"{name}.yaml"
     try:

@@ -99,7 +99,7 @@ class Subject:
             except ConfigError as error:
                 failure = error
         enough = self._enough(question)
-        hint = f"; {enough} devices would do" if enough else ""
+        hint = f"; {counted(enough, 'device')} would do" if enough else ""
         raise ConfigError(f"{failure}{hint}")
 
     def _stages(self, gpus: int) -> list[int] | None:

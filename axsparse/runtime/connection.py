@@ -24,13 +24,18 @@ def cannot_start(reason: Exception) -> NoReturn:
     """End the whole job, because this rank cannot load something, such as a missing package."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
-    write_line(f"error: {where}: {text}")
+    leave_before_start(f"{where}: {text}", EXIT_INTERNAL)
+
+
+def leave_before_start(message: str, code: int) -> NoReturn:
+    """Print an error and end the whole job with this exit code, before this rank has connected."""
+    write_line(f"error: {message}")
     if started_by_launcher():
         wait_until_all_ranks_have_started()
         from mpi4py import MPI
 
-        end_all_ranks(MPI.COMM_WORLD, EXIT_INTERNAL)
-    sys.exit(EXIT_INTERNAL)
+        end_all_ranks(MPI.COMM_WORLD, code)
+    sys.exit(code)
 
 
 def connect() -> Transport:

@@ -15,6 +15,7 @@ from axsparse.observe.trace_recorder import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Change, Moment
 from axsparse.pruning.ticket.run_ticket import save_live
+from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
@@ -31,9 +32,6 @@ from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.parts import Parts
 from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
-
-TICKET_FILE = "ticket.safetensors"
-"""The file in the run directory with the masks that the pruning method has found, as a ticket."""
 
 
 class Trainer:

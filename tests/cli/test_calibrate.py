@@ -35,6 +35,8 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
         assert kinds[name] == "measured"
         assert getattr(machine, name) > 0
     assert "axsparse: wrote mine.yaml" in done.stdout
+    said = [line.split(": ")[1] for line in done.stderr.splitlines() if " measures " in line]
+    assert said == ["measures 1/4", "measures 2/4", "measures 3/4", "measures 4/4"]
 
     plan = ["-m", "axsparse", "plan", *SMALL, "--gpus", "2", "--cluster", "mine.yaml", "--json"]
     done = run_mpirun(1, plan, cwd=tmp_path)

@@ -35,6 +35,20 @@ def test_it_prints_a_recommendation_and_why(capsys: pytest.CaptureFixture[str]) 
     assert "recommended: 1 stage × 4 replicas" in screen
     assert "because the fewest stages fit: 0.3 GB of 3.0 GB" in screen
     assert "step over slack: 0: " in screen
+    assert (
+        "note: training by itself takes 2 stages × 2 replicas: where layout.memory_per_rank sets "
+        "no limit, layout.g_inter: auto takes 2 stages if 2 divides the ranks"
+    ) in screen
+
+
+@pytest.mark.parametrize("wish", ["layout.split=[4]", "layout.memory_per_rank=2"])
+def test_where_training_takes_the_same_it_says_nothing(
+    wish: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, screen, _ = told(capsys, "--gpus", "4", "--set", wish)
+
+    assert "recommended: 1 stage × 4 replicas" in screen
+    assert "training by itself" not in screen
 
 
 def test_without_a_cluster_it_says_which_one_it_took(capsys: pytest.CaptureFixture[str]) -> None:

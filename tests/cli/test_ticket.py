@@ -95,9 +95,16 @@ def test_the_whole_manifest_is_shown_as_json(tmp_path: Path, show: Show) -> None
     assert shown["tensors"]["block0.fc.weight"]["shape"] == [5, 4]
 
 
+def test_a_run_stands_for_the_ticket_that_it_found(tmp_path: Path, show: Show) -> None:
+    small_ticket(tmp_path)
+
+    assert show("show", str(tmp_path)) == show("show", "ticket.safetensors")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["show", "."], 66, "ticket: . has no ticket.safetensors, which a run writes when it find"),
         (["show"], 78, "the following arguments are required: FILE; see --help"),
         (["show", "t", "u"], 78, "unrecognized arguments: u; see --help"),
         (["eat"], 78, "ticket: no command 'eat'; see axsparse ticket --help"),

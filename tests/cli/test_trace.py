@@ -39,6 +39,22 @@ def test_the_largest_differences_come_first(
     assert len(lines) == 4
 
 
+def test_traces_of_other_layouts_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "a", [Span(1, 0, 0, "compute", "F0", 0, 2)], "a")
+    write(tmp_path / "b", [Span(1, 0, stage, "compute", "F0", 0, 1) for stage in (0, 1)], "b")
+
+    code, screen, errors = told(capsys, "compare", str(tmp_path / "a"), str(tmp_path / "b"))
+
+    assert (code, screen) == (EXIT_CONFIG, "")
+    assert errors == (
+        "axsparse: error: trace compare: A has 1 stage and B 2 stages, whose phases are not those "
+        "of the same layers; compare traces of one layout: axsparse plan --set layout.g_inter=N "
+        "simulates that of a run\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from axsparse.config.load import load_config
-from axsparse.config.validate import check_batch, check_config, check_data, check_gpu_settings
+from axsparse.config.validate import (
+    check_batch,
+    check_config,
+    check_data,
+    check_gpu_settings,
+    check_rounds,
+)
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
@@ -22,6 +28,17 @@ def _batch_refusal(grid: Grid, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         check_batch(load_config(None, overrides), grid)
     return str(caught.value)
+
+
+def test_the_end_of_a_search_says_where_it_comes_from() -> None:
+    search = ("pruning.method=early-bird", "pruning.interval=4", "train.steps=24")
+    asked = load_config(None, search)
+    settled = load_config(None, (*search, "pruning.until_step=12")).config
+
+    with pytest.raises(
+        ConfigError, match=r"end at 20, after pruning.until_step 12 \(auto, by train.steps 24\); "
+    ):
+        check_rounds(asked, settled)
 
 
 # --- check_config ------------------------------------------------------------------------

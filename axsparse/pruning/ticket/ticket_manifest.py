@@ -22,6 +22,8 @@ from axsparse.runtime.version import __version__
 
 FORMAT = 1
 """The version of the file format; files of another version are refused."""
+TICKET_FILE = "ticket.safetensors"
+"""The file in the run directory with the masks that the pruning method has found, as a ticket."""
 MANIFEST_KEY, HASH_KEY = "ticket", "ticket_hash"
 
 
