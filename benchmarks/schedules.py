@@ -41,7 +41,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from emulated import emulate, machine
 
 from axsparse.pipeline.actions import Action, action
-from axsparse.pipeline.policy import InOrder, MessageDriven, Policy
+from axsparse.pipeline.policy import UNKNOWN, Forecast, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.simulator import Durations, simulate
 from axsparse.runtime.communication import Direction
@@ -110,7 +110,7 @@ class _Held:
         assert microbatch == self._here[direction]
         self._here[direction] += 1
 
-    def next(self) -> Action | None:
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
         held = self._begun[FORWARD] - self._begun[BACKWARD]
         forward = self._begun[FORWARD] < self._here[FORWARD] and held < self._bound
         backward = self._begun[BACKWARD] < self._here[BACKWARD]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.actions import Action
+from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import BACKWARD, FORWARD, ForwardOnly, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
@@ -75,7 +75,7 @@ class Engine:
         """The ends of the actions that the GPU has not finished."""
         self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
         """Messages that the policy has not been told of."""
-        self._inbox: dict[Action, Message] = {}
+        self._inbox: dict[tuple[Direction, int], Message] = {}
         """Messages that wait for their action."""
         self._offset = 0
         """What is added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
@@ -107,7 +107,7 @@ class Engine:
         losses: list[Tensor] = []
 
         def run(action: Action) -> None:
-            if action.direction is FORWARD:
+            if action.kind is Kind.FORWARD:
                 losses.extend(self._forward(action.microbatch, batch, divisor))
                 return
             if action.microbatch == len(batch.microbatches) - 1:
@@ -213,7 +213,7 @@ class Engine:
                 if not 0 <= number < EVALUATED:
                     raise self._evaluates_alone()
                 self._taken[direction] += 1
-                self._inbox[Action(direction, number)] = message
+                self._inbox[direction, number] = message
                 policy.arrived(direction, number)
 
     def _evaluates_alone(self) -> ConfigError:
@@ -255,7 +255,7 @@ class Engine:
     def _backward(self, number: int, loss_scale: float) -> None:
         gradients: tuple[Tensor | None, ...] = ()
         if not self._place.is_last:
-            gradients = self._inbox.pop(Action(BACKWARD, number)).tensors
+            gradients = self._inbox.pop((BACKWARD, number)).tensors
         with self._phases("compute"):
             input_gradients = self._stage.backward(number, gradients, loss_scale)
         if not self._place.is_first:
@@ -266,7 +266,7 @@ class Engine:
         if self._place.is_first:
             inputs = tuple(map(self._put, batch.microbatches[number].inputs))
             return inputs, (False,) * len(inputs)
-        message = self._inbox.pop(Action(FORWARD, number))
+        message = self._inbox.pop((FORWARD, number))
         tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
         return tensors, message.requires_grad
 

@@ -1,19 +1,36 @@
 """What a stage does next, decided by which messages have arrived.
 
-A policy knows microbatch numbers only: no tensors, no links, no time. So the same object drives
+A policy knows microbatch numbers only: no tensors, no links, no clock. So the same object drives
 training (`pipeline.engine`) and the planner's simulation (`planner.simulator`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from axsparse.pipeline.actions import Action, action
+from axsparse.pipeline.actions import Action, Kind, action
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 Preference = Literal["alternate", "backward", "forward"]
+
+
+class Forecast(NamedTuple):
+    """How soon the next message of each direction is expected, indexed by `Direction`.
+
+    The unit is the time that the stage's next WEIGHT action takes. Infinity stands for a message
+    of which nothing is known. A message that is overdue counts by how late it is, as if it were
+    still as far away, so that nobody waits for long on a wrong forecast.
+    """
+
+    forward: float = math.inf
+    backward: float = math.inf
+
+
+UNKNOWN = Forecast()
+"""The forecast where neighbours announce nothing."""
 
 
 class Policy(Protocol):
@@ -21,29 +38,33 @@ class Policy(Protocol):
 
     A policy is a pure state machine. What comes in are arrivals: the activation of a microbatch
     from the previous stage (FORWARD), its gradient from the next stage (BACKWARD). What goes out
-    are actions: run this microbatch's forward, run its backward. Whoever drives it repeats:
+    are actions: run this microbatch's forward, its backward or, where backwards are split, its
+    weight gradients. Whoever drives it repeats:
 
         while not policy.finished:
             for direction, microbatch in <messages that came in, first come first>:
                 policy.arrived(direction, microbatch)
-            action = policy.next()
-            if action is None: wait for a message
-            else: run the action and send its result to the neighbour
+            action = policy.next(<how soon messages are expected, if neighbours announce them>)
+            if action is None: wait for a message, or for a while
+            else: run the action and send its result, if it has one, to the neighbour
 
     These rules hold for every policy:
 
-    1. In training each forward and each backward is handed out exactly once; in an evaluation
-       each forward once.
-    2. Forwards are handed out in microbatch order, and so are backwards. Gradients then add up in
-       the same order under every policy and layout, so that training is bitwise the same.
+    1. In training each forward and each backward is handed out exactly once, and so are the weight
+       gradients of each microbatch if backwards are split; in an evaluation each forward once.
+    2. Forwards are handed out in microbatch order, and so are backwards and weight gradients.
+       Gradients then add up in the same order under every policy and layout, so that training is
+       bitwise the same.
     3. An action is handed out only once its input is there. The first stage has the inputs of all
        forwards from the start. The last stage computes the loss, so that its own forward is the
-       input of its backward; it receives no gradients.
+       input of its backward; it receives no gradients. Weight gradients need their backward.
     4. Links deliver in the order of sending, so arrivals of one direction come in microbatch order.
        An arrival out of order, from a side without a neighbour or beyond the last microbatch is an
        error in the caller: an assertion.
     5. The policies of all stages together never wait for each other for ever.
-    6. The answers depend on the arrivals and calls so far, and on nothing else.
+    6. The answers depend on the arrivals, calls and forecasts so far, and on nothing else. If a
+       policy waits although it could run something, it does so because of a forecast, and it
+       never waits when the forecast is `UNKNOWN`.
 
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
@@ -69,7 +90,7 @@ class Policy(Protocol):
         """Take note that the input of a microbatch's forward or backward has arrived."""
         ...
 
-    def next(self) -> Action | None:
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:
         """The action to run now, or None if the stage has to wait for an arrival.
 
         The caller must run what it is given: the action counts as begun.
@@ -95,10 +116,10 @@ class MessageDriven:
         slack: int,
         prefer: Preference = "alternate",
     ) -> None:
-        self._inputs = _Inputs(stage, g_inter, microbatches)
+        self._inputs = Inputs(stage, g_inter, microbatches)
         self._bound = g_inter - stage + slack
         self._prefer: Preference = "backward" if self._inputs.is_last else prefer
-        self._last_run: Direction | None = None
+        self._last_run: Kind | None = None
 
     @property
     def in_flight(self) -> int:
@@ -107,7 +128,7 @@ class MessageDriven:
 
     @property
     def finished(self) -> bool:
-        return self._inputs.begun[BACKWARD] == self._inputs.microbatches
+        return self._inputs.begun[Kind.BACKWARD] == self._inputs.microbatches
 
     def expects(self, direction: Direction) -> bool:
         return self._inputs.expects(direction)
@@ -115,24 +136,31 @@ class MessageDriven:
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._inputs.arrived(direction, microbatch)
 
-    def next(self) -> Action | None:
-        direction = self._choose()
-        if direction is None:
-            return None
-        self._last_run = direction
-        return self._inputs.begin(direction)
-
-    def _choose(self) -> Direction | None:
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
         inputs = self._inputs
-        forward = inputs.has(FORWARD) and inputs.in_flight < self._bound
-        backward = inputs.has(BACKWARD)
-        if forward and backward:
-            if self._prefer == "alternate":
-                return FORWARD if self._last_run is BACKWARD else BACKWARD
-            return FORWARD if self._prefer == "forward" else BACKWARD
-        if backward:
-            return BACKWARD
-        return FORWARD if forward else None
+        kind = chosen(
+            self._prefer,
+            self._last_run,
+            forward=inputs.has(Kind.FORWARD) and inputs.in_flight < self._bound,
+            backward=inputs.has(Kind.BACKWARD),
+        )
+        if kind is None:
+            return None
+        self._last_run = kind
+        return inputs.begin(kind)
+
+
+def chosen(
+    prefer: Preference, last_run: Kind | None, *, forward: bool, backward: bool
+) -> Kind | None:
+    """Which of a forward and a backward to run, by whether each can run; None if neither can."""
+    if forward and backward:
+        if prefer == "alternate":
+            return Kind.FORWARD if last_run is Kind.BACKWARD else Kind.BACKWARD
+        return Kind.FORWARD if prefer == "forward" else Kind.BACKWARD
+    if backward:
+        return Kind.BACKWARD
+    return Kind.FORWARD if forward else None
 
 
 class InOrder:
@@ -141,12 +169,12 @@ class InOrder:
     def __init__(self, actions: Sequence[Action], *, stage: int, g_inter: int) -> None:
         """`actions` is everything that this stage does in a step.
 
-        ValueError unless it holds each microbatch's forward once and later its backward once,
-        each kind in microbatch order (rule 2 of `Policy`).
+        ValueError unless it holds each microbatch's forward once, later its backward once and, if
+        it has weight gradients at all, later still these once, each kind in microbatch order
+        (rule 2 of `Policy`).
         """
-        _check_order(actions)
         self._actions = tuple(actions)
-        self._inputs = _Inputs(stage, g_inter, len(actions) // 2)
+        self._inputs = Inputs(stage, g_inter, _check_order(actions))
         self._done = 0
 
     @property
@@ -159,17 +187,18 @@ class InOrder:
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._inputs.arrived(direction, microbatch)
 
-    def next(self) -> Action | None:
-        if self.finished or not self._inputs.has(self._actions[self._done].direction):
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
+        if self.finished or not self._inputs.has(self._actions[self._done].kind):
             return None
         self._done += 1
-        return self._inputs.begin(self._actions[self._done - 1].direction)
+        return self._inputs.begin(self._actions[self._done - 1].kind)
 
 
-class _Inputs:
-    """How many inputs have arrived (`here`) and how many actions have begun, for each direction.
+class Inputs:
+    """How many inputs have arrived (`here`) and how many actions have begun, for each kind.
 
-    Counts are enough, since both directions run in microbatch order.
+    Counts are enough, since every kind runs in microbatch order. What is there for a WEIGHT action
+    is what a BACKWARD has left.
     """
 
     __slots__ = ("_is_first", "begun", "here", "is_last", "microbatches")
@@ -178,17 +207,17 @@ class _Inputs:
         self._is_first = stage == 0
         self.is_last = stage == g_inter - 1
         self.microbatches = microbatches
-        self.here = [microbatches if self._is_first else 0, 0]
-        self.begun = [0, 0]
+        self.here = [microbatches if self._is_first else 0, 0, 0]
+        self.begun = [0, 0, 0]
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose activations the stage holds."""
-        return self.begun[FORWARD] - self.begun[BACKWARD]
+        """Microbatches whose forward has begun and whose backward has not."""
+        return self.begun[Kind.FORWARD] - self.begun[Kind.BACKWARD]
 
-    def has(self, direction: Direction) -> bool:
-        """Whether the next action of this direction could run."""
-        return self.begun[direction] < self.here[direction]
+    def has(self, kind: Kind) -> bool:
+        """Whether the next action of this kind could run."""
+        return self.begun[kind] < self.here[kind]
 
     def expects(self, direction: Direction) -> bool:
         if self.is_last and direction is BACKWARD:
@@ -198,38 +227,46 @@ class _Inputs:
     def arrived(self, direction: Direction, microbatch: int) -> None:
         assert not (self._is_first if direction is FORWARD else self.is_last), "no such neighbour"
         assert microbatch == self.here[direction], (
-            f"{Action(direction, microbatch)} arrived, {self.here[direction]} was next"
+            f"{Action(Kind(direction), microbatch)} arrived, {self.here[direction]} was next"
         )
-        assert microbatch < self.microbatches, f"{Action(direction, microbatch)} was never asked"
+        assert microbatch < self.microbatches, (
+            f"{Action(Kind(direction), microbatch)} was never asked"
+        )
         self.here[direction] += 1
 
-    def begin(self, direction: Direction) -> Action:
-        """Count the next action of this direction as begun, and return it."""
-        microbatch = self.begun[direction]
-        self.begun[direction] += 1
-        if self.is_last and direction is FORWARD:
-            self.here[BACKWARD] += 1
-        return action(direction, microbatch)
+    def begin(self, kind: Kind) -> Action:
+        """Count the next action of this kind as begun, and return it."""
+        microbatch = self.begun[kind]
+        self.begun[kind] += 1
+        if kind is Kind.BACKWARD:
+            self.here[Kind.WEIGHT] += 1
+        elif kind is Kind.FORWARD and self.is_last:
+            self.here[Kind.BACKWARD] += 1
+        return action(kind, microbatch)
 
 
-def _check_order(actions: Sequence[Action]) -> None:
-    """ValueError for a list that breaks rule 1 or 2 of `Policy`, or runs a backward too early."""
-    seen = [0, 0]
+def _check_order(actions: Sequence[Action]) -> int:
+    """The microbatches of a list; ValueError if it breaks a rule of `Policy` or runs too early."""
+    seen = [0, 0, 0]
     for found in actions:
-        wanted = action(found.direction, seen[found.direction])
+        wanted = action(found.kind, seen[found.kind])
         if found != wanted:
             raise ValueError(
-                f"schedule: {found} where {wanted} is next; forwards and backwards each run once, "
-                "in microbatch order"
+                f"schedule: {found} where {wanted} is next; actions of one kind each run once, in "
+                "microbatch order"
             )
-        seen[found.direction] += 1
-        if seen[BACKWARD] > seen[FORWARD]:
-            raise ValueError(f"schedule: {found} before its forward; put F{found.microbatch} first")
-    if seen[FORWARD] != seen[BACKWARD]:
+        seen[found.kind] += 1
+        for before, after in ((Kind.FORWARD, Kind.BACKWARD), (Kind.BACKWARD, Kind.WEIGHT)):
+            if seen[after] > seen[before]:
+                first = action(before, found.microbatch)
+                raise ValueError(f"schedule: {found} before its {first}; put {first} first")
+    forwards, backwards, weights = seen
+    if forwards != backwards or weights not in (0, forwards):
         raise ValueError(
-            f"schedule: {seen[FORWARD]} forwards, {seen[BACKWARD]} backwards; "
-            "every forward needs its backward"
+            f"schedule: {forwards} forwards, {backwards} backwards and {weights} weight gradients; "
+            "every forward needs its backward, and either all or none its weight gradients"
         )
+    return forwards
 
 
 class ForwardOnly:
@@ -252,8 +289,8 @@ class ForwardOnly:
         assert microbatch == self._arrived, f"F{microbatch} arrived, F{self._arrived} was next"
         self._arrived += 1
 
-    def next(self) -> Action | None:
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
         if self._begun == self._arrived:
             return None
         self._begun += 1
-        return action(FORWARD, self._begun - 1)
+        return action(Kind.FORWARD, self._begun - 1)

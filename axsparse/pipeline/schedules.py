@@ -9,16 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from axsparse.pipeline.actions import Action, action
-from axsparse.pipeline.policy import (
-    BACKWARD,
-    FORWARD,
-    InOrder,
-    MessageDriven,
-    Policy,
-    Preference,
-)
-from axsparse.runtime.communication import Direction
+from axsparse.pipeline.actions import Action, Kind, action
+from axsparse.pipeline.policy import InOrder, MessageDriven, Policy, Preference
+from axsparse.pipeline.split_policy import PATIENCE, Bounds, MessageDrivenSplit
 
 ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
 
@@ -46,9 +39,38 @@ class Schedule:
     """Activations that stage s may hold in flight beyond g_inter − s (message-driven and 1f1b)."""
     prefer: Preference
     """What runs when a forward and a backward have both arrived (message-driven)."""
+    split_backward: bool = False
+    """Whether backwards are split, so that the lists and policies have weight gradients of their
+    own (see `pipeline.actions.Kind`)."""
+    held: int | None = None
+    """Microbatches that a stage may hold without their weight gradients, in flight or deferred
+    (message-driven, split); None: g_inter + slack, as many as the first stage has in flight."""
+    patience: float = PATIENCE
+    """How far away a message may be to be waited for, in times of a WEIGHT action (message-driven,
+    split). With 0 nobody needs announcements."""
+
+    @property
+    def uses_forecasts(self) -> bool:
+        """Whether the policies ask for more than `UNKNOWN` forecasts."""
+        return self.name == "message-driven" and self.split_backward and self.patience > 0
+
+    def bounds(self, stage: int, g_inter: int) -> Bounds:
+        """What a stage may hold (message-driven)."""
+        in_flight = g_inter - stage + self.slack
+        held = g_inter + self.slack if self.held is None else self.held
+        return Bounds(in_flight, held if self.split_backward else in_flight)
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
+        if self.name == "message-driven" and self.split_backward:
+            return MessageDrivenSplit(
+                stage=stage,
+                g_inter=g_inter,
+                microbatches=microbatches,
+                bounds=self.bounds(stage, g_inter),
+                prefer=self.prefer,
+                patience=self.patience,
+            )
         if self.name == "message-driven":
             return MessageDriven(
                 stage=stage,
@@ -61,6 +83,8 @@ class Schedule:
             actions = one_forward_one_backward(stage, g_inter, microbatches, self.slack)
         else:
             actions = gpipe(microbatches)
+        if self.split_backward:
+            actions = with_weights(actions)
         return InOrder(actions, stage=stage, g_inter=g_inter)
 
 
@@ -74,11 +98,11 @@ def one_forward_one_backward(
     wait for. (With slack 0: Narayanan et al., 2021, section 2.2.1.)
     """
     warm_up = 0 if stage == g_inter - 1 else min(microbatches, g_inter - stage - 1 + slack)
-    actions = [action(FORWARD, microbatch) for microbatch in range(warm_up)]
+    actions = [action(Kind.FORWARD, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(microbatches):
         if microbatch + warm_up < microbatches:
-            actions.append(action(FORWARD, microbatch + warm_up))
-        actions.append(action(BACKWARD, microbatch))
+            actions.append(action(Kind.FORWARD, microbatch + warm_up))
+        actions.append(action(Kind.BACKWARD, microbatch))
     return actions
 
 
@@ -88,15 +112,27 @@ def gpipe(microbatches: int) -> list[Action]:
     The backwards run in microbatch order, as under every schedule here. (Huang et al., 2019,
     section 2.3.)
     """
-    return [action(d, microbatch) for d in Direction for microbatch in range(microbatches)]
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return [action(kind, microbatch) for kind in kinds for microbatch in range(microbatches)]
+
+
+def with_weights(actions: Sequence[Action]) -> list[Action]:
+    """A list of whole backwards with each of them split in two that follow each other."""
+    split = []
+    for each in actions:
+        split.append(each)
+        if each.kind is Kind.BACKWARD:
+            split.append(action(Kind.WEIGHT, each.microbatch))
+    return split
 
 
 def dry_run(stages: Sequence[Sequence[Action]]) -> list[int]:
     """Play the action lists of all stages against each other, without times.
 
-    Returns how many activations each stage holds at most. ValueError for a list that is no
-    schedule (see `InOrder`), for lists of different lengths, and for a deadlock, with the action
-    that each stage waits for.
+    Returns how many microbatches each stage holds at most: those whose forward has begun, less
+    those whose backward has, or whose weight gradients if backwards are split. ValueError for a
+    list that is no schedule (see `InOrder`), for lists of different lengths, and for a deadlock,
+    with the action that each stage waits for.
     """
     if len({len(actions) for actions in stages}) > 1:
         counts = ", ".join(str(len(actions)) for actions in stages)
@@ -110,7 +146,9 @@ def dry_run(stages: Sequence[Sequence[Action]]) -> list[int]:
             while (run := policy.next()) is not None:
                 moved = True
                 done[stage] += 1
-                target = stage + (1 if run.direction is FORWARD else -1)
+                if run.direction is None:
+                    continue
+                target = stage + (1 if run.kind is Kind.FORWARD else -1)
                 if 0 <= target < len(stages):
                     policies[target].arrived(run.direction, run.microbatch)
     if not all(policy.finished for policy in policies):
@@ -120,12 +158,14 @@ def dry_run(stages: Sequence[Sequence[Action]]) -> list[int]:
             if at < len(actions)
         )
         raise ValueError(f"schedule: a deadlock; waiting are {waits}")
-    return [_most_in_flight(actions) for actions in stages]
+    return [_most_held(actions) for actions in stages]
 
 
-def _most_in_flight(actions: Sequence[Action]) -> int:
+def _most_held(actions: Sequence[Action]) -> int:
+    is_split = any(each.kind is Kind.WEIGHT for each in actions)
+    frees = Kind.WEIGHT if is_split else Kind.BACKWARD
     held = most = 0
     for each in actions:
-        held += 1 if each.direction is FORWARD else -1
+        held += (each.kind is Kind.FORWARD) - (each.kind is frees)
         most = max(most, held)
     return most

@@ -7,26 +7,38 @@ gradients are summed, so `step_simulation` plays each of them by itself.
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from axsparse.pipeline.actions import Action
-from axsparse.pipeline.policy import FORWARD, Policy
+from axsparse.pipeline.actions import Action, Kind
+from axsparse.pipeline.policy import UNKNOWN, Forecast, Policy
+from axsparse.runtime.communication import Direction
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of every forward and backward, as [stage][microbatch]."""
+    """Seconds of every action, as [stage][microbatch]."""
 
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
+    """Of whole backwards, or of the gradients of inputs alone if backwards are split."""
+    weight: Sequence[Sequence[float]] = ()
+    """Of weight gradients, if backwards are split."""
 
     @staticmethod
-    def uniform(g_inter: int, microbatches: int, forward: float, backward: float) -> Durations:
+    def uniform(
+        g_inter: int, microbatches: int, forward: float, backward: float, weight: float = 0.0
+    ) -> Durations:
         """Durations that are the same for every stage and microbatch."""
         return Durations(
-            [[forward] * microbatches] * g_inter, [[backward] * microbatches] * g_inter
+            *([[seconds] * microbatches] * g_inter for seconds in (forward, backward, weight))
         )
+
+    def of(self, stage: int, action: Action) -> float:
+        """The seconds of one action."""
+        return (self.forward, self.backward, self.weight)[action.kind][stage][action.microbatch]
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,16 @@ class StageRun:
     ends: list[float] = field(default_factory=list)
     """The ends of the actions, without the handling of messages that follows them."""
     compute: float = 0.0
-    """The sum over forwards and backwards."""
+    """The sum over actions."""
     p2p: float = 0.0
     """The sum over messages handled."""
     end: float = 0.0
     """When its last action was done and sent: it can reduce its gradients from then on."""
     most_in_flight: int = 0
-    """The most microbatches at a time whose activations it held."""
+    """The most microbatches at a time between their forward and their backward."""
+    most_held: int = 0
+    """The most at a time of which it held anything: those in flight and, if backwards are split,
+    those that waited for their weight gradients."""
     handled: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of the handling of each message that takes time."""
 
@@ -77,20 +92,32 @@ def simulate(
     new_policy: Callable[[int], Policy],
     durations: Durations,
     edges: Sequence[MessageCost] | None = None,
+    expected: Durations | None = None,
 ) -> PipelineRun:
     """Play one step of a pipeline.
 
     `new_policy(stage)` makes the policy of a stage. `edges[s]` is the cost of a message between
     the stages s and s + 1, in either direction; by default messages cost nothing. As in the
     engine, a stage takes in all that has arrived before it asks its policy; at equal times
-    arrivals come before decisions. Raises RuntimeError for a deadlock.
+    arrivals come before decisions.
+
+    With `expected`, the durations that stages expect of each other, every stage announces to the
+    neighbour that it has begun an action, and policies are told how soon messages are expected.
+    An announcement takes its edge's latency and costs nothing else.
+    Raises RuntimeError for a deadlock.
     """
     g_inter = len(durations.forward)
     if edges is None:
         edges = [MessageCost()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
     stages = [_Stage(new_policy(stage)) for stage in range(g_inter)]
-    return _Simulation(stages, durations, edges).play()
+    return _Simulation(stages, durations, edges, expected).play()
+
+
+ASKED_AGAIN = 1 / 8
+"""After how much of a WEIGHT action's time a stage is asked again that waits for a message."""
+Message = tuple[Direction, int]
+"""The direction and the microbatch of a message."""
 
 
 @dataclass
@@ -99,23 +126,36 @@ class _Stage:
 
     policy: Policy
     run: StageRun = field(default_factory=StageRun)
-    inbox: list[Action] = field(default_factory=list)
+    inbox: list[Message] = field(default_factory=list)
     """Messages that have arrived, before the stage takes them in."""
-    in_flight: int = 0
+    announced: tuple[deque[tuple[float, float]], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in Direction)
+    )
+    """When each message that has not arrived was announced and when it is expected, by direction
+    in order of microbatches."""
+    done: list[int] = field(default_factory=lambda: [0] * len(Kind))
+    """How many actions of each kind have begun."""
     is_idle: bool = False
     """Whether it waits for a message."""
+    decision: int = 0
+    """The number of the decision that it waits for; others have been overtaken by an arrival."""
 
 
 class _Simulation:
     """A queue of events in order of time: at a stage, a message arrives or a decision is due."""
 
     def __init__(
-        self, stages: list[_Stage], durations: Durations, edges: Sequence[MessageCost]
+        self,
+        stages: list[_Stage],
+        durations: Durations,
+        edges: Sequence[MessageCost],
+        expected: Durations | None,
     ) -> None:
         self._stages = stages
-        self._seconds = (durations.forward, durations.backward)
+        self._durations = durations
         self._edges = edges
-        self._events: list[tuple[float, int, int, int, Action | None]] = []
+        self._expected = expected
+        self._events: list[tuple[float, int, int, int, Message | None]] = []
         """Each is (time, 0 for an arrival and 1 for a decision, number, stage, what arrives)."""
         self._number = 0
         """The number of the last event, which orders events of one time and kind."""
@@ -125,21 +165,14 @@ class _Simulation:
         for number in range(len(self._stages)):
             self._decide_at(0.0, number)
         while self._events:
-            now, _, _, number, arrival = heapq.heappop(self._events)
+            now, _, event, number, arrival = heapq.heappop(self._events)
             stage = self._stages[number]
             if arrival is not None:
                 stage.inbox.append(arrival)
                 if stage.is_idle:
-                    stage.is_idle = False
                     self._decide_at(now, number)
-                continue
-            if stage.inbox:
-                now = self._take_in(number, now)
-            action = stage.policy.next()
-            if action is None:
-                stage.is_idle = True
-            else:
-                self._execute(number, action, now)
+            elif event == stage.decision:
+                self._decide(number, now)
         waiting = [number for number, stage in enumerate(self._stages) if not stage.policy.finished]
         if waiting:
             raise RuntimeError(f"a deadlock: stages {waiting} wait for ever")
@@ -148,14 +181,32 @@ class _Simulation:
 
     def _decide_at(self, when: float, number: int) -> None:
         self._number += 1
+        stage = self._stages[number]
+        stage.is_idle, stage.decision = False, self._number
         heapq.heappush(self._events, (when, 1, self._number, number, None))
+
+    def _decide(self, number: int, now: float) -> None:
+        """Ask a stage's policy what to do now, and begin that."""
+        stage = self._stages[number]
+        if stage.inbox:
+            now = self._take_in(number, now)
+        forecast = UNKNOWN if self._expected is None else self._forecast(number, now)
+        action = stage.policy.next(forecast)
+        if action is not None:
+            self._execute(number, action, now)
+            return
+        if min(forecast) < math.inf and stage.done[Kind.BACKWARD] > stage.done[Kind.WEIGHT]:
+            self._decide_at(now + ASKED_AGAIN * self._weight_seconds(number), number)
+        stage.is_idle = True
 
     def _take_in(self, number: int, now: float) -> float:
         """Tell the policy of the messages in the inbox; when the last of them was handled."""
         stage = self._stages[number]
-        for message in stage.inbox:
-            stage.policy.arrived(message.direction, message.microbatch)
-            edge = self._edges[number - 1 if message.direction is FORWARD else number]
+        for direction, microbatch in stage.inbox:
+            stage.policy.arrived(direction, microbatch)
+            if self._expected is not None:
+                stage.announced[direction].popleft()
+            edge = self._edges[number - 1 if direction is Direction.FORWARD else number]
             now = _handle(stage.run, edge, now)
         stage.inbox.clear()
         return now
@@ -163,27 +214,60 @@ class _Simulation:
     def _execute(self, number: int, action: Action, now: float) -> None:
         """Run an action from now on, and send its result to the neighbour, if there is one."""
         stage = self._stages[number]
-        run, direction = stage.run, action.direction
-        length = self._seconds[direction][number][action.microbatch]
+        run = stage.run
+        length = self._durations.of(number, action)
         end = now + length
         run.actions.append(action)
         run.begins.append(now)
         run.ends.append(end)
         run.compute += length
-        if direction is FORWARD:
-            stage.in_flight += 1
-            run.most_in_flight = max(run.most_in_flight, stage.in_flight)
-            target, between = number + 1, number
-        else:
-            stage.in_flight -= 1
-            target = between = number - 1
-        if 0 <= target < len(self._stages):
-            edge = self._edges[between]
-            end = _handle(run, edge, end)
-            self._number += 1
-            heapq.heappush(self._events, (end + edge.latency, 0, self._number, target, action))
+        stage.done[action.kind] += 1
+        forwards, backwards, weights = stage.done
+        run.most_in_flight = max(run.most_in_flight, forwards - backwards)
+        freed = weights if self._durations.weight else backwards
+        run.most_held = max(run.most_held, forwards - freed)
+        if action.direction is not None:
+            end = self._send(number, action, now, end)
         run.end = end
         self._decide_at(end, number)
+
+    def _send(self, number: int, action: Action, begin: float, end: float) -> float:
+        """Send an action's result from `end` on, announced at `begin`; when the sending is done."""
+        is_forward = action.kind is Kind.FORWARD
+        target = number + 1 if is_forward else number - 1
+        if not 0 <= target < len(self._stages):
+            return end
+        edge = self._edges[min(number, target)]
+        direction = Direction(action.kind)
+        if self._expected is not None:
+            due = begin + self._expected.of(number, action) + edge.handling + edge.latency
+            self._stages[target].announced[direction].append((begin + edge.latency, due))
+        end = _handle(self._stages[number].run, edge, end)
+        self._number += 1
+        message = direction, action.microbatch
+        heapq.heappush(self._events, (end + edge.latency, 0, self._number, target, message))
+        return end
+
+    def _forecast(self, number: int, now: float) -> Forecast:
+        """How soon a stage expects messages, in times of its next WEIGHT action."""
+        unit = self._weight_seconds(number)
+        if not unit:
+            return UNKNOWN
+        return Forecast(*(_away(each, now) / unit for each in self._stages[number].announced))
+
+    def _weight_seconds(self, number: int) -> float:
+        """How long a stage's next WEIGHT action is expected to take; 0 if there is none."""
+        done, expected = self._stages[number].done[Kind.WEIGHT], self._expected
+        if expected is None or not expected.weight or done == len(expected.weight[number]):
+            return 0.0
+        return expected.weight[number][done]
+
+
+def _away(announced: deque[tuple[float, float]], now: float) -> float:
+    """How far away the first announced message is; infinity if nobody has announced one."""
+    if not announced or announced[0][0] > now:
+        return math.inf
+    return abs(announced[0][1] - now)
 
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axsparse.observe.trace_file import Span
-from axsparse.pipeline.policy import BACKWARD
+from axsparse.pipeline.actions import Kind
 from axsparse.planner.layout_search import Row
 from axsparse.planner.simulator import StageRun
 
@@ -43,7 +43,7 @@ def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float
     share = costs.compress / costs.backward if costs.backward else 0.0
     for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
         # Jitter lengthens compression like everything else.
-        compress = share * (end - begin) if action.direction is BACKWARD else 0.0
+        compress = share * (end - begin) if action.kind is Kind.BACKWARD else 0.0
         yield "compute", str(action), begin, end - compress
         yield "compress", str(action), end - compress, end
     for begin, end in run.handled:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.pipeline.actions import Action
+from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import ForwardOnly, MessageDriven, Policy, Preference
 from axsparse.runtime.communication import Direction
 
@@ -75,7 +75,7 @@ class StageLog:
     def note(self, action: Action | None) -> None:
         self.moments.append(Moment(action, dict(self.arrived), dict(self.begun)))
         if action is not None:
-            self.begun[action.direction] += 1
+            self.begun[Direction(action.kind)] += 1
 
     @property
     def actions(self) -> list[Action]:
@@ -213,9 +213,9 @@ def test_the_last_stage_runs_each_backward_directly_after_its_forward(setting: S
     logs = play(setting.policies(), setting.microbatches, setting.order)
 
     assert logs[-1].actions == [
-        Action(direction, microbatch)
+        Action(kind, microbatch)
         for microbatch in range(setting.microbatches)
-        for direction in (FORWARD, BACKWARD)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_finished_run_has_nothing_more_to_do() -> None:
 
     said = [policy.finished, policy.next(), policy.finished, policy.next(), policy.finished]
 
-    assert said == [False, Action(FORWARD, 0), False, Action(BACKWARD, 0), True]
+    assert said == [False, Action(Kind.FORWARD, 0), False, Action(Kind.BACKWARD, 0), True]
     assert policy.next() is None
 
 
@@ -290,7 +290,9 @@ def test_an_evaluation_runs_every_forward_once_in_order(
     logs = play(policies, microbatches, order, compare)
 
     for log in logs:
-        assert log.actions == [Action(FORWARD, microbatch) for microbatch in range(microbatches)]
+        assert log.actions == [
+            Action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)
+        ]
 
 
 @pytest.mark.parametrize(("direction", "microbatch"), [(BACKWARD, 0), (FORWARD, 1)])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import from_text, to_text
 
 from axsparse.pipeline.actions import Action
-from axsparse.pipeline.policy import InOrder, MessageDriven
-from axsparse.pipeline.schedules import Schedule, dry_run, gpipe, one_forward_one_backward
+from axsparse.pipeline.policy import InOrder, MessageDriven, Policy
+from axsparse.pipeline.schedules import (
+    Schedule,
+    ScheduleName,
+    dry_run,
+    gpipe,
+    one_forward_one_backward,
+    with_weights,
+)
+from axsparse.pipeline.split_policy import Bounds
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -23,7 +33,7 @@ def all_1f1b(g_inter: int, microbatches: int, slack: int) -> list[list[Action]]:
     ]
 
 
-def play_out(policy: InOrder) -> str:
+def play_out(policy: Policy) -> str:
     said = []
     while (action := policy.next()) is not None:
         said.append(action)
@@ -81,6 +91,44 @@ def test_gpipe_never_waits_for_ever_and_holds_every_microbatch(
     assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
 
 
+def test_split_backwards_are_followed_by_their_weight_gradients() -> None:
+    assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "message-driven"])
+def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: ScheduleName) -> None:
+    policy = Schedule(name, 1, "alternate", split_backward=True).policy(
+        stage=0, g_inter=1, microbatches=2
+    )
+
+    text = play_out(policy)
+
+    assert policy.finished
+    assert sorted(text.split()) == ["B0", "B1", "F0", "F1", "W0", "W1"]
+
+
+def test_what_a_list_with_weight_gradients_holds_counts_until_these_have_run() -> None:
+    assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
+    assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
+
+
+def test_what_a_stage_holds_is_bounded_by_what_the_first_has_in_flight_unless_told() -> None:
+    schedule = Schedule("message-driven", 1, "alternate", split_backward=True)
+
+    assert schedule.bounds(2, 4) == Bounds(in_flight=3, held=5)
+    assert replace(schedule, held=8).bounds(2, 4) == Bounds(in_flight=3, held=8)
+    assert replace(schedule, split_backward=False).bounds(2, 4) == Bounds(in_flight=3, held=3)
+
+
+def test_only_a_stage_that_may_wait_for_messages_needs_forecasts() -> None:
+    split = Schedule("message-driven", 0, "alternate", split_backward=True)
+
+    assert split.uses_forecasts
+    assert not replace(split, patience=0.0).uses_forecasts
+    assert not replace(split, split_backward=False).uses_forecasts
+    assert not replace(split, name="1f1b").uses_forecasts
+
+
 # -- the dry run ----------------------------------------------------------------------------
 
 
@@ -89,11 +137,14 @@ def test_gpipe_never_waits_for_ever_and_holds_every_microbatch(
     [
         (["F0 B0 F1 B1", "F0 F1 B0 B1"], "a deadlock; waiting are stage 0 for B0, stage 1 for F1"),
         (["F0 B0", "F0 B0 F1 B1"], "schedule: the stages have 2, 4 actions; all need the same"),
-        (["F1 B1 F0 B0"], "schedule: F1 where F0 is next; forwards and backwards each run once"),
-        (["F0 F1 B1 B0"], "schedule: B1 where B0 is next; forwards and backwards each run once"),
-        (["F0 F0 B0 B0"], "schedule: F0 where F1 is next; forwards and backwards each run once"),
-        (["B0 F0"], "schedule: B0 before its forward; put F0 first"),
-        (["F0 F1 B0"], "schedule: 2 forwards, 1 backwards; every forward needs its backward"),
+        (["F1 B1 F0 B0"], "schedule: F1 where F0 is next; actions of one kind each run once"),
+        (["F0 F1 B1 B0"], "schedule: B1 where B0 is next; actions of one kind each run once"),
+        (["F0 F0 B0 B0"], "schedule: F0 where F1 is next; actions of one kind each run once"),
+        (["B0 F0"], "schedule: B0 before its F0; put F0 first"),
+        (["F0 F1 B0"], "2 forwards, 1 backwards and 0 weight gradients; every forward needs its"),
+        (["F0 W0 B0"], "schedule: W0 before its B0; put B0 first"),
+        (["F0 F1 B0 B1 W0"], "and 1 weight gradients; .* and either all or none its weight grad"),
+        (["F0 F1 B0 B1 W1 W0"], "W1 where W0 is next; actions of one kind each run once"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_is_wrong(stages: list[str], error: str) -> None:

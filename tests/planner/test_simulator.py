@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action
+from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate
@@ -160,6 +160,53 @@ def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
     assert ours.seconds < static.seconds
 
 
+# -- split backwards ------------------------------------------------------------------------
+
+
+def split(patience: float, durations: Durations, expected: Durations | None) -> PipelineRun:
+    schedule = Schedule("message-driven", 0, "alternate", split_backward=True, patience=patience)
+    g_inter, microbatches = len(durations.forward), len(durations.forward[0])
+    return simulate(
+        lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
+        durations,
+        [MessageCost()] * (g_inter - 1),
+        expected,
+    )
+
+
+def test_weight_gradients_take_their_time_and_send_nothing() -> None:
+    # stage 0: F0 0-1, F1 1-2,        B0 6-9,  W0 9-13 (no message), B1 13-16, W1 16-20
+    # stage 1:         F0 1-3, B0 3-6, F1 6-8, B1 8-11, W0 11-15, W1 15-19
+    durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
+
+    first, last = split(0.0, durations, None).stages
+
+    assert (to_text(first.actions), first.begins) == ("F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16])
+    assert (to_text(last.actions), last.begins) == ("F0 B0 F1 B1 W0 W1", [1, 3, 6, 8, 11, 15])
+    assert (first.compute, first.end, last.end) == (16, 20, 19)
+    assert [(each.most_in_flight, each.most_held) for each in (first, last)] == [(2, 2), (1, 2)]
+
+
+def test_an_announced_message_delays_the_weight_gradients() -> None:
+    # As above, but stage 0 knows at 9 that B1 comes at 11, half a W away.
+    durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
+
+    first, _ = split(0.6, durations, durations).stages
+
+    assert (to_text(first.actions), first.begins) == ("F0 F1 B0 B1 W0 W1", [0, 1, 6, 11, 14, 18])
+
+
+def test_a_late_message_is_not_waited_for_longer_than_a_near_one() -> None:
+    # B1 takes 30 on stage 1 and is expected to take 3: due at 11 and not there at 13.4, when it
+    # is late by 0.6 of a W, stage 0 begins W0 when it asks the next time.
+    durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 30]], [[4, 4], [4, 4]])
+    expected = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
+
+    first, _ = split(0.6, durations, expected).stages
+
+    assert (to_text(first.actions), first.begins[3]) == ("F0 F1 B0 W0 B1 W1", 13.5)
+
+
 # -- any delays -----------------------------------------------------------------------------
 
 
@@ -201,15 +248,14 @@ def cases(draw: st.DrawFn) -> Case:
 def test_every_action_runs_once_for_its_time_and_one_after_the_other(case: Case) -> None:
     result = run(case.schedule, case.durations, case.edges)
 
-    everything = {Action(d, number) for d in Direction for number in range(case.microbatches)}
+    everything = {Action(Kind(d), number) for d in Direction for number in range(case.microbatches)}
     for stage, done in enumerate(result.stages):
         assert len(done.actions) == 2 * case.microbatches
         assert set(done.actions) == everything
         free = 0.0
         for action, begin, end in zip(done.actions, done.begins, done.ends, strict=True):
-            seconds = (case.durations.forward, case.durations.backward)[action.direction]
             assert begin >= free
-            assert end - begin == seconds[stage][action.microbatch]
+            assert end - begin == case.durations.of(stage, action)
             free = end
 
 
@@ -222,7 +268,7 @@ def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
     end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
     last = case.g_inter - 1
     for number in range(case.microbatches):
-        forward, backward = Action(FORWARD, number), Action(BACKWARD, number)
+        forward, backward = Action(Kind.FORWARD, number), Action(Kind.BACKWARD, number)
         assert begin[last][backward] >= end[last][forward]
         for stage, edge in enumerate(case.edges):
             way = edge.latency + 2 * edge.handling
@@ -276,7 +322,7 @@ def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> Non
     for action in result.stages[stage].actions:
         while coming and coming[0][0] <= begin[stage][action]:
             message = coming.pop(0)[1]
-            policy.arrived(message.direction, message.microbatch)
+            policy.arrived(Direction(message.kind), message.microbatch)
         assert policy.next() == action
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_cases import cluster, schedule, uniform
 
-from axsparse.pipeline.actions import Action
+from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.schedules import ScheduleName
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import StageSeconds, StepCosts
@@ -165,7 +165,7 @@ def test_any_step_keeps_its_promises(
         assert sorted(stage) == sorted(STEP_PHASES)
         assert sum(stage.values()) == pytest.approx(run.seconds)
         assert min(stage.values()) >= -1e-9
-    everything = {Action(d, number) for d in Direction for number in range(microbatches)}
+    everything = {Action(Kind(d), number) for d in Direction for number in range(microbatches)}
     for pipeline in run.pipelines.values():
         for number, stage_run in enumerate(pipeline.stages):
             bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axsparse.pipeline.actions import Action
-from axsparse.runtime.communication import Direction
-
-DIRECTIONS = {"F": Direction.FORWARD, "B": Direction.BACKWARD}
+from axsparse.pipeline.actions import LETTERS, Action
 
 
 def to_text(actions: Iterable[Action]) -> str:
@@ -15,4 +12,5 @@ def to_text(actions: Iterable[Action]) -> str:
 
 
 def from_text(text: str) -> list[Action]:
-    return [Action(DIRECTIONS[word[0]], int(word[1:])) for word in text.split()]
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+    return [Action(kinds[word[0]], int(word[1:])) for word in text.split()]

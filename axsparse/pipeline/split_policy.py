@@ -1,0 +1,103 @@
+"""The message-driven policy of split backwards: weight gradients run when nothing has arrived."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from axsparse.pipeline.actions import Action, Kind
+from axsparse.pipeline.policy import UNKNOWN, Forecast, Inputs, Preference, chosen
+from axsparse.runtime.communication import Direction
+
+PATIENCE = 0.5
+"""How far away an announced message may be, in times of a WEIGHT action, to be waited for."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many microbatches of one step a stage may hold at a time, by what it holds of them.
+
+    A microbatch is in flight from its forward to its backward, and deferred from its backward to
+    its weight gradients. Until these have run its activations stay, so it is held for both.
+    """
+
+    in_flight: int
+    """FORWARD actions begun without their BACKWARD."""
+    held: int
+    """FORWARD actions begun without their WEIGHT."""
+    deferred: float = math.inf
+    """BACKWARD actions begun without their WEIGHT. It matters where a deferred microbatch takes
+    more memory than one in flight, as when activations are recomputed."""
+
+    def __post_init__(self) -> None:
+        if min(self.in_flight, self.held, self.deferred) < 1:
+            raise ValueError(f"bounds: {self}; each has to be at least 1")
+
+
+class MessageDrivenSplit:
+    """Run a forward or a backward that has arrived, weight gradients if nothing has.
+
+    Between a forward and a backward `prefer` decides as under `MessageDriven`. If an announced
+    message, on whose arrival an action could run at once, is less than `patience` times a WEIGHT
+    action away, the stage waits for it: a WEIGHT begun now would delay the stages behind it.
+    With patience 0 it waits for nothing.
+    """
+
+    # Reason: a stage's place, its step and the rule's three settings.
+    def __init__(
+        self,
+        *,
+        stage: int,
+        g_inter: int,
+        microbatches: int,
+        bounds: Bounds,
+        prefer: Preference = "alternate",
+        patience: float = PATIENCE,
+    ) -> None:
+        self._inputs = Inputs(stage, g_inter, microbatches)
+        self._bounds = bounds
+        self._prefer: Preference = "backward" if self._inputs.is_last else prefer
+        self._patience = patience
+        self._last_run: Kind | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches have begun their forward and not their backward."""
+        return self._inputs.in_flight
+
+    @property
+    def deferred(self) -> int:
+        """How many microbatches have begun their backward and not their weight gradients."""
+        return self._inputs.begun[Kind.BACKWARD] - self._inputs.begun[Kind.WEIGHT]
+
+    @property
+    def finished(self) -> bool:
+        return self._inputs.begun[Kind.WEIGHT] == self._inputs.microbatches
+
+    def expects(self, direction: Direction) -> bool:
+        return self._inputs.expects(direction)
+
+    def arrived(self, direction: Direction, microbatch: int) -> None:
+        self._inputs.arrived(direction, microbatch)
+
+    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:
+        inputs, bounds = self._inputs, self._bounds
+        in_flight, deferred = self.in_flight, self.deferred
+        may_forward = in_flight < bounds.in_flight and in_flight + deferred < bounds.held
+        may_backward = deferred < bounds.deferred
+        kind = chosen(
+            self._prefer,
+            self._last_run,
+            forward=may_forward and inputs.has(Kind.FORWARD),
+            backward=may_backward and inputs.has(Kind.BACKWARD),
+        )
+        if kind is not None:
+            self._last_run = kind
+            return inputs.begin(kind)
+        if not deferred:
+            return None
+        soonest = min(
+            forecast.forward if may_forward else math.inf,
+            forecast.backward if may_backward else math.inf,
+        )
+        return None if soonest < self._patience else inputs.begin(Kind.WEIGHT)

@@ -1,0 +1,188 @@
+"""The policy of split backwards: its rules under any arrival order, and its choices by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.action_text import to_text
+
+from axsparse.pipeline.actions import Action, Kind
+from axsparse.pipeline.policy import UNKNOWN, Forecast, Preference
+from axsparse.pipeline.split_policy import Bounds, MessageDrivenSplit
+from axsparse.runtime.communication import Direction
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+many = settings(deadline=None, derandomize=True, max_examples=150)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pipeline, the bounds of its stages, and the seed of arrivals and forecasts."""
+
+    microbatches: int
+    bounds: list[Bounds]
+    prefer: Preference
+    order: int
+
+
+SETTINGS = st.builds(
+    Setting,
+    microbatches=st.integers(1, 12),
+    bounds=st.lists(
+        st.builds(
+            Bounds,
+            in_flight=st.integers(1, 7),
+            held=st.integers(1, 9),
+            deferred=st.integers(1, 4) | st.just(math.inf),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    prefer=st.sampled_from(("alternate", "backward", "forward")),
+    order=st.integers(0, 2**32),
+)
+
+
+def play(setting: Setting, *, with_forecasts: bool) -> list[list[Action]]:
+    """Run a pipeline to its end; at each point, chance picks the stage or link that moves.
+
+    Stages are asked again and again, as by an engine. A forecast may say anything for a while.
+    """
+    chance = random.Random(setting.order)  # noqa: S311 - an arrival order
+    stages = len(setting.bounds)
+    policies = [
+        MessageDrivenSplit(
+            stage=stage,
+            g_inter=stages,
+            microbatches=setting.microbatches,
+            bounds=bounds,
+            prefer=setting.prefer,
+        )
+        for stage, bounds in enumerate(setting.bounds)
+    ]
+    done: list[list[Action]] = [[] for _ in policies]
+    links: dict[tuple[int, Direction], list[int]] = {}
+    useless = 0
+    while not all(policy.finished for policy in policies):
+        moves = [key for key, queue in links.items() if queue]
+        stage = chance.randrange(stages + len(moves))
+        if stage >= stages:
+            target, direction = moves[stage - stages]
+            policies[target].arrived(direction, links[target, direction].pop(0))
+            continue
+        waits = (chance.choice((0.0, 0.4, 0.6, math.inf)) for _ in Direction)
+        action = policies[stage].next(Forecast(*waits) if with_forecasts else UNKNOWN)
+        if action is None:
+            useless += 1
+            assert useless < 10_000, "the run does not end"
+            continue
+        done[stage].append(action)
+        target = stage + (1 if action.kind is Kind.FORWARD else -1)
+        if action.direction is not None and 0 <= target < stages:
+            links.setdefault((target, action.direction), []).append(action.microbatch)
+    assert not any(links.values()), "a message that nobody took"
+    return done
+
+
+@many
+@given(SETTINGS, st.booleans())
+def test_every_run_ends_with_each_action_done_once_in_microbatch_order(
+    setting: Setting, with_forecasts: bool
+) -> None:
+    for actions in play(setting, with_forecasts=with_forecasts):
+        for kind in Kind:
+            numbers = [action.microbatch for action in actions if action.kind is kind]
+            assert numbers == list(range(setting.microbatches))
+
+
+@many
+@given(SETTINGS, st.booleans())
+def test_no_stage_ever_exceeds_its_bounds_or_makes_weight_gradients_before_the_backward(
+    setting: Setting, with_forecasts: bool
+) -> None:
+    done = play(setting, with_forecasts=with_forecasts)
+
+    for bounds, actions in zip(setting.bounds, done, strict=True):
+        seen: Counter[Kind] = Counter()
+        for action in actions:
+            seen[action.kind] += 1
+            in_flight = seen[Kind.FORWARD] - seen[Kind.BACKWARD]
+            deferred = seen[Kind.BACKWARD] - seen[Kind.WEIGHT]
+            assert 0 <= in_flight <= bounds.in_flight
+            assert 0 <= deferred <= bounds.deferred
+            assert in_flight + deferred <= bounds.held
+
+
+def middle(bounds: Bounds, patience: float = 0.5) -> MessageDrivenSplit:
+    """The middle stage of three, with 4 microbatches, the first backward of which has run."""
+    policy = MessageDrivenSplit(
+        stage=1, g_inter=3, microbatches=4, bounds=bounds, patience=patience
+    )
+    policy.arrived(FORWARD, 0)
+    assert str(policy.next()) == "F0"
+    policy.arrived(BACKWARD, 0)
+    assert str(policy.next()) == "B0"
+    return policy
+
+
+def test_weight_gradients_run_when_nothing_has_arrived_and_after_what_has() -> None:
+    policy = middle(Bounds(2, 3))
+    policy.arrived(FORWARD, 1)
+
+    said = [policy.next(), policy.next(), policy.next()]
+
+    assert to_text(action for action in said if action) == "F1 W0"
+    assert said[2] is None
+
+
+@pytest.mark.parametrize(
+    ("forecast", "patience", "expected"),
+    [
+        (UNKNOWN, 0.5, "W0"),
+        (Forecast(0.4, math.inf), 0.5, "None"),
+        (Forecast(math.inf, 0.4), 0.5, "None"),
+        (Forecast(0.5, 0.6), 0.5, "W0"),
+        (Forecast(0.9, 9.0), 1.0, "None"),
+        (Forecast(0.0, 0.0), 0.0, "W0"),
+    ],
+)
+def test_an_announced_message_is_waited_for_if_it_is_near(
+    forecast: Forecast, patience: float, expected: str
+) -> None:
+    assert str(middle(Bounds(2, 3), patience).next(forecast)) == expected
+
+
+def test_a_message_is_not_waited_for_if_bounds_would_not_let_its_action_run() -> None:
+    # With one held, F1 cannot run before W0; with one deferred, B1 cannot.
+    assert str(middle(Bounds(1, 1)).next(Forecast(forward=0.1))) == "W0"
+    assert str(middle(Bounds(2, 3, deferred=1)).next(Forecast(backward=0.1))) == "W0"
+
+
+def test_a_full_stage_makes_room_by_weight_gradients() -> None:
+    policy = middle(Bounds(1, 1))
+    policy.arrived(FORWARD, 1)
+
+    said = [policy.next(), policy.next()]
+
+    assert to_text(action for action in said if action) == "W0 F1"
+    assert (policy.in_flight, policy.deferred) == (1, 0)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (1, 0), (1, 1, 0)])
+def test_a_bound_below_one_is_refused(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="each has to be at least 1"):
+        Bounds(*bounds)
+
+
+@pytest.mark.parametrize("wrong", [(FORWARD, 1), (BACKWARD, 1), (FORWARD, -1)])
+def test_an_arrival_out_of_order_is_an_internal_error(wrong: tuple[Direction, int]) -> None:
+    policy = MessageDrivenSplit(stage=1, g_inter=3, microbatches=4, bounds=Bounds(2, 3))
+
+    with pytest.raises(AssertionError):
+        policy.arrived(*wrong)
