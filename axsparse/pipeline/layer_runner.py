@@ -20,7 +20,7 @@ from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
-from axsparse.runtime.seeds import keyed_seed, preserved_rng, rng_state
+from axsparse.runtime.seeds import preserved_rng, rng_state, seed_torch
 
 Tensors = tuple[Tensor, ...]
 GRAPHS = 4
@@ -162,7 +162,7 @@ class LayerRunner:
         if not self._is_random:
             return self._own(inputs)
         with preserved_rng():
-            torch.manual_seed(keyed_seed(*key, "forward"))
+            seed_torch(*key, "forward")
             return self._own(inputs)
 
     def _own(self, inputs: Tensors) -> Tensors:

@@ -1,4 +1,8 @@
-"""Small exchanges between all ranks: texts, sums by owner, and errors that all ranks raise."""
+"""Small exchanges between all ranks: texts, sums, and errors that all ranks raise.
+
+What every rank tells every other grows with the square of the ranks, so that what all of them do
+at every start (`together`, `text_of_first`) only tells how many have failed or what one rank says.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,8 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     except AxsparseError as error:
         known = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES)
         failure = json.dumps([known, str(error)])
-    _raise_first(gather_texts(transport.world, transport.backoff, failure))
+    if sum_of(transport, [float(bool(failure)), 0.0]) != [0.0, 0.0]:
+        _raise_first(gather_texts(transport.world, transport.backoff, failure))
     assert result is not None or not failure
     return result  # type: ignore[return-value]  # T may be None itself
 
@@ -51,19 +56,15 @@ def leave_together(transport: Transport) -> None:
     A rank that does something `together` instead learns from this one that it has left: all of
     them raise a ConfigError that names the first rank that has.
     """
-    farewells = [
-        json.dumps(
-            [
-                ConfigError.__name__,
-                f"rank {rank}: has left `main`, and other ranks wait for it; call build on every "
-                "rank of the job, or on none",
-            ]
-        )
-        for rank in range(transport.size)
-    ]
-    texts = gather_texts(transport.world, transport.backoff, farewells[transport.rank])
-    if texts != farewells:
-        _raise_first(texts)
+    # What `together` sums: how many ranks have failed, and how many have left.
+    if sum_of(transport, [0.0, 1.0]) == [0.0, transport.size]:
+        return
+    farewell = (
+        f"rank {transport.rank}: has left `main`, and other ranks wait for it; call build on every "
+        "rank of the job, or on none"
+    )
+    text = json.dumps([ConfigError.__name__, farewell])
+    _raise_first(gather_texts(transport.world, transport.backoff, text))
 
 
 def _raise_first(failures: Sequence[str]) -> None:
@@ -72,6 +73,25 @@ def _raise_first(failures: Sequence[str]) -> None:
         if failure:
             name, message = json.loads(failure)
             raise everywhere(_CLASSES[name](message))
+
+
+def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:
+    """The sums of every rank's values, whole numbers below 2⁵³; all ranks call this together."""
+    sums = torch.tensor(list(values), dtype=torch.float64)
+    wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
+    total: list[float] = sums.tolist()
+    return total
+
+
+def text_of_first(transport: Transport, text: str) -> str:
+    """Rank 0's text, on all ranks, which call this together; the texts of others do not count."""
+    told = text.encode(errors="surrogateescape") if transport.rank == 0 else b""
+    (length,) = sum_of(transport, [len(told)])
+    if not length:
+        return ""
+    buffer = torch.frombuffer(bytearray(told or int(length)), dtype=torch.uint8)
+    wait(transport.world.start(Op.BROADCAST, buffer), transport.backoff)
+    return bytes(buffer.numpy()).decode(errors="surrogateescape")
 
 
 def sum_by_owner(

@@ -24,6 +24,18 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 
+def seed_torch(*key: int | str) -> None:
+    """Start torch's global generators from the seed of a key.
+
+    Without a GPU this is the CPU's alone: `torch.manual_seed` would also keep the stack of its
+    caller for each kind of device that might still come, which takes 0.1 to 1 ms.
+    """
+    if torch.cuda.is_available():
+        torch.manual_seed(keyed_seed(*key))
+    else:
+        torch.default_generator.manual_seed(keyed_seed(*key))
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Let the code within draw from torch's global generators, and restore them afterwards.

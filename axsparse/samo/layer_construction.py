@@ -17,7 +17,7 @@ from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
+from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_torch
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
@@ -166,7 +166,7 @@ def _skeleton(
     init, start, seed = layer.init, options.start, options.seed
     if init is None:
         with preserved_rng():
-            torch.manual_seed(keyed_seed(seed, layer.name, "init"))
+            seed_torch(seed, layer.name, "init")
             module = layer.build()
     else:
         module = on_meta(layer)
@@ -181,7 +181,7 @@ def _skeleton(
             assert given is not None and tuple(given.shape) == shapes[name], owner
         elif init is not None:
             with preserved_rng():  # an `init` may leave its generator unused and draw from torch's
-                torch.manual_seed(keyed_seed(seed, owner, "init"))
+                seed_torch(seed, owner, "init")
                 given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
             if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
                 kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__

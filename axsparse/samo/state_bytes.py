@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from axsparse.samo.shards import share_bounds
@@ -86,12 +86,15 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Bytes on the device that trains: all but what is offloaded."""
-        there: int = sum(astuple(self)) - self.offloaded
-        return there
+        return sum(self._parts()) - self.offloaded
+
+    def _parts(self) -> Iterable[int]:
+        """The categories in their order. Searches add up millions; `astuple` takes 40 µs."""
+        return vars(self).values()
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
-            *(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+            *(mine + theirs for mine, theirs in zip(self._parts(), other._parts(), strict=True))
         )
 
     @staticmethod

@@ -25,7 +25,7 @@ from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.zero_masks import find_zeros
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once
@@ -201,7 +201,7 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     names = ", ".join(layer.name for layer in surveyed.layers)
     together(transport, lambda: refuse_odd_rank(transport, {"layers": names}))
     costs = costs_text(surveyed) if runs else ""
-    return with_costs(surveyed, gather_texts(transport.world, transport.backoff, costs)[0])
+    return with_costs(surveyed, text_of_first(transport, costs))
 
 
 def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:

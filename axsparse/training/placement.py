@@ -16,7 +16,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import gather_texts, sum_of, together
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.device_protocol import Connections, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
@@ -94,8 +94,10 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         nccl=nccl,
         environ=os.environ,
     )
-    texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
-    seats = [_read(text) for text in texts]
+    seats: list[Seat] = []  # needed only if there is a GPU
+    if sum_of(transport, [float(own.gpu is not None)]) != [0.0]:
+        texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
+        seats = [_read(text) for text in texts]
     plane = together(transport, lambda: choose_plane(wanted, where, seats))
     number = own.number
     if plane is None or number is None or own.gpu is None:

@@ -12,7 +12,7 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.provenance import versions
 from axsparse.training.checkpoint.compatibility import flat
 
@@ -35,7 +35,7 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     own = json.dumps({"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
-    if len(set(gather_texts(transport.world, transport.backoff, digest))) == 1:
+    if sum_of(transport, [float(digest != text_of_first(transport, digest))]) == [0.0]:
         return
     everyone = [json.loads(text) for text in gather_texts(transport.world, transport.backoff, own)]
     for fact in facts:

@@ -15,7 +15,7 @@ from axsparse.data.dataset import Dataset, Datasets, PartedDataset
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first, together
 from axsparse.training.resolution import RunSpec
 
 
@@ -128,15 +128,19 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
 
 def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
     """The facts of the ranks that read data; DataError if two of them differ."""
+    # Rank 0 is a first stage, which reads.
+    first: dict[str, Any] = json.loads(text_of_first(transport, own))
+    differs = bool(own) and {**json.loads(own), "host": first["host"]} != first
+    if sum_of(transport, [float(differs)]) == [0.0]:
+        return first
     texts = gather_texts(transport.world, transport.backoff, own)
     said = [(rank, json.loads(text)) for rank, text in enumerate(texts) if text]
-    first: dict[str, Any] = said[0][1]
     for rank, facts in said:
         for key in [key for key in first if key != "host"]:
             if facts[key] != first[key]:
                 raise DataError(
                     f"data: {key} is {facts[key]!r} for rank {rank} on host {facts['host']} and "
-                    f"{first[key]!r} for rank {said[0][0]} on host {first['host']}; give all hosts "
+                    f"{first[key]!r} for rank 0 on host {first['host']}; give all hosts "
                     "the same data"
                 )
     return first

@@ -13,7 +13,7 @@ from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, remove, step_of
@@ -95,7 +95,7 @@ def find_run(
 
     try:
         found = together(transport, find)
-        told = gather_texts(transport.world, transport.backoff, found)[0]
+        told = text_of_first(transport, found)
         path, named, steps, notes = json.loads(told)
         checkpoint: Checkpoint | None = None
         if named is not None:
@@ -129,7 +129,7 @@ def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint)
     if path is None:
         made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
         text = "" if made is None else str(made[0])
-        path = Path(gather_texts(transport.world, transport.backoff, text)[0])
+        path = Path(text_of_first(transport, text))
         lock = None if made is None else made[1]
     return RunDir(path, lock, found)
 

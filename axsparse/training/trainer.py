@@ -23,7 +23,7 @@ from axsparse.runtime.errors import (
     TrainingError,
     everywhere,
 )
-from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.exchange import sum_by_owner, sum_of
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.checkpoint.manifest import Progress
@@ -339,8 +339,7 @@ class Trainer:
         stop, saver, transport = self._stop, self._saver, self.parts.transport
         if stop is None or saver is None or self.steps_done >= self.config.train.steps:
             return
-        told = sum_by_owner(transport.world, transport.backoff, [float(stop.is_set)])
-        if not any(flag for (flag,) in told):
+        if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
         if self.steps_done == 0 or saver.has_saved(self._progress()):
             self._leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axsparse.runtime.errors import ConfigError, DataError
-from axsparse.runtime.exchange import leave_together, together
+from axsparse.runtime.exchange import leave_together, sum_of, text_of_first, together
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -51,3 +51,39 @@ def test_a_rank_that_leaves_while_others_work_is_named_on_all(
 
 def test_a_failure_of_a_rank_before_it_is_what_all_raise() -> None:
     assert endings("fails", "leaves") == ["no data here"] * 2
+
+
+@pytest.mark.parametrize("text", ["", "two words", "Grüße", "a\udcff name that is no UTF-8"])
+def test_all_ranks_learn_the_text_of_the_first(text: str) -> None:
+    world: LocalWorld[str] = LocalWorld(3)
+
+    def body(rank: int) -> str:
+        return text_of_first(LocalTransport(world, rank), text if rank == 0 else "another")
+
+    assert world.run(body) == [text] * 3
+
+
+def test_ranks_learn_how_many_of_them_there_are() -> None:
+    world: LocalWorld[list[float]] = LocalWorld(3)
+
+    def body(rank: int) -> list[float]:
+        return sum_of(LocalTransport(world, rank), [1.0, rank])
+
+    assert world.run(body) == [[3.0, 3.0]] * 3
+
+
+def bytes_sent(ranks: int) -> int:
+    """Bytes that all ranks together hand over to do some work together and read one text."""
+    world: LocalWorld[int] = LocalWorld(ranks)
+
+    def body(rank: int) -> int:
+        transport = LocalTransport(world, rank)
+        together(transport, lambda: None)
+        text_of_first(transport, "the same for all")
+        return transport.world.bytes_sent
+
+    return sum(world.run(body))
+
+
+def test_what_every_start_exchanges_grows_no_faster_than_the_ranks() -> None:
+    assert bytes_sent(33) == 32 * bytes_sent(2)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng
+from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng, seed_torch
 
 keys = st.lists(
     st.one_of(st.integers(), st.text(st.characters(exclude_characters="\x1f", codec="utf-8"))),
@@ -43,6 +43,15 @@ def test_a_generator_draws_its_own_numbers_whatever_others_draw() -> None:
 
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_torchs_own_generator_starts_from_a_key_as_from_its_seed() -> None:
+    torch.manual_seed(keyed_seed(1, "a"))
+    expected = torch.rand(4)
+
+    seed_torch(1, "a")
+
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_torchs_own_generator_is_put_back_even_after_a_failure() -> None:

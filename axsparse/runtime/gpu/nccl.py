@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import (
 
 from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
-from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.exchange import gather_texts, text_of_first
 from axsparse.runtime.gpu.cuda_device import CudaDevice, CudaStream
 from axsparse.runtime.gpu.seats import machine_name
 
@@ -127,9 +127,9 @@ def _open_store(transport: Transport) -> Store:
             )
             listening.detach()  # the store owns the socket now
         address = os.environ.get(ADDRESS) or socket.gethostname()
-        gather_texts(transport.world, transport.backoff, f"{host} {address} {store.port}")
+        text_of_first(transport, f"{host} {address} {store.port}")
         return store
-    told = gather_texts(transport.world, transport.backoff, "")[0]
+    told = text_of_first(transport, "")
     first, address, port = told.split(" ")
     if first == host:
         address = "127.0.0.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Op, shard_bounds
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.rank_order import exchanged_bytes, sum_in_rank_order
+from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
 
 
 @dataclass
@@ -60,18 +61,17 @@ def _carry_out(members: list[_Post]) -> None:
     op, bounds = members[0].op, members[0].bounds
     assert all((m.op, m.bounds) == (op, bounds) for m in members), "members disagree on the op"
     buffers = [member.buffer for member in members]
-    if op is Op.BROADCAST:
-        for buffer in buffers[1:]:
-            buffer.copy_(buffers[0])
+    first, *others = buffers
+    shards = [slice(*pair) for pair in itertools.pairwise(bounds[1:])]
+    # The first buffer gets the whole result, which the others take from it: as many operations
+    # as there are members, where shard by shard for each member would be their square.
     if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-        for rank, own in enumerate(buffers):
-            shard = slice(bounds[rank], bounds[rank + 1])
-            own[shard] = sum_in_rank_order([buffer[shard] for buffer in buffers])
-    if op in (Op.ALL_REDUCE, Op.ALL_GATHER):
-        for rank, own in enumerate(buffers):
-            shard = slice(bounds[rank], bounds[rank + 1])
-            for buffer in buffers:
-                if buffer is not own:
-                    buffer[shard] = own[shard]
+        store_sum_in_rank_order(buffers, first)
+    elif op is Op.ALL_GATHER:
+        for own, shard in zip(others, shards, strict=True):
+            first[shard] = own[shard]
+    for own, shard in zip(others, shards, strict=True):
+        part = shard if op is Op.REDUCE_SCATTER else slice(None)
+        own[part] = first[part]
     for member in members:
         member.done = True

@@ -7,6 +7,7 @@ through many orders of arrival.
 
 from __future__ import annotations
 
+import bisect
 import random
 import threading
 from collections import deque
@@ -109,8 +110,7 @@ class LocalWorld(Generic[T]):
     def _next_after(self, rank: int) -> int:
         if self.random is not None:
             return self.random.choice(self._alive)
-        later = [other for other in self._alive if other > rank]
-        return later[0] if later else self._alive[0]
+        return self._alive[bisect.bisect(self._alive, rank) % len(self._alive)]
 
     def _leave(self, rank: int) -> None:
         self.progress()

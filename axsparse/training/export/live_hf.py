@@ -16,7 +16,7 @@ from axsparse.config.model_config import GptConfig
 from axsparse.models.zoo.hf_models import HfModel, hf_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, OutputError
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.training.export.hf_folder import HfFolder, weights_file
@@ -59,7 +59,7 @@ def save_hf(trainer: Trainer, path: str | Path, *, masters: bool = True) -> None
 def _on_first_rank(transport: Transport, work: Callable[[], str]) -> str:
     """Do some work on rank 0; its result, or the error it raises, is that of all ranks."""
     result = together(transport, lambda: work() if transport.rank == 0 else "")
-    return gather_texts(transport.world, transport.backoff, result)[0]
+    return text_of_first(transport, result)
 
 
 def _refuse_other_families(trainer: Trainer) -> None:
