@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from axsparse.runtime.grid import Grid as Grid
     from axsparse.runtime.job import Job as Job
     from axsparse.runtime.job import run as run
+    from axsparse.runtime.job import run_here as run_here
     from axsparse.training.build import build as build
     from axsparse.training.export.live_hf import save_hf as save_hf
     from axsparse.training.export.live_hf import save_hf_gpt2 as save_hf_gpt2
@@ -59,6 +60,7 @@ _HOMES = {
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",
+    "run_here": "axsparse.runtime.job",
     "run_training": "axsparse.training.run_training",
     "save_hf": "axsparse.training.export.live_hf",
     "save_hf_gpt2": "axsparse.training.export.live_hf",

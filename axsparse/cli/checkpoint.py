@@ -111,6 +111,11 @@ def show(path: Path) -> None:
             f"  step {progress.step}, {progress.updates} updates, loss scale "
             f"{progress.loss_scale:g}, {manifest.data.position} samples of {manifest.data.name}"
         )
+        if progress.best is not None:
+            say(
+                f"  lowest validation loss so far {progress.best.loss:.4f}, after step "
+                f"{progress.best.step}"
+            )
         say(
             f"  {len(manifest.layers)} layers, {format_count(numel)} parameters, "
             f"{format_count(kept)} kept, {format_bytes(manifest.nbytes)}"
@@ -123,7 +128,8 @@ def show(path: Path) -> None:
 
 
 def prune(path: Path, keep_last: int | None, after: int | None) -> None:
-    """Remove all but the newest `keep_last` whole checkpoints, or those of steps after `after`.
+    """Remove all but the newest `keep_last` whole checkpoints and the best, or those of steps after
+    `after`.
 
     The run must not be in use, and one whole checkpoint always stays.
     """
@@ -156,12 +162,34 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
                     )
             else:
                 assert keep_last is not None
-                gone = outdated(folder, keep_last, 0, lambda step: is_whole(path_of(folder, step)))
+                best = _best_step(path)
+                gone = [
+                    step
+                    for step in outdated(
+                        folder, keep_last, 0, lambda step: is_whole(path_of(folder, step))
+                    )
+                    if step != best
+                ]
             for step in gone:
                 remove(path_of(folder, step))
                 say(f"removed {path_of(folder, step)}")
     finally:
         lock.release()
+
+
+def _best_step(run: Path) -> int | None:
+    """The step of the checkpoint of lowest validation loss, as the newest whole one names it."""
+    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
+    from axsparse.training.checkpoint.newest import steps_in
+    from axsparse.training.checkpoint.verification import open_checkpoint
+
+    for step in steps_in(run):
+        try:
+            best = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest.progress.best
+        except AxsparseError:
+            continue
+        return None if best is None else best.step
+    return None
 
 
 def _checkpoints(path: Path) -> list[Path]:

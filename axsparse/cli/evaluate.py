@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.parser import CommandParser, run_command, say, step_or_best
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -30,7 +30,9 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG)
     arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
+    arguments.add_argument(
+        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
+    )
     arguments.add_argument(
         "--batches",
         metavar="N|all",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command
+from axsparse.cli.parser import CommandParser, run_command, step_or_best
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -30,7 +30,9 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(prog="axsparse export", description=DESCRIPTION, epilog=EPILOG)
     arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
+    arguments.add_argument(
+        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
+    )
     form = arguments.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--to",

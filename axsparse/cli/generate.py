@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.parser import CommandParser, run_command, say, step_or_best
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -44,7 +44,7 @@ def parser() -> CommandParser:
         help="draw; below 1 likely tokens become likelier (default 1 with --top-k)",
     )
     add("--seed", metavar="S", type=int, help="another one draws other tokens (default 0)")
-    add("--step", metavar="N", type=int, help="the checkpoint of this step")
+    add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
     return arguments
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
 from axsparse.runtime.launcher import speaks
@@ -35,6 +35,15 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if speaks():
             super().print_help(file)
+
+
+def step_or_best(text: str) -> int | Literal["best"]:
+    """The argument of `--step`: the number of a step, or the checkpoint of lowest loss."""
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither the number of a step nor best")
+    return int(text)
 
 
 def run_command(work: Callable[[], None], *, interrupted: str | None = None) -> NoReturn:

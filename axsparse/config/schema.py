@@ -301,6 +301,10 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept; incomplete ones do not count."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
+    keep_best: bool = False
+    """Whether an evaluation of lower loss than all before it saves a checkpoint, which is kept
+    beside the newest until another one is better. Evaluations before the masks change, and just
+    before, do not count."""
     buffer: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""

@@ -63,6 +63,11 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('spikes.rule')}: back goes back to the last checkpoint, and "
             "checkpoint.every 0 makes none; set checkpoint.every, or choose skip"
         )
+    if config.checkpoint.keep_best and config.train.eval_steps == 0:
+        raise ConfigError(
+            f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
+            "evaluates; set train.eval_steps, or choose false"
+        )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
 

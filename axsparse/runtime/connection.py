@@ -9,7 +9,13 @@ from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import check_size, started_by_launcher, write_line
+from axsparse.runtime.launcher import (
+    SIZE_VARIABLES,
+    SRUN_SIZE,
+    check_size,
+    started_by_launcher,
+    write_line,
+)
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.mpi.mpi_transport import (
@@ -36,6 +42,24 @@ def leave_before_start(message: str, code: int) -> NoReturn:
 
         end_all_ranks(MPI.COMM_WORLD, code)
     sys.exit(code)
+
+
+def connect_alone() -> Transport:
+    """The transport of this process by itself, without MPI.
+
+    ConfigError if a launcher started other processes beside it.
+    """
+    from axsparse.runtime.gpu.seats import bind_early
+
+    for name in (*SIZE_VARIABLES, SRUN_SIZE):
+        if (said := os.environ.get(name, "1")) != "1":
+            raise ConfigError(
+                f"run_here: {said} processes were started ({name}), and it is for one, such as a "
+                "notebook's; call ax.run"
+            )
+    bind_early(os.environ)
+    remove_leftovers()
+    return LocalTransport(LocalWorld(1), 0)
 
 
 def connect() -> Transport:

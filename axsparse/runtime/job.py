@@ -18,13 +18,13 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO, TypeVar
 
 import torch
 from pydantic import ValidationError
 
 from axsparse.runtime.communication import Op, Transport, wait
-from axsparse.runtime.connection import connect
+from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
@@ -34,7 +34,10 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import leave_together
 from axsparse.runtime.launcher import flush_streams, speaks, write_line
+from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.stop_signal import StopRequest
+
+T = TypeVar("T")
 
 
 class HasTransport(Protocol):
@@ -139,6 +142,25 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
             print(f"axsparse: {what}{failure}", file=sys.stderr, flush=True)
         _leave(failure.exit_code)
     _leave(0)
+
+
+def run_here(main: Callable[[Job], T]) -> T:
+    """Call `main` in this process alone, such as a notebook's, and return what it returns.
+
+    Nothing ends the process: errors are raised, StoppedError after an interrupt that saved (a
+    second interrupt within `main` does end it, as does the watchdog). Trainers can be used
+    afterwards. torch's generator has the same seed as in `run`, and is restored with the number
+    of torch's threads. ConfigError if a launcher started several processes.
+    """
+    job = Job(connect_alone())
+    threads = torch.get_num_threads()
+    try:
+        with preserved_rng():
+            torch.manual_seed(0)
+            return main(job)
+    finally:
+        job.stop.release()
+        torch.set_num_threads(threads)
 
 
 def _mend_streams() -> None:

@@ -78,6 +78,7 @@ def assemble(
     return Parts(
         transport=transport,
         place=place,
+        model=run.model,
         survey=run.survey,
         stage_of=run.stage_of,
         layers=state.layers,

@@ -10,6 +10,7 @@ from axsparse.data.batches import Batches
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
+from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
@@ -34,6 +35,7 @@ class Parts:
 
     transport: Transport
     place: Place
+    model: Model
     survey: Survey
     stage_of: Callable[[str], int]
     """Gives the stage that holds a parameter, by the parameter's global name."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.pruning.criteria import Score
 from axsparse.runtime.job import Job
 from axsparse.training.build import build
+from axsparse.training.callbacks import OnCheckpoint, OnEvaluation, OnStep
 from axsparse.training.spikes import RewindOrder
 
 
@@ -28,20 +28,22 @@ def run_training(
     *,
     score: Score | None = None,
     resume: str | None = None,
-    on_step: Callable[[int, Verdict], None] | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> None:
     """Build a trainer and train; all ranks call this together with equal arguments.
 
     With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
     saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
     layout that fits what is kept. With `spikes.rule: back`, it ends likewise where the loss
-    spikes, and goes on from the last checkpoint with other data; `on_step` then hears of the
+    spikes, and goes on from the last checkpoint with other data; the callbacks then hear of the
     steps since once more. The arguments and errors are those of `build` and `Trainer.train`.
     """
     order: RewindOrder | None = None
     while True:
         trainer = build(job, model, open_datasets, config, score=score, resume=resume, order=order)
-        trainer.train(on_step)
+        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
         order = trainer.rewind_order
         if order is None and not trainer.hands_over:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
@@ -29,7 +30,7 @@ class SavedModel:
     """Those of the model's layers, in order. Both uses of a tied weight are one tensor."""
 
 
-def open_saved_model(run: Path, step: int | None, *, trained: bool) -> SavedModel:
+def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: bool) -> SavedModel:
     """Read a model of a run, from the checkpoint of `step` or from the newest.
 
     With `trained` the weights are those that training computes with, in its precision;

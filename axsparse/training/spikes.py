@@ -64,10 +64,11 @@ class RewindOrder:
 def without_base(progress: Progress) -> Progress:
     """The progress of a run that resumes in another run directory.
 
-    That directory has no checkpoint yet that a spike could send the run back to.
+    That directory has no checkpoint yet that a spike could send the run back to, nor one of the
+    best evaluation.
     """
     spikes = progress.spikes.model_copy(update={"base": 0, "backs": 0})
-    return progress.model_copy(update={"spikes": spikes})
+    return progress.model_copy(update={"spikes": spikes, "best": None})
 
 
 class SpikeRule:

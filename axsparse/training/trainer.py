@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
+
+from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
+from axsparse.models.plain_model import PlainModel, plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
-from axsparse.observe.trace_recorder import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Change, Moment
 from axsparse.pruning.ticket.run_ticket import save_live
 from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
-from axsparse.runtime.errors import (
-    AxsparseError,
-    ConfigError,
-    StoppedError,
-    TrainingError,
-    everywhere,
-)
+from axsparse.runtime.errors import AxsparseError, ConfigError, StoppedError
 from axsparse.runtime.exchange import sum_by_owner, sum_of
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.training.best_evaluation import BestEvaluation
+from axsparse.training.callbacks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
+from axsparse.training.checkpoint.checkpoint_folder import path_of
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
+from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
+from axsparse.training.run_end import last_lines, refuse_bad_end
 from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
+from axsparse.training.step_tracing import make_tracing
 
 
 class Trainer:
@@ -66,11 +66,14 @@ class Trainer:
         self.hands_over = False
         """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
+        self._callbacks = Callbacks()
+        self._live_weights = LiveWeights(parts)
         if progress is not None:
             self._step.restore(progress)
             self._evaluated_at = progress.step if progress.evaluated else None
             self._masked_at = progress.step if progress.masked else None
-        self._tracing = self._make_tracing()
+        self._tracing = make_tracing(config, parts, self.steps_done)
+        self._best = BestEvaluation(config, progress)
 
     @property
     def rewind_order(self) -> RewindOrder | None:
@@ -100,18 +103,28 @@ class Trainer:
 
     # -- the loop -----------------------------------------------------------------------
 
-    def train(self, on_step: Callable[[int, Verdict], None] | None = None) -> None:
+    def train(
+        self,
+        on_step: OnStep | None = None,
+        *,
+        on_evaluation: OnEvaluation | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+    ) -> None:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
 
         It ends early where another layout takes over (`hands_over`) and where a spike of the
         loss sends the run back (`rewind_order`).
 
-        `on_step(steps done, verdict)` is called on every rank after each step. StoppedError on
-        all ranks once a signal ends it before the last step and all is saved.
+        The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
+        after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
+        which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
+        exception in one of them ends the run. StoppedError on all ranks once a signal ends it
+        before the last step and all is saved.
         """
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
         parts = self.parts
+        self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
         if self._watchdog is not None:
             self._watchdog.start()
         try:
@@ -124,14 +137,16 @@ class Trainer:
             ):
                 self._leave_if_told()
                 while self._between_steps():
-                    self._recorded_step(on_step)
+                    self._recorded_step()
             parts.recorder.flush()
             if self._saver is not None:
                 parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
+                self._tell_of_checkpoints()
             if self.rewind_order is None:
-                self._refuse_bad_end()
-                self._sum_up()
+                refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
+                for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
+                    parts.recorder.say(line)
         except AxsparseError as failure:
             # Every rank raises this error, so the checkpoint under way can still be finished.
             if failure.on_all_ranks and self._saver is not None:
@@ -156,7 +171,9 @@ class Trainer:
             self._change_masks()
         saver = self._saver
         is_due = saver is not None and (
-            self.hands_over or saver.due(self.steps_done, is_last=is_over)
+            self.hands_over
+            or saver.due(self.steps_done, is_last=is_over)
+            or (self._best.is_at(self.steps_done) and saver.last_step != self.steps_done)
         )
         if is_due:  # a spike never sends the run back to a checkpoint that a signal asked for
             self._step.skips.spikes.saved(self.steps_done)
@@ -213,6 +230,24 @@ class Trainer:
         method = self.config.pruning.method
         save_live(live, self.parts.survey, Path(path), method, self.steps_done)
 
+    def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
+        """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
+        the others. All ranks call this together, before, between or after steps."""
+        return self._live_weights.collect(trained=trained, caches=False)
+
+    def model(self, *, trained: bool = False) -> PlainModel | None:
+        """The model as a module of plain torch on the CPU, on rank 0; None on the others.
+
+        Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
+        weights in the training precision. It is in evaluation mode, and its state dict has the
+        global names. All ranks call this together, before, between or after steps; rank 0 needs
+        memory for the whole model. ConfigError for a layer that has a dot in its name.
+        """
+        model = self.parts.model
+        refuse_dotted_names(model)
+        tensors = self._live_weights.collect(trained=trained, caches=True)
+        return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
+
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
         return self.parts.state_bytes()
@@ -238,7 +273,7 @@ class Trainer:
 
     # -- details ------------------------------------------------------------------------
 
-    def _recorded_step(self, on_step: Callable[[int, Verdict], None] | None) -> None:
+    def _recorded_step(self) -> None:
         parts = self.parts
         parts.pulse.at("training", self.steps_done + 1)
         if self._tracing is not None:
@@ -269,17 +304,25 @@ class Trainer:
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
-        if on_step is not None:
-            on_step(self.steps_done, verdict)
+        self._callbacks.step(self.steps_done, verdict)
+        self._tell_of_checkpoints()
         parts.pulse.steps += 1
+
+    def _tell_of_checkpoints(self) -> None:
+        """Call `on_checkpoint` for those that have become whole."""
+        if self._saver is not None:
+            for step in self._saver.take_whole():
+                self._callbacks.checkpoint(step, path_of(self._saver.folder, step))
 
     def _recorded_evaluation(self) -> None:
         found = self.evaluate()
         self._evaluated_at = self.steps_done
         if found is not None:
+            self._best.look(self.steps_done, found.loss)
             part = found.samples < found.available
             said = f"{found.samples} of {found.available} samples" if part else ""
             self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
+            self._callbacks.evaluation(self.steps_done, found)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
@@ -295,6 +338,8 @@ class Trainer:
         if change is None:
             return
         self._step.follow_masks(change)
+        if change.changed:
+            self._best.forget(self.steps_done)
         self._record_masks(change, before)
         if change.is_ticket and self.parts.run_dir is not None:
             self.save_ticket(self.parts.run_dir / TICKET_FILE)
@@ -314,22 +359,12 @@ class Trainer:
         sync = self.parts.sync
         return sync.gradient_bytes_sent, self.parts.link.bytes_sent + sync.tie_bytes_sent
 
-    def _make_tracing(self) -> TraceRecorder | None:
-        """Traces some steps, but not this run's first, which allocates and compiles."""
-        wanted, folder = self.config.train.trace, self.parts.run_dir
-        if wanted == 0 or folder is None:
-            return None
-        last = min(self.steps_done + 1 + wanted, self.config.train.steps)
-        first = min(self.steps_done + 2, last)
-        parts = self.parts
-        steps = range(first, last + 1)
-        return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)
-
     def _progress(self) -> Progress:
-        return self._step.progress(
+        progress = self._step.progress(
             evaluated=self._evaluated_at == self.steps_done,
             masked=self._masked_at == self.steps_done,
         )
+        return progress.model_copy(update={"best": self._best.entry})
 
     def _leave_if_told(self) -> None:
         """Learn on all ranks, outside of a step, whether any of them was told to stop.
@@ -351,6 +386,7 @@ class Trainer:
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
+        self._tell_of_checkpoints()
         if self.steps_done == 0:
             raise StoppedError(
                 "stopped before the first step, with nothing to save; --resume auto begins anew"
@@ -358,33 +394,3 @@ class Trainer:
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )
-
-    def _sum_up(self) -> None:
-        """Print how many steps were skipped and how many batches jumped over, if any were; and
-        where the result is."""
-        said = self._step.skips.summary()
-        if self._step.position.jumped:
-            said.append(f"batches jumped over: {self._step.position.jumped}")
-        if said:
-            self.parts.recorder.say(f"of {self.steps_done} steps: {', '.join(said)}")
-        saver = self._saver
-        if saver is not None and saver.last_step == self.steps_done:
-            run = saver.folder.parent
-            self.parts.recorder.say(
-                f"saved in {saver.folder}  ·  axsparse report {run} draws it  ·  axsparse export "
-                f"{run} --to torch --out weights.safetensors takes the weights out"
-            )
-
-    def _refuse_bad_end(self) -> None:
-        """TrainingError on all ranks if the result of the training cannot be used."""
-        last = self.last_evaluation
-        if last is not None and not math.isfinite(last.loss):
-            raise everywhere(
-                TrainingError(
-                    f"step {self.steps_done}: the validation loss is {last.loss}; lower "
-                    "optimizer.learning_rate, or look at the data"
-                )
-            )
-        masking = self.parts.masking
-        if masking is not None and masking.unfinished is not None:
-            raise everywhere(TrainingError(f"step {self.steps_done}: {masking.unfinished}"))

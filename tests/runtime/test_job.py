@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.job import Job, _last_words
+from axsparse.runtime.job import Job, _last_words, run_here
 from axsparse.runtime.local.local_transport import Local, LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -88,3 +88,20 @@ def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_
         _last_words(Job(Ending(world, 0)), ConfigError("seed: 1"))
 
     assert pieces == ["axsparse: error: rank 0: seed: 1\n"]
+
+
+def test_a_process_alone_gets_the_result_and_the_errors() -> None:
+    def fail(job: Job) -> None:
+        raise ConfigError(f"a mistake on {job.where}")
+
+    assert run_here(lambda job: (job.transport.size, job.transport.name)) == (1, "local")
+    with pytest.raises(ConfigError, match="a mistake on rank 0"):
+        run_here(fail)
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_of_several_processes_none_is_alone(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "4")
+
+    with pytest.raises(ConfigError, match="run_here: 4 processes were started"):
+        run_here(lambda job: None)

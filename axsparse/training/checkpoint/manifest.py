@@ -84,6 +84,14 @@ class FirstBad(_Strict):
     """The rank and the tensor whose value was first not finite, and its value."""
 
 
+class BestEntry(_Strict):
+    """The evaluation of lowest loss, whose checkpoint is kept (`checkpoint.keep_best`)."""
+
+    step: Count
+    """Steps done before it."""
+    loss: float
+
+
 class Progress(_Strict):
     """Where training stands, between two steps."""
 
@@ -110,6 +118,7 @@ class Progress(_Strict):
     """Number of steps skipped for a spike of the loss."""
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
+    best: BestEntry | None = None
 
 
 class DataEntry(_Strict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, everywhere
@@ -19,8 +20,10 @@ from axsparse.training.checkpoint.checkpoint_folder import (
 from axsparse.training.checkpoint.verification import Checkpoint, open_checkpoint, verify
 
 
-def checkpoint_of(run: Path, step: int | None) -> Checkpoint:
+def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
     """The checkpoint that a path names: itself, or that of `step` in a run, or its newest.
+
+    "best" is that of the lowest validation loss, as the newest one remembers it.
 
     ConfigError if the path is a checkpoint and a step is given, MissingInputError if there is no
     such checkpoint, and what `open_checkpoint` raises.
@@ -34,6 +37,14 @@ def checkpoint_of(run: Path, step: int | None) -> Checkpoint:
         raise MissingInputError(
             f"{run}: holds no checkpoint; name a run that has saved one, or a checkpoint"
         )
+    if step == "best":
+        best = open_checkpoint(path_of(run / CHECKPOINTS, steps[0])).manifest.progress.best
+        if best is None:
+            raise MissingInputError(
+                f"{run}: its newest checkpoint knows of no best evaluation; train with "
+                "checkpoint.keep_best, or name a step"
+            )
+        step = best.step
     if step is not None and step not in steps:
         raise MissingInputError(
             f"--step: {run} has no checkpoint of step {step}; choose one of "

@@ -109,6 +109,7 @@ class Saver:
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
         self._whole = set() if resumed_at is None else {resumed_at}
         self._pending: _PendingCheckpoint | None = None
+        self._appeared: list[int] = []
 
     def due(self, step: int, *, is_last: bool) -> bool:
         """Whether the settings ask for a checkpoint after this step."""
@@ -124,7 +125,7 @@ class Saver:
 
     def has_saved(self, progress: Progress) -> bool:
         """Whether the run stands where it went on from, but for an evaluation or new masks."""
-        since = {"evaluated", "masked"}
+        since = {"evaluated", "masked", "best"}
         there = self._resumed
         return there is not None and there.model_dump(exclude=since) == progress.model_dump(
             exclude=since
@@ -184,8 +185,14 @@ class Saver:
             return
         try:
             together(self._transport, lambda: self._refuse_failed_commit(pending))
+            self._appeared.append(pending.progress.step)
         finally:
             self._pending = None
+
+    def take_whole(self) -> list[int]:
+        """The steps whose checkpoints have become whole since the last call, alike on all ranks."""
+        taken, self._appeared = self._appeared, []
+        return taken
 
     def finish(self) -> None:
         """Wait until no checkpoint is under way; raises what `advance` raises."""
@@ -309,11 +316,13 @@ class Saver:
                 )
         folders.commit(folder, manifest_bytes(manifest))
         self._whole.add(manifest.progress.step)
-        settings = self._settings
+        settings, progress = self._settings, manifest.progress
+        # A spike of the loss would go back to its base.
+        needed = {progress.spikes.base, progress.best and progress.best.step}
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):
-            if step != manifest.progress.spikes.base:  # a spike of the loss would go back there
+            if step not in needed:
                 folders.remove(folders.path_of(self.folder, step))
                 self._parts.pulse.beat()
 

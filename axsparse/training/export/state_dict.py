@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -10,13 +11,16 @@ from axsparse.training.checkpoint.newest import checkpoint_of
 from axsparse.training.export.checkpoint_export import Weights
 
 
-def load(run: str | Path, *, step: int | None = None, trained: bool = False) -> dict[str, Tensor]:
+def load(
+    run: str | Path, *, step: int | Literal["best"] | None = None, trained: bool = False
+) -> dict[str, Tensor]:
     """All weights and buffers of a checkpoint, dense, by global name ("block3.fc1.weight").
 
     `run` is a run directory, whose checkpoint of `step` is read, by default the newest, or one
-    checkpoint in it. Values are the fp32 masters, with zeros at pruned positions; with `trained`
-    they are the weights that training computes with, in its precision. A tied weight is there
-    once, under the name of its first use. One process reads it all; no MPI is needed.
+    checkpoint in it; "best" is that of the lowest validation loss (`checkpoint.keep_best`). Values
+    are the fp32 masters, with zeros at pruned positions; with `trained` they are the weights that
+    training computes with, in its precision. A tied weight is there once, under the name of its
+    first use. One process reads it all; no MPI is needed.
 
     The state dict of an `nn.Sequential` that `from_sequential` made a model of has these names:
 

@@ -1,0 +1,105 @@
+"""Collects the weights of a running training on rank 0, without files in between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from axsparse.models.module_buffers import slots
+from axsparse.runtime.communication import Collective, Op, wait
+from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.training.parts import Parts
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of this stage, and how it is made when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    value: Callable[[], Tensor]
+
+
+class LiveWeights:
+    """Gathers parameters and buffers of all stages; all ranks call the same methods together."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._to_first: dict[int, Collective] | None = None
+
+    def collect(self, *, trained: bool, caches: bool) -> dict[str, Tensor] | None:
+        """All weights and buffers by global name, dense and on the CPU; None but on rank 0.
+
+        `trained` asks for the weights in the training precision instead of the fp32 masters.
+        `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
+        is under way.
+        """
+        parts, place = self._parts, self._parts.place
+        transport = parts.transport
+        own = list(self._own(trained=trained, caches=caches))
+        headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in own]
+        told = gather_texts(transport.world, transport.backoff, json.dumps(headers))
+        if place.replica != 0:
+            if not trained and parts.replicas.shard:
+                for one in own:  # replica 0 waits for the shares of the others
+                    one.value()
+            return None
+        groups = self._groups()
+        if not place.is_first:
+            for one in own:
+                self._send(groups[place.stage], bytes_of(one.value()))
+            return None
+        found = {one.name: one.value().clone() for one in own}
+        for stage, group in groups.items():
+            for name, dtype, shape in json.loads(told[place.grid.rank(stage, 0)]):
+                value = torch.empty(shape, dtype=getattr(torch, dtype))
+                self._send(group, value.view(-1).view(torch.uint8))
+                found[name] = value
+        return found
+
+    def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
+        """The tensors of this stage, in the same order on all of its replicas."""
+        for layer in self._parts.layers:
+            prefix, state = layer.spec.name, layer.state
+            masters = set() if trained else {tensor.name for tensor in state.owned}
+            for local, parameter in layer.module.named_parameters():
+                name, dtype = f"{prefix}.{local}", parameter.dtype if trained else torch.float32
+                value: Callable[[], Tensor]
+                if name in self._parts.survey.ties:
+                    continue
+                if name in masters:
+                    value = partial(state.dense_master, name)
+                else:
+                    value = partial(parameter.detach().to, "cpu", dtype)
+                yield _Tensor(name, dtype, tuple(parameter.shape), value)
+            for slot in slots(layer.module):
+                if slot.persists or caches:
+                    now = slot.tensor.detach()
+                    name, value = f"{prefix}.{slot.name}", now.cpu
+                    yield _Tensor(name, now.dtype, tuple(now.shape), value)
+
+    def _groups(self) -> dict[int, Collective]:
+        """Rank 0 with the first rank of each later stage, of which this rank has its own."""
+        if self._to_first is None:
+            place, transport = self._parts.place, self._parts.transport
+            stages = range(1, place.grid.g_inter) if place.is_first else [place.stage]
+            self._to_first = {
+                stage: transport.collective(
+                    f"weights of stage {stage}", [0, place.grid.rank(stage, 0)]
+                )
+                for stage in stages
+            }
+        return self._to_first
+
+    def _send(self, group: Collective, buffer: Tensor) -> None:
+        """Move bytes from the second member of a group to the first."""
+        if buffer.numel():
+            bounds = [0, 0, buffer.numel()]
+            wait(group.start(Op.ALL_GATHER, buffer, bounds), self._parts.transport.backoff)

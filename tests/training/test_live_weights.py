@@ -1,0 +1,209 @@
+"""The weights of a training as plain torch has them, without files in between."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.resuming import ran
+from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, vector_data
+from torch import Tensor, nn
+
+import axsparse as ax
+from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model
+from axsparse.models.plain_model import PlainModel
+from axsparse.runtime.errors import ConfigError
+
+STEPS = 3
+
+
+class Shifted(nn.Module):
+    """Has a buffer that no state dict has, and one weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.second = nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.full((24,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.shift
+        assert isinstance(shift, Tensor)
+        mixed: Tensor = self.second(torch.tanh(self.first(x)))
+        return mixed + shift
+
+
+def modules() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), Shifted(), nn.Linear(24, 5))
+
+
+def own_model(config: Config) -> Model:
+    del config
+    return ax.from_sequential(modules(), summed_loss)
+
+
+def config_of(**sections: object) -> Config:
+    train = {"steps": STEPS, "eval_every": 0, "eval_steps": "all"}
+    batch = {"global_batch_size": 12, "microbatch_size": 3}
+    return tiny_config(train=train, batch=batch, **sections)
+
+
+class Taken:
+    """What each rank's trainer gave after its last step."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        self.trained = trained
+        self.trainers: list[ax.Trainer] = []
+        self.states: list[dict[str, Tensor] | None] = []
+        self.models: list[PlainModel | None] = []
+
+    def look(self, trainer: ax.Trainer) -> None:
+        self.trainers.append(trainer)
+        step = trainer.step
+
+        def stepping() -> object:
+            verdict = step()
+            if trainer.steps_done == STEPS:
+                self.states.append(trainer.state_dict(trained=self.trained))
+                self.models.append(trainer.model(trained=self.trained))
+            return verdict
+
+        vars(trainer)["step"] = stepping
+
+    def on_first_rank(self) -> tuple[dict[str, Tensor], PlainModel]:
+        [state] = [state for state in self.states if state is not None]
+        [model] = [model for model in self.models if model is not None]
+        return state, model
+
+
+@pytest.mark.parametrize(
+    ("layout", "shard", "precision"),
+    [((1, 1), False, "fp32"), ((2, 2), True, "bf16"), ((3, 1), False, "bf16")],
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_trainer_has_what_its_checkpoint_has(
+    layout: tuple[int, int], shard: bool, precision: str, trained: bool, tmp_path: Path
+) -> None:
+    config = config_of(precision=precision, samo={"shard_optimizer": shard})
+    taken = Taken(trained=trained)
+
+    ran(layout, config, tmp_path / "run", look=taken.look)
+
+    state, model = taken.on_first_rank()
+    saved = ax.load(tmp_path / "run", trained=trained)
+    assert state.keys() == saved.keys()
+    for name, value in saved.items():
+        assert value.dtype == state[name].dtype, name
+        assert torch.equal(value, state[name]), name
+    head, embedding = model.get_parameter("head.weight"), model.get_parameter("embed.token.weight")
+    assert head is embedding  # one weight with two uses stays one
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (4, 1)])
+def test_the_plain_module_has_the_loss_that_was_reported(
+    layout: tuple[int, int], tmp_path: Path
+) -> None:
+    taken, validation = Taken(), vector_data(samples=30)
+
+    ran(
+        layout,
+        config_of(),
+        tmp_path / "run",
+        model=own_model,
+        data=vector_data(),
+        validation=validation,
+        look=taken.look,
+    )
+
+    state, model = taken.on_first_rank()
+    assert state.keys() == modules().state_dict().keys() - {"2.second.weight"}
+    reported = taken.trainers[0].last_evaluation
+    (inputs,), targets = validation.read(np.arange(30))
+    with torch.no_grad():
+        loss = float(summed_loss(model(inputs), targets)) / 30
+    assert reported is not None
+    assert loss == pytest.approx(reported.loss, rel=1e-5)
+
+
+def test_what_is_taken_does_not_follow_the_training(tmp_path: Path) -> None:
+    config, states = config_of(), list[dict[str, Tensor] | None]()
+
+    def look(trainer: ax.Trainer) -> None:
+        states.append(trainer.state_dict())
+        states.append({name: value.clone() for name, value in (states[0] or {}).items()})
+
+    ran((1, 1), config, tmp_path / "run", data=token_data(), look=look)
+
+    before, copied = states
+    assert before is not None
+    assert copied is not None
+    assert all(torch.equal(value, copied[name]) for name, value in before.items())
+    assert not torch.equal(
+        before["head.weight" if "head.weight" in before else "embed.token.weight"],
+        ax.load(tmp_path / "run")["embed.token.weight"],
+    )
+
+
+def test_a_layer_with_a_dot_in_its_name_has_no_place_in_a_module(tmp_path: Path) -> None:
+    layers = [Layer("a.b", lambda: nn.Linear(16, 5))]
+
+    def look(trainer: ax.Trainer) -> None:
+        state = trainer.state_dict()
+        assert state is not None
+        assert state.keys() == {"a.b.weight", "a.b.bias"}
+        with pytest.raises(ConfigError, match=r"layer a\.b: torch's modules have no dots"):
+            trainer.model()
+
+    ran(
+        (1, 1),
+        config_of(),
+        tmp_path / "run",
+        model=lambda config: Model(layers, summed_loss),
+        data=vector_data(),
+        look=look,
+    )
+
+
+def test_a_gpt_of_plain_torch_takes_tokens(tmp_path: Path) -> None:
+    taken, config = Taken(), config_of()
+    ran((2, 1), config, tmp_path / "run", model=tiny_gpt, look=taken.look)
+    _, model = taken.on_first_rank()
+
+    with torch.no_grad():
+        hidden, weight = model(torch.zeros(2, 12, dtype=torch.int64))[:2]
+
+    assert hidden.shape == (2, 12, 32)
+    assert weight.shape == (64, 32)
+
+
+def test_a_notebook_gets_the_trained_module_back(tmp_path: Path) -> None:
+    config = ax.configure(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "precision": "fp32",
+            "batch": {"global_batch_size": 10, "microbatch_size": 5},
+            "train": {"steps": 2, "eval_every": 0, "threads": 2},
+        }
+    )
+    data = ax.Datasets(vector_data(), vector_data())
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+
+    def main(job: ax.Job) -> ax.Trainer:
+        trainer = ax.build(job, own_model(config), lambda: data, config)
+        trainer.train()
+        return trainer
+
+    trainer = ax.run_here(main)
+
+    model, saved = trainer.model(), ax.load(tmp_path / "run")
+    assert model is not None
+    assert torch.equal(model.get_parameter("0.weight"), saved["0.weight"])
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
