@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("axsparse.train", "train what a configuration file describes"),
+    "config": Command("axsparse.cli.config", "show every setting and where it comes from"),
     "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
     "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
     "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
@@ -32,9 +33,13 @@ COMMANDS = {
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
     "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
+    "launch": Command(
+        "axsparse.cli.restarting_launch", "train on this machine, and go on after failures"
+    ),
     "doctor": Command(
         "axsparse.cli.doctor.doctor", "check whether this machine is fit for training"
     ),
+    "completion": Command("axsparse.cli.completion", "let a shell complete commands"),
 }
 
 

@@ -15,6 +15,7 @@ usage: axsparse COMMAND ...
 
 commands:
   train      train what a configuration file describes (axsparse train --help)
+  config     show every setting and where it comes from (axsparse config --help)
   plan       find a layout, its memory and its time, without a GPU (axsparse plan --help)
   calibrate  measure this machine, for plans of it (axsparse calibrate --help)
   report     draw runs as a page for a browser (axsparse report --help)
@@ -26,7 +27,9 @@ commands:
   evaluate   measure a trained model on validation data (axsparse evaluate --help)
   export     write what was trained for other libraries (axsparse export --help)
   submit     give a training run to SLURM or LSF (axsparse submit --help)
+  launch     train on this machine, and go on after failures (axsparse launch --help)
   doctor     check whether this machine is fit for training (axsparse doctor --help)
+  completion let a shell complete commands (axsparse completion --help)
 """
 
 Say = Callable[..., tuple[int, str, str]]

@@ -143,6 +143,12 @@ def to_yaml(config: Config) -> str:
     return text
 
 
+def setting_to_yaml(name: str, value: object) -> str:
+    """One setting as `to_yaml` writes it, however long; `value` is one of JSON's."""
+    text: str = yaml.dump({name: value}, Dumper=_Dumper, width=math.inf, allow_unicode=True)
+    return text.rstrip("\n")
+
+
 # --- files -----------------------------------------------------------------------------
 
 

@@ -15,15 +15,19 @@ _PLACES = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
 _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
+def folder() -> Path:
+    """The folder of the templates, wherever the package is installed."""
+    installed, source_tree = _PLACES
+    return installed if installed.is_dir() else source_tree
+
+
 def fill(template: str, values: Mapping[str, str]) -> str:
     """The text of a template with each placeholder replaced by its value.
 
     A line that becomes empty is dropped. Placeholders within a value are not replaced.
     """
-    installed, source_tree = _PLACES
-    folder = installed if installed.is_dir() else source_tree
     lines = []
-    for line in (folder / template).read_text(encoding="utf-8").splitlines():
+    for line in (folder() / template).read_text(encoding="utf-8").splitlines():
         filled = _PLACEHOLDER.sub(lambda found: values[found[1]], line)
         if filled or not line:
             lines.append(filled)

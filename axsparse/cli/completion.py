@@ -1,0 +1,92 @@
+"""`axsparse completion`: prints a script that lets a shell complete commands, options and keys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from axsparse.cli.all_parsers import all_parsers
+from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.config.load import bundled_configs
+from axsparse.config.messages import FIELDS
+from axsparse.planner.cluster import bundled_clusters
+
+DESCRIPTION = """\
+Print a script that lets bash or zsh complete commands, options, settings and bundled names. It
+is made once, so that completing starts no Python:
+
+  axsparse completion > ~/.axsparse-completion
+  echo 'source ~/.axsparse-completion' >> ~/.bashrc      # or ~/.zshrc
+"""
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+SCRIPT = """\
+# Completes axsparse in bash and zsh; written by `axsparse completion`.
+if [ -n "${ZSH_VERSION-}" ]; then
+  autoload -U +X compinit && compinit -u
+  autoload -U +X bashcompinit && bashcompinit
+fi
+_axsparse() {
+  local word="${COMP_WORDS[COMP_CWORD]}" last="${COMP_WORDS[COMP_CWORD-1]}" words=
+  case "$last" in
+    --config) words=@configs@ ;;
+    --cluster) words=@clusters@ ;;
+    --set) words=@keys@; [ -n "${ZSH_VERSION-}" ] || compopt -o nospace ;;
+    *)
+      case "${COMP_WORDS[1]-} ${COMP_WORDS[2]-}" in
+@options@
+      esac
+      [ "$COMP_CWORD" -gt 1 ] || words=@commands@ ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _axsparse axsparse
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    return CommandParser(prog="axsparse completion", description=DESCRIPTION)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Print the script, and end the process; one of many ranks works."""
+    run_command(lambda: _print(argv))
+
+
+def _print(argv: Sequence[str]) -> None:
+    parser().parse_args(argv)
+    say(script())
+
+
+def script() -> str:
+    """The text of the script."""
+    followers: dict[str, list[str]] = {}
+    for words, its_parser in all_parsers().items():
+        command, _, member = words.partition(" ")
+        if member:
+            followers.setdefault(command, []).append(member)
+        followers.setdefault(words, []).extend(
+            sorted({"--help", *OPTION.findall(its_parser.format_usage())})
+        )
+        if words == "checkpoint":
+            followers[words] += ["verify", "show", "prune"]
+    # The longest first, since a shell takes the first pattern that fits.
+    options = "\n".join(
+        f"        {shlex.quote(words)}{'' if ' ' in words else chr(92) + ' *'}) "
+        f"words={_quoted(followers[words])} ;;"
+        for words in sorted(followers, key=lambda words: -words.count(" "))
+    )
+    values = {
+        "configs": _quoted(f"{name}.yaml" for name in bundled_configs()),
+        "clusters": _quoted(bundled_clusters()),
+        "keys": _quoted(f"{key}=" for key in FIELDS),
+        "commands": _quoted(sorted({words.partition(" ")[0] for words in followers})),
+        "options": options,
+    }
+    return re.sub("@(\\w+)@", lambda found: values[found[1]], SCRIPT).rstrip("\n")
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return shlex.quote(" ".join(words))
