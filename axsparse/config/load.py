@@ -145,7 +145,7 @@ def to_yaml(config: Config) -> str:
 
 def setting_to_yaml(name: str, value: object) -> str:
     """One setting as `to_yaml` writes it, however long; `value` is one of JSON's."""
-    text: str = yaml.dump({name: value}, Dumper=_Dumper, width=math.inf, allow_unicode=True)
+    text: str = yaml.dump({name: value}, Dumper=YamlDumper, width=math.inf, allow_unicode=True)
     return text.rstrip("\n")
 
 
