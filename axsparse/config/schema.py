@@ -210,6 +210,12 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Weight decay, on matrices only (tensors of two or more dimensions): decoupled in adamw,
     within the scaled step in lamb, added to the gradient in sgd (1e-4 is usual there)."""
+    learning_rates: Annotated[tuple[str, ...], FromList] = ()
+    """Peak learning rates of some parameters, such as `head.*=0.01`; all follow `schedule`. If
+    several patterns fit a name, the last one counts. `metrics.jsonl` has the one of all others."""
+    weight_decays: Annotated[tuple[str, ...], FromList] = ()
+    """Weight decays of some parameters, such as `embed.*=0`; written as `learning_rates`. Vectors
+    decay, too, if they are named here."""
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
 

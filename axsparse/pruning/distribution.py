@@ -95,20 +95,23 @@ def _settle(
         missing += 1
 
 
-def match(patterns: Sequence[str], names: Sequence[str], where: str) -> list[str]:
+def match(
+    patterns: Sequence[str],
+    names: Sequence[str],
+    where: str,
+    none: str = "no tensor that could be pruned",
+) -> list[str]:
     """The names that match any of the patterns, in the order of `names`.
 
     A pattern may contain `*`, `?` and `[…]`; case counts, and `*` matches dots, too. `where` is
     the key of the patterns, and their file if known. Raises ConfigError for a pattern that matches
-    no name.
+    no name, or as the message says, `none`.
     """
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern)}
         if not own:
             nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
-            raise ConfigError(
-                f"{where}: {pattern!r} matches no tensor that could be pruned; nearest: {nearest}"
-            )
+            raise ConfigError(f"{where}: {pattern!r} matches {none}; nearest: {nearest}")
         found |= own
     return [name for name in names if name in found]

@@ -60,8 +60,7 @@ def assemble(
     column = place.grid.column(place.stage)
     planned = replica_exchanges(state.layers, run.dtype)
     gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
-    ties = _stage_ties(run, state.layers, transport)
-    backoff = transport.backoff
+    ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
     )
@@ -92,6 +91,7 @@ def assemble(
             [layer.module for layer in state.layers], state.options.replicas
         ),
         optimizer=run.optimizer,
+        groups=run.groups,
         offload=_offload(config, placement, states),
         loss_scale=loss_scale(config),
         live=live,

@@ -27,6 +27,7 @@ from axsparse.samo.optim.loss_scale import LossScale
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.training.parameter_groups import ParameterGroups
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Parts:
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
     optimizer: Optimizer
+    groups: ParameterGroups
+    """The parameters that have learning rates and weight decays of their own."""
     offload: Offload | None
     """Brings masters and moments from the host for their update; None if they stay here."""
     loss_scale: LossScale

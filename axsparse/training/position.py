@@ -30,7 +30,11 @@ class Position:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the coming step.
+        """The learning rate of the coming step."""
+        return self.rate_of(self._config.optimizer.learning_rate)
+
+    def rate_of(self, peak: float) -> float:
+        """The learning rate of the coming step for parameters with this peak.
 
         After a rewinding the schedule begins anew, and its descent ends where it would have
         ended without the rewinding. After a change of masks the rate rises linearly to the
@@ -45,7 +49,7 @@ class Position:
         return rewarming * learning_rate(
             self.steps_done - self.schedule_start,
             schedule,
-            peak=self._config.optimizer.learning_rate,
+            peak=peak,
             decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
         )
 

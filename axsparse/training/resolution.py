@@ -55,6 +55,7 @@ from axsparse.samo.optim.optimizer_registry import optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind, StateFormat
+from axsparse.training.parameter_groups import ParameterGroups, parameter_groups
 
 HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
@@ -100,6 +101,8 @@ class RunSpec:
     ticket: Ticket | None
     """The ticket whose masks are used from the start; None without one."""
     optimizer: Optimizer
+    groups: ParameterGroups
+    """The parameters that have learning rates and weight decays of their own."""
     kept_at_start: Mapping[str, int]
     """The number of entries of each pruned tensor that state is built with.
 
@@ -193,6 +196,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         criterion=configured_criterion(loaded, inputs.score),
         ticket=ticket,
         optimizer=optimizer,
+        groups=parameter_groups(config, survey),
         kept_at_start=kept,
         on_host=inputs.on_host,
     )

@@ -162,6 +162,7 @@ class Step:
                 parts.optimizer,
                 hyper,
                 factor / parts.loss_scale.scale,
+                own=parts.groups.hypers(hyper, self.position.rate_of),
                 updated=parts.weights.updated,
                 visits=iter if parts.offload is None else parts.offload.visits,
             )

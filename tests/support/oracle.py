@@ -7,7 +7,7 @@ order within a replica, replicas in order after that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.optim.learning_rate import learning_rate
+
+NONE: Mapping[str, tuple[float, float]] = {}
 
 
 @dataclass
@@ -82,7 +84,9 @@ class Oracle:
         data: Dataset,
         g_data: int = 1,
         optimizer: Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer] = adamw,
+        own: Mapping[str, tuple[float, float]] = NONE,
     ) -> None:
+        """`own` has the peak learning rate and weight decay of some parameters by name."""
         self.config, self.data, self.g_data = config, data, g_data
         self.loss = model.loss
         self.ties = {tie.second: tie.first for tie in model.ties}
@@ -109,12 +113,17 @@ class Oracle:
             self.modules.append(module)
         owned = [name for name in self.parameters if name not in self.ties]
         self.owned = owned
-        decay = [self.parameters[n] for n in owned if self.parameters[n].dim() >= 2]
-        plain = [self.parameters[n] for n in owned if self.parameters[n].dim() < 2]
+        others = [n for n in owned if n not in own]
+        decay = [self.parameters[n] for n in others if self.parameters[n].dim() >= 2]
+        plain = [self.parameters[n] for n in others if self.parameters[n].dim() < 2]
         settings = config.optimizer
         groups = [
             {"params": decay, "weight_decay": settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
+            *(
+                {"params": [self.parameters[name]], "weight_decay": weight_decay, "peak": peak}
+                for name, (peak, weight_decay) in own.items()
+            ),
         ]
         self.optimizer = optimizer(groups, settings)
         self.trace = Trace()
@@ -216,7 +225,7 @@ class Oracle:
             group["lr"] = learning_rate(
                 step - self.schedule_start,
                 schedule,
-                peak=config.optimizer.learning_rate,
+                peak=group.get("peak", config.optimizer.learning_rate),
                 decay_steps=(
                     config.train.steps if schedule.decay_steps == "auto" else schedule.decay_steps
                 )

@@ -24,26 +24,31 @@ from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
+NONE: Mapping[str, Hyper] = {}
 
+
+# Reason: what every update needs comes first; the others are for some kinds of state only.
 def update(
     layers: Sequence[LayerState],
     optimizer: Optimizer,
     hyper: Hyper,
     gradient_factor: float,
     *,
+    own: Mapping[str, Hyper] = NONE,
     updated: Callable[[LayerState], None] | None = None,
     visits: Callable[[Sequence[LayerState]], Iterable[LayerState]] = iter,
 ) -> None:
     """Update the masters, moments and dense weights of all owned tensors once.
 
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
-    `hyper.weight_decay` applies to the tensors that decay. `updated(layer)` is called as
-    soon as all that this replica holds of a layer is updated. `visits` goes through the layers in
-    order and has each one's masters and moments on its device until the next one is asked for.
+    `hyper.weight_decay` applies to the tensors that decay; tensors that `own` names have the
+    settings given there instead, as they are. `updated(layer)` is called as soon as all that this
+    replica holds of a layer is updated. `visits` goes through the layers in order and has each
+    one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
     undecayed = replace(hyper, weight_decay=0.0)
-    step = _Step(optimizer, hyper, undecayed, gradient_factor, whole_step(layers, optimizer))
+    step = _Step(optimizer, hyper, undecayed, own, gradient_factor, whole_step(layers, optimizer))
     statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
@@ -59,11 +64,16 @@ class _Step:
     hyper: Hyper
     undecayed: Hyper
     """The settings for tensors that do not decay."""
+    own: Mapping[str, Hyper]
+    """The settings of tensors that have their own, by name."""
     gradient_factor: float
     whole: WholeStep | None
     """Does the whole step of some tensors; None: the optimizer's functions do it in blocks."""
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
+        own = self.own.get(tensor.name)
+        if own is not None:
+            return own
         return self.hyper if tensor.decays else self.undecayed
 
     def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
@@ -109,9 +119,11 @@ class _Step:
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
         """Update one layer, all of its tensors at once where that can be."""
         if self.whole is not None:
-            for hyper in (self.hyper, self.undecayed):
-                own = [tensor for tensor in layer.owned if self.hyper_of(tensor) is hyper]
-                self.whole(list(_slots(layer, own)), hyper, self.gradient_factor)
+            alike: dict[Hyper, list[TensorState]] = {}
+            for tensor in layer.owned:
+                alike.setdefault(self.hyper_of(tensor), []).append(tensor)
+            for hyper, tensors in alike.items():
+                self.whole(list(_slots(layer, tensors)), hyper, self.gradient_factor)
             return
         for tensor in layer.owned:
             self.apply_in_blocks(layer, tensor, statistics.get(tensor.name))

@@ -222,7 +222,7 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
     config = settings(
         config_of(),
         train={"steps": 5, "log_every": 1, "eval_every": 2},
-        optimizer={"learning_rate": 0.5},
+        optimizer={"learning_rate": 0.5, "learning_rates": ("head.*=0.1", "block1.*=0")},
         checkpoint={"every": 1, "keep_last": 9},
         pipeline={"slack": 2, "schedule": "gpipe"},
         samo={"index": "int32"},
@@ -233,8 +233,25 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
     told = [line for line in capsys.readouterr().out.splitlines() if " is now " in line]
     assert told == [
         "axsparse: optimizer.learning_rate is now 0.5, before it was 0.01",
+        "axsparse: optimizer.learning_rates is now ['head.*=0.1', 'block1.*=0'], before it was []",
         "axsparse: schedule.decay_steps is now 5, before it was 3",
     ]
+
+
+def test_a_setting_that_is_younger_than_the_checkpoint_had_its_default(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    young = ("learning_rates", "weight_decays")
+
+    def aged(manifest: CheckpointManifest) -> CheckpointManifest:
+        optimizer = {k: v for k, v in manifest.config["optimizer"].items() if k not in young}
+        return manifest.model_copy(update={"config": {**manifest.config, "optimizer": optimizer}})
+
+    rewrite(run, aged)
+
+    ran((1, 1), config_of(), run, resume="auto")
+
+    assert " is now " not in capsys.readouterr().out
 
 
 def test_the_file_of_the_first_weights_may_have_moved(
