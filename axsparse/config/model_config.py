@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from axsparse.config.section import Count, Rate, Section
+from axsparse.config.section import Count, FromList, Rate, Section
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -28,6 +28,10 @@ class Family(Section):
     from_: str | None = Field(default=None, alias="from")
     """A Hugging Face folder of `config.json` and safetensors that the model is: family, sizes and
     weights come from there. Sizes that are given all the same have to agree. null: no folder."""
+
+    new: Annotated[tuple[str, ...], FromList] = ()
+    """Names of tensors that begin at random all the same, such as `head.*`: a pretrained body with
+    a new head. What the file has in their places is left out; the start of the run names them."""
 
     @model_serializer(mode="wrap")
     def _by_key(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

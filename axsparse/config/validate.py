@@ -63,6 +63,11 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('spikes.rule')}: back goes back to the last checkpoint, and "
             "checkpoint.every 0 makes none; set checkpoint.every, or choose skip"
         )
+    if config.model.new and config.model.weights is None and config.model.from_ is None:
+        raise ConfigError(
+            f"{loaded.where('model.new')}: {list(config.model.new)}, but no weights are loaded, so "
+            "that all of the model is new; set model.from or model.weights, or leave it out"
+        )
     if config.checkpoint.keep_best and config.train.eval_steps == 0:
         raise ConfigError(
             f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "

@@ -162,8 +162,8 @@ class StartValues(Protocol):
         """The values of one parameter or buffer, by its global name; of its shape, on the CPU.
 
         Called several times for the same name; nothing is kept between the calls. A tied
-        weight is read under the name of its first use. Every parameter must have values.
-        None is returned for a buffer that keeps the value which its module gives it.
+        weight is read under the name of its first use. None is returned for a parameter or buffer
+        that keeps the value which its layer gives it.
         """
         ...
 

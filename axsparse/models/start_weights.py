@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Model
+from axsparse.models.layer import Model, StartValues
 from axsparse.models.survey import Survey, survey
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -30,6 +32,8 @@ WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
 """Names of the file of weights, or of the index of several, in Hugging Face's folders."""
 PICKLED = ".bin"
 """Ending of Hugging Face's older files."""
+MOST_NAMED = 8
+"""Names of tensors in a note for the user."""
 SAMPLES, SAMPLE_BYTES = 16, 65_536
 """The blocks of a file that its fingerprint covers beside its length: SAMPLES + 1 of this size."""
 COUNTER = "num_batches_tracked"
@@ -188,12 +192,33 @@ class FromFile:
     """Global name → name in the file, for every tensor that the file contains."""
     convert: Convert
     fingerprint: str
+    new: tuple[str, ...] = ()
+    """Global names that begin as the model would without the file."""
+    unused: tuple[str, ...] = ()
+    """Names in the file of tensors that such names would have had."""
+    without: StartValues | None = None
+    """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
         there = self.names.get(name)
-        return None if there is None else self.convert(name, self.file.read(there))
+        if there is not None:
+            return self.convert(name, self.file.read(there))
+        return None if self.without is None else self.without.read(name)
+
+    def note(self) -> str:
+        """What begins anew, for the user; empty if nothing does."""
+        if not self.new:
+            return ""
+        left = f"; left out of it: {_some(self.unused)}" if self.unused else ""
+        return f"{self.file.path}: new, and not from the file: {_some(self.new)}{left}"
 
 
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
+
+
+# Reason: these are the arguments of the Python API, all but the first two optional.
 def start_from(
     model: Model,
     file: WeightFile,
@@ -201,19 +226,23 @@ def start_from(
     named: Callable[[str], str] = str,
     convert: Convert = keep,
     ignored: Callable[[str], bool] = none,
+    new: Sequence[str] = (),
 ) -> Model:
-    """A copy of the model that starts at the values of a file.
+    """A copy of the model that starts at the values of a file, such as a pretrained body.
 
     `named(global name)` returns the name of a parameter or buffer in the file, and
     `convert(global name, tensor)` turns the file's tensor into the model's; neither is used
     for a file that has the global names. `ignored(name in the file)` tells tensors that the
-    model does not need.
+    model does not need. `new` has patterns of global names, such as "head.*", that begin as they
+    would without the file, whatever it holds in their places; the start of the run names them.
 
-    Raises DataError unless the file holds every parameter and every buffer of the state dict,
-    in its shape, and nothing else.
+    Raises DataError unless the file holds every other parameter and buffer of the state dict, in
+    its shape, and nothing else; ConfigError for a pattern that matches none.
     """
     surveyed = survey(model)
     wanted = _wanted(surveyed)
+    fresh = _matching(new, list(wanted))
+    wanted = {name: needed for name, needed in wanted.items() if name not in fresh}
     if all(name in file.shapes or not needed.required for name, needed in wanted.items()):
         named, convert = str, keep
     names = {}
@@ -234,7 +263,9 @@ def start_from(
             )
     seconds = {named(second): named(first) for second, first in surveyed.ties.items()}
     _check_ties(file, seconds)
-    known = {*names.values(), *seconds}
+    theirs = (_name_in_file(named, name) for name in fresh)
+    unused = tuple(name for name in theirs if name in file.shapes)
+    known = {*names.values(), *seconds, *unused}
     spare = [name for name in file.shapes if name not in known and not ignored(name)]
     if spare:
         more = f" and {len(spare) - 1} more" if len(spare) > 1 else ""
@@ -242,8 +273,30 @@ def start_from(
             f"{file.path}: holds {spare[0]!r}{more}, which the model lacks; take the file of a "
             f"{model.name} model"
         )
-    start = FromFile(file, names, convert, f"{file.path.name} {fingerprint(*file.files)}")
+    digest = f"{file.path.name} {fingerprint(*file.files)}"
+    if fresh:
+        digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
+    start = FromFile(file, names, convert, digest, tuple(fresh), unused, model.start)
     return replace(model, start=start)
+
+
+def _name_in_file(named: Callable[[str], str], name: str) -> str:
+    """The name in the file of a tensor that begins anew; empty if the file's library has none."""
+    try:
+        return named(name)
+    except KeyError:
+        return ""
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that any of the patterns matches, in order; ConfigError for one without any."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
+            raise ConfigError(
+                f"new: {pattern!r} matches no tensor of the model; nearest: {nearest}"
+            )
+    return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
 
 
 @dataclass(frozen=True)
@@ -277,7 +330,8 @@ def _check_shape(
         turned = "" if shape == file.shapes[there] else f", which is read as {shape}"
         raise DataError(
             f"{file.path}: {there!r} has shape {file.shapes[there]}{turned}, {name} of the model "
-            f"has {wanted}; make the model's settings those of the file"
+            f"has {wanted}; make the model's settings those of the file, or let it begin anew "
+            f"(model.new: [{name}], in Python new=)"
         )
 
 

@@ -176,9 +176,9 @@ def _skeleton(
     def value(name: str) -> Tensor:
         full = f"{layer.name}.{name}"
         owner = ties.get(full, full)
-        if start is not None:
-            given = start.read(owner)
-            assert given is not None and tuple(given.shape) == shapes[name], owner
+        given = None if start is None else start.read(owner)
+        if given is not None:
+            assert tuple(given.shape) == shapes[name], owner
         elif init is not None:
             with preserved_rng():  # an `init` may leave its generator unused and draw from torch's
                 seed_torch(seed, owner, "init")

@@ -17,6 +17,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
+from axsparse.models.start_weights import FromFile
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
@@ -180,7 +181,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     _check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     wanted, ticket = what_is_pruned(config, survey)
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
-        _check_weights_are_loaded(loaded, survey)
+        _check_weights_are_loaded(loaded, inputs.model, wanted)
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
     optimizer = optimizer_of(config.optimizer)
     subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
@@ -325,11 +326,18 @@ def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: boo
         )
 
 
-def _check_weights_are_loaded(loaded: LoadedConfig, survey: Survey) -> None:
-    if not survey.start:
+def _check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Targets) -> None:
+    start, method = model.start, loaded.config.pruning.method
+    if start is None:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {loaded.config.pruning.method} looks at loaded "
-            "weights, and none are loaded; set model.from or model.weights"
+            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and none are "
+            "loaded; set model.from or model.weights"
+        )
+    anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
+    if anew:
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
+            "begins anew; name it in pruning.exclude, or choose another method"
         )
 
 

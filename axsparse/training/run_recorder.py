@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from axsparse.models.start_weights import FromFile
 from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
@@ -72,7 +73,9 @@ def make_recorder(
         metrics=metrics,
         planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
     )
-    for line in (*placement.table, *lines):
+    start = run.model.start
+    note = start.note() if isinstance(start, FromFile) else ""
+    for line in (*placement.table, *lines, *filter(None, [note])):
         console.line(line)
     file = MetricsFile(metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,27 @@ from support.images import (
     small_wide_resnet,
     write_safetensors,
 )
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
-from torch import Tensor
+from support.runs import (
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
 
+import axsparse as ax
+from axsparse.config.load import made_in_python
+from axsparse.config.validate import check_config
+from axsparse.data.digits import digits_datasets
 from axsparse.models.layer import Layer, Model
+from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
 from axsparse.models.survey import survey
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.models.zoo.wide_resnet import name_of_torchvision, torchvision_name
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 
@@ -293,7 +307,7 @@ def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=rf"'classifier.6.weight' has shape \({CLASSES}, 16\), classifier.6.weight of the "
-        r"model has \(9, 16\); make the model's settings those of the file$",
+        r"model has \(9, 16\); make the model's settings those of the file, or let it begin",
     ):
         start_from(small_vgg(num_classes=9), open_weights(path))
 
@@ -318,3 +332,162 @@ def test_a_torch_that_may_run_code_of_a_file_does_not_open_one(
 
     with pytest.raises(DataError, match=r"may run code that it finds in such a file; take torch"):
         open_weights(path)
+
+
+# -- a pretrained body with a new head --------------------------------------------------------
+
+
+def body_and_head(classes: int) -> nn.Sequential:
+    torch.manual_seed(classes)
+    return nn.Sequential(
+        OrderedDict(body=nn.Linear(16, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, classes))
+    )
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A file of another library's names, whose head has other classes."""
+    state = {f"old.{name}": value for name, value in body_and_head(7).state_dict().items()}
+    return save(tmp_path / "body.pt", state), state
+
+
+@pytest.mark.parametrize("own_modules", [True, False])
+def test_a_body_gets_a_new_head(
+    own_modules: bool, pretrained: tuple[Path, dict[str, Tensor]]
+) -> None:
+    path, state = pretrained
+    modules = body_and_head(3)
+    model = from_sequential(modules, summed_loss)
+    if not own_modules:  # each layer starts itself
+        build = {"body": lambda: nn.Linear(16, 8), "norm": lambda: nn.BatchNorm1d(8)}
+        build["head"] = lambda: nn.Linear(8, 3)
+        model = Model([Layer(name, make) for name, make in build.items()], summed_loss)
+
+    model = start_from(model, open_weights(path), named=lambda n: f"old.{n}", new=["head.*"])
+
+    [(trainer, trace)] = train_in_process(
+        1,
+        1,
+        model,
+        tiny_config(train={"steps": 1}, samo={"enabled": False}, optimizer=STILL),
+        vector_data(classes=3),
+    )
+    assert torch.equal(trace.weights["body.weight"], state["old.body.weight"])
+    assert trace.weights["head.weight"].shape == (3, 8)
+    assert trace.weights["head.weight"].abs().sum() > 0
+    own = modules.get_parameter("head.weight")
+    assert torch.equal(trace.weights["head.weight"], own) is own_modules
+    assert isinstance(model.start, FromFile)
+    assert model.start.note() == (
+        f"{path}: new, and not from the file: head.weight, head.bias; "
+        "left out of it: old.head.weight, old.head.bias"
+    )
+    assert isinstance(trainer.parts.model.start, FromFile)
+
+
+def test_what_begins_anew_is_part_of_what_ranks_compare(
+    pretrained: tuple[Path, dict[str, Tensor]],
+) -> None:
+    path, _ = pretrained
+    made = [
+        start_from(
+            from_sequential(body_and_head(7), summed_loss),
+            open_weights(path),
+            named=lambda n: f"old.{n}",
+            new=new,
+        ).start
+        for new in ([], ["head.bias"], ["head.*"])
+    ]
+
+    assert len({start.fingerprint for start in made if start is not None}) == 3
+
+
+@pytest.mark.parametrize(
+    ("new", "kind", "message"),
+    [
+        (
+            (),
+            DataError,
+            r"old.head.weight' has shape \(7, 8\), head.weight of the model has \(3, 8",
+        ),
+        (("tail.*",), ConfigError, r"new: 'tail.\*' matches no tensor of the model; nearest: "),
+        (("head.weight",), DataError, r"old.head.bias' has shape \(7,\)"),
+    ],
+)
+def test_a_mismatch_that_nobody_named_is_refused(
+    new: tuple[str, ...],
+    kind: type[Exception],
+    message: str,
+    pretrained: tuple[Path, dict[str, Tensor]],
+) -> None:
+    model = from_sequential(body_and_head(3), summed_loss)
+
+    with pytest.raises(kind, match=message):
+        start_from(model, open_weights(pretrained[0]), named=lambda n: f"old.{n}", new=new)
+
+
+def test_a_name_that_the_other_library_lacks_may_be_new(
+    pretrained: tuple[Path, dict[str, Tensor]],
+) -> None:
+    path, state = pretrained
+    torch.save({n: v for n, v in state.items() if "head" not in n}, path)
+    names = {n.removeprefix("old."): n for n in state if "head" not in n}
+
+    model = start_from(
+        from_sequential(body_and_head(3), summed_loss),
+        open_weights(path),
+        named=names.__getitem__,
+        new=["head.*"],
+    )
+
+    assert isinstance(model.start, FromFile)
+    assert "left out" not in model.start.note()
+
+
+def test_new_tensors_are_named_where_a_configuration_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "cnn", "channels": 1, "num_classes": 10}
+    first = ax.configure({"model": settings, "data": {"source": "digits"}})
+    state = random_tensors(named_model(made_in_python(first, "digits")))
+    path = save(tmp_path / "body.safetensors", state)
+    new = [next(name for name in state if name.endswith("bias"))]
+    second = ax.configure(
+        {
+            "model": {**settings, "weights": str(path), "new": new},
+            "data": {"source": "digits"},
+            "run_dir": str(tmp_path / "run"),
+            "train": {"peak_flops": 1e9},
+        }
+    )
+    loaded = made_in_python(second, "digits")
+    datasets = ax.Datasets(*digits_datasets())
+
+    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+
+    out = capsys.readouterr().out
+    assert f"{path}: new, and not from the file: {new[0]}; left out of it: {new[0]}\n" in out
+
+
+def test_without_weights_all_is_new() -> None:
+    config = tiny_config(model={"new": ("head.*",)})
+
+    with pytest.raises(
+        ConfigError, match=r"model.new \(configure\): \['head.\*'\], but no weights"
+    ):
+        check_config(made_in_python(config, "tiny"))
+
+
+def test_what_looks_at_loaded_weights_does_not_prune_new_ones(
+    pretrained: tuple[Path, dict[str, Tensor]],
+) -> None:
+    model = start_from(
+        from_sequential(body_and_head(7), summed_loss),
+        open_weights(pretrained[0]),
+        named=lambda n: f"old.{n}",
+        new=["body.*"],
+    )
+    config = tiny_config(pruning={"method": "zeros"})
+
+    with pytest.raises(ConfigError, match=r"looks at loaded weights, and body.weight begins anew"):
+        train_in_process(1, 1, model, config, vector_data())

@@ -68,7 +68,7 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
     of a model that our GPT cannot represent, and what `start_from` raises.
     """
     if _OUR_OWN in file.shapes:
-        return start_from(model, file)
+        return start_from(model, file, new=config.new)
     beside = file.path.parent / CONFIG_FILE
     if beside.exists():
         theirs = from_gpt2(beside, read_json(beside))
@@ -80,4 +80,5 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
         named=partial(gpt2_name, prefix=prefix),
         convert=turned,
         ignored=lambda name: _CAUSAL_MASK.fullmatch(name) is not None,
+        new=config.new,
     )

@@ -57,7 +57,7 @@ def start_from_llama(model: Model, file: WeightFile, config: LlamaConfig) -> Mod
     of a model that our Llama cannot represent, and what `start_from` raises.
     """
     if _OUR_OWN in file.shapes:
-        return start_from(model, file)
+        return start_from(model, file, new=config.new)
     beside = file.path.parent / CONFIG_FILE
     if beside.exists():
         refuse_other_sizes(beside, model_settings(beside), config)
@@ -67,4 +67,5 @@ def start_from_llama(model: Model, file: WeightFile, config: LlamaConfig) -> Mod
         file,
         named=partial(llama_name, prefix=prefix),
         ignored=lambda name: _FREQUENCIES.fullmatch(name) is not None,
+        new=config.new,
     )

@@ -35,8 +35,8 @@ class _Builder:
     """How the models of one name are made."""
 
     build: Callable[[Config], Model]
-    start: Callable[[Model, WeightFile, Config], Model] = lambda model, file, _: start_from(
-        model, file
+    start: Callable[[Model, WeightFile, Config], Model] = lambda model, file, config: start_from(
+        model, file, new=config.model.new
     )
     """Returns a copy of the model that starts at the values of a file."""
     least_image_size: int = 0
@@ -65,7 +65,9 @@ _BUILDERS = {
         lambda config: wide_resnet.wide_resnet101_2(
             of_family(config.model, WideResnetConfig), image_size(config)
         ),
-        lambda model, file, _: start_from(model, file, named=wide_resnet.torchvision_name),
+        lambda model, file, config: start_from(
+            model, file, named=wide_resnet.torchvision_name, new=config.model.new
+        ),
         least_image_size=33,
     ),
     "cnn": _Builder(
@@ -82,7 +84,7 @@ def image_size(config: Config) -> int:
 
 def model_without_weights(loaded: LoadedConfig) -> Model:
     """The model of a configuration at start values of its own, whatever file that names."""
-    bare = loaded.config.model.model_copy(update={"weights": None, "from_": None})
+    bare = loaded.config.model.model_copy(update={"weights": None, "from_": None, "new": ()})
     return named_model(replace(loaded, config=loaded.config.model_copy(update={"model": bare})))
 
 

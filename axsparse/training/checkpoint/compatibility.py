@@ -27,8 +27,8 @@ TOLD = (
     *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
-START = ("model.from", "model.weights")
-"""Keys that name where the first weights lie. Those of a checkpoint replace them, so that another
+START = ("model.from", "model.weights", "model.new")
+"""Keys that say what the first weights are. Those of a checkpoint replace them, so that another
 path may be given, which is printed."""
 
 
