@@ -33,6 +33,10 @@ class DataConfig(Section):
     """images: processes that decode for a rank of the first stage; 0 decodes in the rank itself."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
+    separate_documents: bool = False
+    """Texts for a llama: in each document positions begin anew, and tokens see only those of their
+    own document. The first token of a document is still a target, of the separator before it.
+    False: positions and attention run across the ends of documents."""
 
 
 class BatchConfig(Section):

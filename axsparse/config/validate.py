@@ -95,6 +95,11 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
         )
     if isinstance(model, LlamaConfig):
         _check_llama(loaded, model)
+    elif loaded.config.data.separate_documents:
+        raise ConfigError(
+            f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
+            f"{model.name} see all tokens before them; choose false, or model.name llama"
+        )
 
 
 def _check_llama(loaded: LoadedConfig, model: LlamaConfig) -> None:

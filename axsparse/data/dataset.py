@@ -202,6 +202,9 @@ class TokenDataset:
     tokens: Tokens
     """(N,) unsigned integers, all below `vocab_size`."""
     sequence_length: int
+    separator: int | None = None
+    """The id that ends each document. With it, samples have a second input, which says where in
+    the sample the document of each token begins."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
@@ -222,14 +225,32 @@ class TokenDataset:
     def __len__(self) -> int:
         return (self.tokens.size - 1) // self.sequence_length
 
-    def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor], Tensor]:
-        """One input, (b, sequence_length) int64, and targets of the same shape and type."""
+    def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """One input, (b, sequence_length) int64, and targets of the same shape and type.
+
+        With a `separator` there is a second input of this shape, int32: `document_starts`.
+        """
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
-        return (torch.from_numpy(inputs),), torch.from_numpy(targets)
+        read: tuple[Tensor, ...] = (torch.from_numpy(inputs),)
+        if self.separator is not None:
+            read += (torch.from_numpy(document_starts(inputs, self.separator)),)
+        return read, torch.from_numpy(targets)
 
     def count_targets(self, targets: Tensor) -> int:
         return targets.numel()
+
+
+def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int32]:
+    """For each token the position, in its sample, of the first token of its document.
+
+    (b, s) to (b, s). A separator belongs to the document that it ends. A document that has begun in
+    an earlier sample begins at 0.
+    """
+    starts = np.zeros(tokens.shape, np.int32)
+    positions = np.arange(1, tokens.shape[1], dtype=np.int32)
+    starts[:, 1:] = np.where(tokens[:, :-1] == separator, positions, 0)
+    return np.maximum.accumulate(starts, axis=1)
 
 
 def _digest(tensors: tuple[Tensor, ...]) -> str:

@@ -37,14 +37,18 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
         )
         _check_classes(loaded, len(training.classes), training.name)
         return Datasets(training, validation)
-    length = sample_length(config)
+    length, separate = sample_length(config), data.separate_documents
     if data.source == "tokens":
         assert data.path is not None, "check_config asks for it"
+        validate = config.train.eval_steps != 0
         return Datasets(
-            *token_datasets(Path(data.path), length, validate=config.train.eval_steps != 0)
+            *token_datasets(Path(data.path), length, validate=validate, separate=separate)
         )
     assert data.source == "stdlib", f"nobody opens {data.source}"
-    return Datasets(stdlib_dataset("train", length), stdlib_dataset("validation", length))
+    return Datasets(
+        stdlib_dataset("train", length, separate=separate),
+        stdlib_dataset("validation", length, separate=separate),
+    )
 
 
 def _check_classes(loaded: LoadedConfig, classes: int, name: str) -> None:

@@ -29,8 +29,11 @@ EXCLUDED_FOLDERS = frozenset(
 )
 
 
-def stdlib_dataset(split: Split, sequence_length: int) -> TokenDataset:
-    """One split of the standard library of the running interpreter."""
+def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
+    """One split of the standard library of the running interpreter.
+
+    `separate`: samples say where documents, which are files, begin.
+    """
     tokens, fingerprint = stdlib_tokens(split)
     return TokenDataset(
         name=f"stdlib {split}",
@@ -38,6 +41,7 @@ def stdlib_dataset(split: Split, sequence_length: int) -> TokenDataset:
         vocab_size=VOCAB_SIZE,
         tokens=tokens,
         sequence_length=sequence_length,
+        separator=SEPARATOR if separate else None,
     )
 
 

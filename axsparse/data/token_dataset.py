@@ -10,7 +10,6 @@ from axsparse.data.dataset import TokenDataset
 from axsparse.data.token_file import (
     Sidecar,
     Split,
-    SplitRecord,
     read_sidecar,
     sample_digest,
     stored,
@@ -22,18 +21,19 @@ WHERE = "data.path"
 
 
 def token_datasets(
-    folder: Path, sequence_length: int, *, validate: bool
+    folder: Path, sequence_length: int, *, validate: bool, separate: bool = False
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation part of a folder that `axsparse data prepare` wrote.
 
     The size of each file, and a digest of 4 MiB spread over it, must be those of tokens.json.
-    The validation part is None unless `validate`.
+    The validation part is None unless `validate`. `separate`: samples say where documents begin.
 
     Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
     ConfigError if `validate` is set and there is no validation part.
     """
     sidecar = read_sidecar(folder, WHERE)
-    training = _open(folder, sidecar, "train", sidecar.train, sequence_length)
+    separator = sidecar.separator if separate else None
+    training = _open(folder, sidecar, "train", sequence_length, separator)
     if not validate:
         return training, None
     if sidecar.validation is None:
@@ -41,13 +41,14 @@ def token_datasets(
             f"{WHERE}: {folder} has no validation part, which train.eval_steps asks for; prepare "
             "it with --validation or --validation-fraction, or set train.eval_steps=0"
         )
-    return training, _open(folder, sidecar, "validation", sidecar.validation, sequence_length)
+    return training, _open(folder, sidecar, "validation", sequence_length, separator)
 
 
 def _open(
-    folder: Path, sidecar: Sidecar, split: Split, record: SplitRecord, sequence_length: int
+    folder: Path, sidecar: Sidecar, split: Split, sequence_length: int, separator: int | None
 ) -> TokenDataset:
     path, dtype = token_path(folder, split), stored(sidecar.dtype)
+    record = dict(sidecar.splits())[split]
     with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
         size = path.stat().st_size
         expected = record.tokens * dtype.itemsize
@@ -68,4 +69,5 @@ def _open(
         vocab_size=sidecar.vocab_size,
         tokens=tokens,
         sequence_length=sequence_length,
+        separator=separator,
     )

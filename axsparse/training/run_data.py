@@ -51,7 +51,8 @@ def open_data(
     data, and what `check_data` raises.
     """
     reads = run.place.is_first or run.place.is_last
-    datasets = together(transport, lambda: _open(open_datasets) if reads else None)
+    separate = loaded.config.data.separate_documents
+    datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
     own = "" if datasets is None else json.dumps(_facts_of(datasets))
     facts = together(transport, lambda: _common_facts(transport, own))
     together(
@@ -92,8 +93,9 @@ MEMBERS = ("name", "fingerprint", "vocab_size", "targets_per_sample", "__len__",
 """The members of a `Dataset` that every kind has; each kind also has a method that reads."""
 
 
-def _open(open_datasets: Callable[[], object]) -> Datasets:
-    """Open the datasets; DataError if the function returns something else."""
+def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
+    """Open the datasets; DataError if the function returns something else, or datasets that do not
+    tell documents apart where `separate` asks for it."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
         raise DataError(
@@ -108,6 +110,11 @@ def _open(open_datasets: Callable[[], object]) -> Datasets:
             raise DataError(
                 f"data: {type(dataset).__name__} has no {', '.join(missing)}; give an ArrayDataset "
                 "or a class with the members of axsparse.Dataset"
+            )
+        if separate and getattr(dataset, "separator", None) is None:
+            raise DataError(
+                f"data.separate_documents: {dataset.name} has no ends of documents; choose false, "
+                "or give a TokenDataset with the separator that ends them"
             )
     return opened
 

@@ -167,6 +167,14 @@ def test_samples_are_at_most_as_long_as_the_model_takes() -> None:
     )
 
 
+def test_only_llamas_separate_documents() -> None:
+    assert _config_refusal("data.separate_documents=true") == (
+        "data.separate_documents (--set): true, but tokens of model.name gpt see all tokens before "
+        "them; choose false, or model.name llama"
+    )
+    check_config(load_config(None, ["data.separate_documents=true", "model.name=llama"]))
+
+
 def test_the_warm_up_ends_before_the_decay() -> None:
     assert _config_refusal("schedule.warmup_steps=51", "schedule.decay_steps=50") == (
         "schedule.warmup_steps (--set): 51 is above schedule.decay_steps 50; choose at most 50"

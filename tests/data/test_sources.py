@@ -15,9 +15,10 @@ from support.exhaustive import by_default
 from support.mpirun import Finished, run_mpirun
 
 from axsparse.config.load import load_config
-from axsparse.data.dataset import ArrayDataset
+from axsparse.data.dataset import ArrayDataset, TokenDataset
 from axsparse.data.images.image_folder import ImageFolder
 from axsparse.data.sources import open_datasets
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError
 
 SHADES = {"dark": 40, "light": 220}
@@ -65,6 +66,18 @@ def test_digits_are_opened_by_name() -> None:
     assert (data.training.name, len(data.training)) == ("digits train", 1437)
     assert data.validation is not None
     assert (data.validation.name, len(data.validation)) == ("digits validation", 360)
+
+
+def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
+    asked = ["model.name=llama", "data.separate_documents=true"]
+    for settings, inputs in ((asked, 2), (asked[:1], 1)):
+        loaded = load_config(None, settings)
+        datasets, example = open_datasets(loaded), named_model(loaded).example
+        assert example is not None
+        assert len(example(1)) == inputs
+        for dataset in (datasets.training, datasets.validation):
+            assert isinstance(dataset, TokenDataset)
+            assert len(dataset.read(np.arange(1))[0]) == inputs
 
 
 def test_images_are_opened_as_the_settings_say(root: Path) -> None:

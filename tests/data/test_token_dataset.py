@@ -45,6 +45,15 @@ def change(folder: Path, **values: Any) -> Path:
     return folder
 
 
+def test_documents_end_at_the_separator_of_the_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", 400, "uint8", 256)
+    separator = json.loads((folder / "tokens.json").read_text())["separator"]
+
+    both = token_datasets(folder, 16, validate=True, separate=True)
+
+    assert [dataset and dataset.separator for dataset in both] == [separator, separator]
+
+
 @pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 256), ("uint16", 300), ("uint32", 100_000)])
 def test_samples_are_windows_of_the_mapped_file(
     dtype: DtypeName, vocab: int, tmp_path: Path

@@ -109,6 +109,18 @@ def test_ranks_that_read_different_data_are_refused(other: Datasets, message: st
             raise error
 
 
+def test_data_without_ends_of_documents_are_refused_where_these_are_wanted() -> None:
+    config = tiny_config(data={"separate_documents": True})
+
+    for error in opened(2, lambda rank: Datasets(changed(separator=0), changed()), config):
+        assert isinstance(error, DataError)
+        assert str(error) == (
+            "data.separate_documents: random has no ends of documents; choose false, or give a "
+            "TokenDataset with the separator that ends them"
+        )
+    assert isinstance(opened(1, lambda rank: Datasets(changed(separator=0)), config)[0], Data)
+
+
 def test_what_opening_raises_on_one_rank_all_ranks_raise() -> None:
     def factory(rank: int) -> Datasets:
         if rank == 2:

@@ -31,12 +31,15 @@ class DecoderParts:
     """Names, within a block, of the matrices that write into the residual stream."""
 
 
-def decoder(config: TextFamily, sequence_length: int, parts: DecoderParts) -> Model:
+def decoder(
+    config: TextFamily, sequence_length: int, parts: DecoderParts, *, separate: bool = False
+) -> Model:
     """A language model of `num_layers + 2` layers; the embedding's weight is `token.weight`.
 
-    `sequence_length` is that of the data; only the layers' costs depend on it.
+    `sequence_length` is that of the data, and `separate` says that its samples tell documents
+    apart; only the layers' costs depend on them.
     """
-    s = sequence_length
+    s, inputs = sequence_length, (torch.long, torch.int32) if separate else (torch.long,)
     init = partial(init_parameter, config.num_layers, parts.residual)
     blocks = [
         Layer(f"block{i}", partial(parts.block, config), init=init)
@@ -56,7 +59,9 @@ def decoder(config: TextFamily, sequence_length: int, parts: DecoderParts) -> Mo
         ],
         loss=linear_cross_entropy,
         loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
-        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
+        example=lambda samples: tuple(
+            torch.zeros(samples, s, dtype=dtype, device="meta") for dtype in inputs
+        ),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
         name=config.name,
         vocab_size=config.vocab_size,

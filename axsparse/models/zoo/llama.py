@@ -2,6 +2,9 @@
 
 Shapes: B sequences of a microbatch, S tokens, H hidden size, N heads of width D, K heads of keys
 and values, V vocabulary.
+
+Layers get `starts`, (B, S) integers, where the data tells documents apart: the position in the
+sequence at which the document of each token begins. They pass them on to the next layer.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, starts: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         embedded: Tensor = self.token(tokens)
-        return embedded
+        return embedded if starts is None else (embedded, starts)
 
 
 class Attention(nn.Module):
@@ -60,31 +65,41 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
         self.frequencies = rotary_frequencies(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
         b, s, _ = x.shape
         heads = (b, s, -1, self.width)
         query = self.q_norm(self.q(x).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k(x).view(heads)).transpose(1, 2)
         value = self.v(x).view(heads).transpose(1, 2)
-        cosine, sine = self._turns(x)
+        cosine, sine = self.turns(x, starts)
         mixed = F.scaled_dot_product_attention(
             turned_by_position(query, cosine, sine),
             self._for_each_query(turned_by_position(key, cosine, sine)),
             self._for_each_query(value),
-            is_causal=True,
+            attn_mask=None if starts is None else visible(starts),
+            is_causal=starts is None,
         )
         projected: Tensor = self.o(mixed.transpose(1, 2).reshape(b, s, -1))
         return projected
 
-    def _turns(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles, both (S, D / 2), computed in fp32."""
+    def turns(self, x: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position's angles, computed in fp32: both (S, D / 2), or with
+        `starts`, from which positions then count, (B, 1, S, D / 2)."""
         positions = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
-        angles = torch.outer(positions, self.frequencies.to(x.device, non_blocking=True))
+        if starts is not None:
+            positions = (positions - starts).unsqueeze(1)
+        angles = positions.unsqueeze(-1) * self.frequencies.to(x.device, non_blocking=True)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def _for_each_query(self, shared: Tensor) -> Tensor:
         """Keys or values repeated for the queries that share them: (B, K, S, D) to (B, N, S, D)."""
         return shared if self.shared_by == 1 else shared.repeat_interleave(self.shared_by, dim=1)
+
+
+def visible(starts: Tensor) -> Tensor:
+    """Which tokens each token sees: those of its document up to itself. (B, S) to (B, 1, S, S)."""
+    same = starts.unsqueeze(2) == starts.unsqueeze(1)
+    return same.tril().unsqueeze(1)
 
 
 def rotary_frequencies(config: LlamaConfig) -> Tensor:
@@ -132,7 +147,7 @@ class Swiglu(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: (B, S, H) to (B, S, H)."""
+    """One transformer block: (B, S, H) to (B, S, H), and `starts` to themselves."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -141,10 +156,10 @@ class Block(nn.Module):
         self.norm2 = RmsNorm(config.hidden_size, config.norm_eps)
         self.mlp = Swiglu(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        x = x + self.attention(self.norm1(x), starts)
         out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return out if starts is None else (out, starts)
 
 
 class Head(nn.Module):
@@ -158,13 +173,14 @@ class Head(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        del starts  # Nothing comes after the head.
         return self.norm(x), self.weight
 
 
 PARTS = DecoderParts(Embedding, Block, Head, residual=("attention.o.weight", "mlp.down.weight"))
 
 
-def llama(config: LlamaConfig, sequence_length: int) -> Model:
+def llama(config: LlamaConfig, sequence_length: int, *, separate: bool = False) -> Model:
     """The Llama of a configuration (`decoder`)."""
-    return decoder(config, sequence_length, PARTS)
+    return decoder(config, sequence_length, PARTS, separate=separate)

@@ -52,7 +52,11 @@ _BUILDERS = {
         ),
     ),
     "llama": _Builder(
-        lambda config: llama(of_family(config.model, LlamaConfig), sample_length(config)),
+        lambda config: llama(
+            of_family(config.model, LlamaConfig),
+            sample_length(config),
+            separate=config.data.separate_documents,
+        ),
         lambda model, file, config: start_from_llama(
             model, file, of_family(config.model, LlamaConfig)
         ),
