@@ -1,0 +1,164 @@
+"""Weight gradients that a backward leaves for later, microbatch by microbatch.
+
+A split backward computes gradients of activations. For each weight of a matrix product it leaves
+what the weight's gradient is made of: the product's input and its output's gradient. `run` makes
+the gradients of one microbatch and hands them to autograd, so that everything that hangs on a
+parameter (hooks, accumulation, compression) works as after a whole backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LateGradient:
+    """The gradients of one product's weights, before they are computed."""
+
+    name: str
+    """The first weight's name, for errors."""
+    weights: tuple[nn.Parameter, ...]
+    held: tuple[Tensor, ...]
+    """All tensors that `compute` reads."""
+    compute: Callable[[], Sequence[Tensor]]
+    """Makes the gradients of `weights`."""
+
+
+class LateWeights:
+    """The weight gradients of one stage that wait."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[tuple[LateGradient, list[int]]]] = {}
+        """By microbatch, in the order of the backward; each with the versions of what it holds."""
+        self._current: int | None = None
+        """The microbatch whose backward runs."""
+        self._came_early: set[nn.Parameter] = set()
+        """Watched weights whose gradient this backward has made itself."""
+
+    def __len__(self) -> int:
+        """How many microbatches wait for their weight gradients."""
+        return len(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs and output gradients that wait; each storage counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for each in self._waiting.values()
+            for late, _ in each
+            for tensor in late.held
+        }
+        return sum(storages.values())
+
+    @contextmanager
+    def backward_of(self, microbatch: int) -> Iterator[None]:
+        """What products leave inside this block belongs to this microbatch."""
+        self._waiting[microbatch] = []
+        self._current = microbatch
+        try:
+            yield
+        finally:
+            self._current = None
+            self._came_early.clear()
+
+    def leave(self, late: LateGradient) -> None:
+        """Keep a gradient for the `run` of the microbatch whose backward runs.
+
+        Outside a backward nothing is kept: a forward that asks autograd for the gradient of an
+        activation wants none of a weight.
+        """
+        if self._current is None:
+            return
+        for weight in late.weights:
+            if weight in self._came_early:
+                raise _used_elsewhere(late.name)
+        versions = [tensor._version for tensor in late.held]
+        self._waiting[self._current].append((late, versions))
+
+    def watch(self, name: str, weight: nn.Parameter) -> None:
+        """Refuse gradients that a backward makes of this weight while others of it wait.
+
+        They would be added in another order than by a whole backward, and too early.
+        """
+
+        def refuse(weight: Tensor) -> None:
+            if self._current is None:
+                return
+            assert isinstance(weight, nn.Parameter)
+            self._came_early.add(weight)
+            waiting = (late for each in self._waiting.values() for late, _ in each)
+            if any(weight is other for late in waiting for other in late.weights):
+                raise _used_elsewhere(name)
+
+        weight.register_post_accumulate_grad_hook(refuse)
+
+    def run(self, microbatch: int) -> None:
+        """Compute the gradients of one microbatch, one weight after the other, and hand each on.
+
+        Each weight gets one gradient. Products of one weight are added in the order in which the
+        backward reached them, as autograd adds them. What a product held is freed once used.
+        """
+        waiting = self._waiting.pop(microbatch)
+        left = Counter(weight for late, _ in waiting for weight in late.weights)
+        sums: dict[nn.Parameter, Tensor] = {}
+        waiting.reverse()
+        with torch.no_grad():
+            while waiting:
+                late, versions = waiting.pop()
+                if versions != [tensor._version for tensor in late.held]:
+                    raise ConfigError(
+                        f"layer weight {late.name}: an activation or its gradient was written to "
+                        "between the backward and the gradient of the weight; write to copies, or "
+                        "set pipeline.split_backward to false"
+                    )
+                gradients = list(late.compute())
+                weights = late.weights
+                del late
+                for weight in weights:
+                    gradient = gradients.pop(0)
+                    if weight in sums:
+                        gradient = sums.pop(weight) + gradient
+                    left[weight] -= 1
+                    if left[weight]:
+                        sums[weight] = gradient
+                        continue
+                    box = [gradient]
+                    del gradient  # Autograd copies a gradient that somebody else holds.
+                    _give(box, weight)
+
+
+class _Give(torch.autograd.Function):
+    """A scalar whose backward gives a weight the gradient in `box`."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], weight: Tensor) -> Tensor:
+        ctx.box = box
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, ctx.box.pop()
+
+
+def _give(box: list[Tensor], weight: nn.Parameter) -> None:
+    # The gradient hooks need this thread's stream and device, so autograd runs in it.
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        start: Callable[..., Tensor] = _Give.apply
+        start(box, weight).backward()
+
+
+def _used_elsewhere(name: str) -> ConfigError:
+    return ConfigError(
+        f"layer weight {name}: it is used outside linear and convolution calls, and was not in the "
+        "first microbatch; use it alike in every microbatch, or set pipeline.split_backward to "
+        "false"
+    )

@@ -1,0 +1,240 @@
+"""Stand-ins for weights, which take the gradient of the weight out of the backward.
+
+While a stage runs, a `StandIn` is in the place of each weight whose gradient can wait. It shares
+the weight's memory. A call of a linear or convolution function with it computes the same output
+and the same gradients of input and bias as ever, by the same calls of kernels as autograd's, and
+leaves input and output gradient for later. Every other function takes it as an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from axsparse.pipeline.late_weights import LateGradient, LateWeights
+
+Sizes = tuple[int, ...]
+
+
+class StandIn(nn.Parameter):
+    """Stands in for one weight of a module."""
+
+    _name: str
+    _weight: nn.Parameter
+    _late: LateWeights
+    _got_gradient: bool
+    """Whether autograd made its gradient, since the weight was used in a way that is not split."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled():
+                if func is F.linear:
+                    return _linear(*args, **kwargs)
+                if func in _CONVOLUTIONS:
+                    return _convolution(func, *args, **kwargs)
+            return func(*args, **kwargs)
+
+
+def stand_in(name: str, weight: nn.Parameter, late: LateWeights) -> StandIn:
+    """A stand-in whose weight's gradients go to `late`; `name` is the weight's, for errors."""
+    made = torch.Tensor._make_subclass(StandIn, weight.detach(), True)
+    assert isinstance(made, StandIn)
+    vars(made).update(vars(weight))
+    made._name, made._weight, made._late, made._got_gradient = name, weight, late, False
+    made.register_post_accumulate_grad_hook(_pass_on)
+    return made
+
+
+def _pass_on(made: Tensor) -> None:
+    """Leave a gradient that autograd made of a stand-in for the weight, in its turn."""
+    assert isinstance(made, StandIn)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, made.grad = made.grad, None
+    assert gradient is not None
+    made._got_gradient = True
+    made._late.leave(LateGradient(made._name, (made._weight,), (gradient,), lambda: [gradient]))
+
+
+# -- linear -----------------------------------------------------------------------------
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
+        return F.linear(input, weight, bias)
+    apply: Callable[..., Tensor] = _Linear.apply
+    return apply(input, weight, bias)
+
+
+def _is_plain_product(input: Tensor, weight: StandIn, bias: Tensor | None) -> bool:
+    """Whether torch computes this by one product of matrices, whose backward is known."""
+    return (
+        _is_plain(input)
+        and input.dim() in (2, 3)
+        and input.is_contiguous()
+        and weight.stride() == (input.shape[-1], 1)
+        and (bias is None or (bias.dim() == 1 and not isinstance(bias, StandIn)))
+    )
+
+
+def _is_plain(input: Tensor) -> bool:
+    """Whether autograd records calls with this tensor itself, not something around it."""
+    return (
+        type(input) in (Tensor, nn.Parameter)
+        and input.layout == torch.strided
+        and not torch.is_autocast_enabled(input.device.type)
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """With x (T, I), W (O, I), b (O,) and y = x Wᵀ + b, the products that autograd computes:
+
+    ∂x = ∂y W,  ∂b = Σ_t ∂y[t],  and later ∂W = ∂yᵀ x
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight = weight
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.set_materialize_grads(False)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        [input] = ctx.saved_tensors
+        weight: StandIn = ctx.weight
+        rows, outer = input.reshape(-1, input.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = _input_gradient(rows, weight._weight, outer).view(input.shape)
+        if ctx.needs_input_grad[2]:
+            of_bias = outer.sum_to_size(ctx.bias_shape)
+        compute = partial(_weight_gradient, rows, outer)
+        weight._late.leave(LateGradient(weight._name, (weight._weight,), (rows, outer), compute))
+        return of_input, None, of_bias
+
+
+def _input_gradient(rows: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
+    if rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]:
+        return weight.t().mm(outer.t()).t()  # as autograd does for an input in column order
+    return outer.mm(weight)
+
+
+def _weight_gradient(rows: Tensor, outer: Tensor) -> list[Tensor]:
+    return [outer.t().mm(rows)]
+
+
+# -- convolutions -----------------------------------------------------------------------
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+# Reason: these are the arguments of torch's convolutions.
+def _convolution(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    steps, gaps = _each(stride, weight), _each(dilation, weight)
+    edges = _edges(padding, weight, gaps)
+    if (
+        edges is None
+        or not isinstance(weight, StandIn)
+        or not _is_plain(input)
+        or input.dim() != weight.dim()
+        # Kernels make the gradient of a bias together with that of the weight.
+        or (bias is not None and bias.requires_grad and not isinstance(bias, StandIn))
+    ):
+        whole: Tensor = func(input, weight, bias, stride, padding, dilation, groups)
+        return whole
+    apply: Callable[..., Tensor] = _Convolution.apply
+    return apply(input, weight, bias, (steps, edges, gaps, groups))
+
+
+def _each(value: int | Sequence[int], weight: Tensor) -> Sizes:
+    """A setting for each dimension of a convolution."""
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    return sizes * (weight.dim() - 2) if len(sizes) == 1 else sizes
+
+
+def _edges(padding: int | Sequence[int] | str, weight: Tensor, gaps: Sizes) -> Sizes | None:
+    """The padding of each dimension; None where it differs between the two sides."""
+    if padding == "valid":
+        return (0,) * len(gaps)
+    if isinstance(padding, str):
+        both = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[2:], strict=True)]
+        return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
+    return _each(padding, weight)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution whose weight and bias get their gradients later, by the same kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: StandIn,
+        bias: Tensor | None,
+        settings: tuple[Sizes, Sizes, Sizes, int],
+    ) -> Tensor:
+        steps, edges, gaps, groups = settings
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.bias = weight, bias
+        ctx.fixed = (steps, edges, gaps, False, (0,) * len(steps), groups)
+        ctx.set_materialize_grads(False)
+        return torch.convolution(input, weight, bias, *ctx.fixed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None, None
+        [input] = ctx.saved_tensors
+        weight: StandIn = ctx.weight
+        bias: Tensor | None = ctx.bias
+        sizes = None if bias is None else list(bias.shape)
+        compute = partial(_convolution_backward, gradient, input, weight._weight, sizes, ctx.fixed)
+        of_input = compute((True, False, False))[0] if ctx.needs_input_grad[0] else None
+        weights = [weight._weight]
+        if isinstance(bias, StandIn):
+            weights.append(bias._weight)
+        later = partial(compute, (False, True, len(weights) == 2))
+        held = (input, gradient)
+        weight._late.leave(LateGradient(weight._name, tuple(weights), held, later))
+        return of_input, None, None, None
+
+
+# Reason: these are the arguments of torch's operator, in its order.
+def _convolution_backward(
+    gradient: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    fixed: tuple[Any, ...],
+    wanted: tuple[bool, bool, bool],
+) -> list[Tensor]:
+    """The wanted ones of the gradients of input, weight and bias."""
+    found = torch.ops.aten.convolution_backward(
+        gradient, input, weight, bias_sizes, *fixed, wanted
+    )
+    return [each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted]
