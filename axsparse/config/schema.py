@@ -83,6 +83,11 @@ class PipelineConfig(Section):
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
+    split_backward: bool | Auto = "auto"
+    """Compute the gradients of weights apart from the backward, while nothing that a neighbour
+    waits for can run; activations are held longer. Linear and convolution layers are split.
+    Changes no bit. `auto` splits where stages wait for each other: with two or more stages and
+    microbatches, under message-driven, without `compile`."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -73,6 +73,12 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
             "evaluates; set train.eval_steps, or choose false"
         )
+    if config.pipeline.split_backward is True and config.pipeline.compile:
+        raise ConfigError(
+            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
+            "layer's backward into one; choose auto, which leaves it whole, or set "
+            "pipeline.compile to false"
+        )
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
 

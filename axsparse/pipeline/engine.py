@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ class Engine:
         batch: Batch,
         divisor: float,
         loss_scale: float,
-        before_last_backward: Callable[[], None],
+        before_gradients: Callable[[bool], None],
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches.
 
@@ -96,7 +96,8 @@ class Engine:
         device that computes. Each is the microbatch's summed loss over `divisor`, the step's
         global count of targets, so that losses and gradients add up over microbatches and
         replicas. Gradients are multiplied by `loss_scale`, losses are not.
-        `before_last_backward` is called before the backward of the last microbatch.
+        `before_gradients` is called before each action that makes gradients of weights; it is told
+        whether they are of the last microbatch.
         """
         place = self._place
         policy = self._schedule.policy(
@@ -110,9 +111,12 @@ class Engine:
             if action.kind is Kind.FORWARD:
                 losses.extend(self._forward(action.microbatch, batch, divisor))
                 return
-            if action.microbatch == len(batch.microbatches) - 1:
-                before_last_backward()
-            self._backward(action.microbatch, loss_scale)
+            before_gradients(action.microbatch == len(batch.microbatches) - 1)
+            if action.kind is Kind.BACKWARD:
+                self._backward(action.microbatch, loss_scale)
+            else:
+                with self._phases("compute"):
+                    self._stage.weight_gradients(action.microbatch)
 
         self._execute(policy, run)
         self._finish_sending()
@@ -143,6 +147,11 @@ class Engine:
         finally:
             self._offset = 0
         return found
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """The matrices of this stage that split backwards leave whole, and why."""
+        return self._stage.whole
 
     def awaited(self) -> list[str]:
         """The messages that this stage waits for, in words. Any thread may ask at any time."""

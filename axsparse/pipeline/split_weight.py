@@ -9,6 +9,7 @@ leaves input and output gradient for later. Every other function takes it as an 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,16 +21,33 @@ from torch.autograd.function import once_differentiable
 from axsparse.pipeline.late_weights import LateGradient, LateWeights
 
 Sizes = tuple[int, ...]
+Compute = Callable[[], Sequence[Tensor]]
+
+
+@dataclass
+class Own:
+    """The weight that a stand-in stands in for."""
+
+    name: str
+    weight: nn.Parameter
+    alias: Tensor
+    """The same memory, without a gradient."""
+    late: LateWeights
+    """Where its gradients go."""
+    is_used_otherwise: bool = False
+    """Whether autograd made a gradient of it, by a use that is not split."""
+
+    def leave(self, biases: Sequence[Own], held: tuple[Tensor, ...], compute: Compute) -> None:
+        """Leave gradients of this weight and of biases for later; `compute` makes them of
+        `held`."""
+        weights = (self.weight, *(bias.weight for bias in biases))
+        self.late.leave(LateGradient(self.name, weights, held, compute))
 
 
 class StandIn(nn.Parameter):
     """Stands in for one weight of a module."""
 
-    _name: str
-    _weight: nn.Parameter
-    _late: LateWeights
-    _got_gradient: bool
-    """Whether autograd made its gradient, since the weight was used in a way that is not split."""
+    own: Own
 
     @classmethod
     def __torch_function__(
@@ -50,19 +68,21 @@ def stand_in(name: str, weight: nn.Parameter, late: LateWeights) -> StandIn:
     made = torch.Tensor._make_subclass(StandIn, weight.detach(), True)
     assert isinstance(made, StandIn)
     vars(made).update(vars(weight))
-    made._name, made._weight, made._late, made._got_gradient = name, weight, late, False
+    made.own = Own(name, weight, weight.detach(), late)
     made.register_post_accumulate_grad_hook(_pass_on)
     return made
 
 
 def _pass_on(made: Tensor) -> None:
-    """Leave a gradient that autograd made of a stand-in for the weight, in its turn."""
+    """Leave a gradient that autograd made of a stand-in for its turn."""
     assert isinstance(made, StandIn)
     with torch._C.DisableTorchFunctionSubclass():
         gradient, made.grad = made.grad, None
-    assert gradient is not None
-    made._got_gradient = True
-    made._late.leave(LateGradient(made._name, (made._weight,), (gradient,), lambda: [gradient]))
+    if gradient is None:
+        return  # All uses in this graph are split.
+    made.own.is_used_otherwise = True
+    ready = gradient
+    made.own.leave((), (ready,), lambda: [ready])
 
 
 # -- linear -----------------------------------------------------------------------------
@@ -72,7 +92,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         return F.linear(input, weight, bias)
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(input, weight, bias)
+    return apply(input, weight.own, bias, _anchor(input, weight))
+
+
+def _anchor(input: Tensor, weight: StandIn) -> Tensor | None:
+    """What makes an output require a gradient where its input does not."""
+    return None if input.requires_grad else weight
 
 
 def _is_plain_product(input: Tensor, weight: StandIn, bias: Tensor | None) -> bool:
@@ -103,29 +128,30 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, own: Own, bias: Tensor | None, _: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(input)
-        ctx.weight = weight
+        ctx.own = own
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
-        return F.linear(input, weight, bias)
+        return F.linear(input, own.alias, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         [input] = ctx.saved_tensors
-        weight: StandIn = ctx.weight
+        own: Own = ctx.own
         rows, outer = input.reshape(-1, input.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = _input_gradient(rows, weight._weight, outer).view(input.shape)
+            of_input = _input_gradient(rows, own.alias, outer).view(input.shape)
         if ctx.needs_input_grad[2]:
             of_bias = outer.sum_to_size(ctx.bias_shape)
-        compute = partial(_weight_gradient, rows, outer)
-        weight._late.leave(LateGradient(weight._name, (weight._weight,), (rows, outer), compute))
-        return of_input, None, of_bias
+        own.leave((), (rows, outer), partial(_weight_gradient, rows, outer))
+        return of_input, None, of_bias, None
 
 
 def _input_gradient(rows: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
@@ -167,7 +193,8 @@ def _convolution(
         whole: Tensor = func(input, weight, bias, stride, padding, dilation, groups)
         return whole
     apply: Callable[..., Tensor] = _Convolution.apply
-    return apply(input, weight, bias, (steps, edges, gaps, groups))
+    owns = weight.own, bias.own if isinstance(bias, StandIn) else bias
+    return apply(input, *owns, (steps, edges, gaps, groups), _anchor(input, weight))
 
 
 def _each(value: int | Sequence[int], weight: Tensor) -> Sizes:
@@ -193,35 +220,34 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        weight: StandIn,
-        bias: Tensor | None,
+        own: Own,
+        bias: Own | Tensor | None,
         settings: tuple[Sizes, Sizes, Sizes, int],
+        _: Tensor | None,
     ) -> Tensor:
         steps, edges, gaps, groups = settings
+        added = bias.alias if isinstance(bias, Own) else bias
         ctx.save_for_backward(input)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.own, ctx.biases = own, [bias] if isinstance(bias, Own) else []
+        ctx.sizes = None if added is None else list(added.shape)
         ctx.fixed = (steps, edges, gaps, False, (0,) * len(steps), groups)
         ctx.set_materialize_grads(False)
-        return torch.convolution(input, weight, bias, *ctx.fixed)
+        return torch.convolution(input, own.alias, added, *ctx.fixed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None, None, None
         [input] = ctx.saved_tensors
-        weight: StandIn = ctx.weight
-        bias: Tensor | None = ctx.bias
-        sizes = None if bias is None else list(bias.shape)
-        compute = partial(_convolution_backward, gradient, input, weight._weight, sizes, ctx.fixed)
+        own: Own = ctx.own
+        compute = partial(
+            _convolution_backward, gradient, input, own.alias, ctx.sizes, ctx.fixed
+        )
         of_input = compute((True, False, False))[0] if ctx.needs_input_grad[0] else None
-        weights = [weight._weight]
-        if isinstance(bias, StandIn):
-            weights.append(bias._weight)
-        later = partial(compute, (False, True, len(weights) == 2))
-        held = (input, gradient)
-        weight._late.leave(LateGradient(weight._name, tuple(weights), held, later))
-        return of_input, None, None, None
+        later = partial(compute, (False, True, bool(ctx.biases)))
+        own.leave(ctx.biases, (input, gradient), later)
+        return of_input, None, None, None, None
 
 
 # Reason: these are the arguments of torch's operator, in its order.

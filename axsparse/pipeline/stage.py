@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.pipeline.weight_split import Plan, WeightSplit
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 
@@ -42,6 +44,17 @@ class _Start(torch.autograd.Function):
         return None, *ctx.gradients
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """What a microbatch's backward needs of its forward."""
+
+    inputs: Tensors
+    outputs: Tensors
+    versions: list[int]
+    """Those of the outputs."""
+    plan: Plan
+
+
 class Stage:
     """Runs the layers of one rank; it knows no messages and no neighbours.
 
@@ -57,10 +70,12 @@ class Stage:
         metrics: Mapping[str, MetricFunction],
         input_dtype: torch.dtype | None,
         seed: int,
+        split: WeightSplit | None = None,
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
         none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
-        them as they are. `seed` is the run's.
+        them as they are. `seed` is the run's. With `split`, backwards leave weight gradients to
+        `weight_gradients`; without it they are whole.
         """
         self._layers = layers
         self._loss = loss
@@ -68,12 +83,28 @@ class Stage:
         self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
-        self._live: dict[int, tuple[Tensors, Tensors, list[int]]] = {}
+        self._split = split
+        self._live: dict[int, _InFlight] = {}
 
     @property
     def live(self) -> int:
         """How many microbatches have their activations held."""
         return len(self._live)
+
+    @property
+    def held(self) -> int:
+        """How many microbatches have begun their forward and lack their weight gradients."""
+        return self.live + (0 if self._split is None else len(self._split.late))
+
+    @property
+    def late_bytes(self) -> int:
+        """Bytes that split backwards keep for weight gradients."""
+        return 0 if self._split is None else self._split.late.nbytes
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """The matrices that split backwards leave whole, and why; known once a microbatch ran."""
+        return {} if self._split is None else self._split.whole
 
     def forward(
         self, microbatch: int, inputs: Tensors, key: Key, targets: Tensor | None, divisor: float
@@ -83,11 +114,16 @@ class Stage:
         `backward` returns the gradients of those `inputs` that require one.
         """
         outputs = self._cast(inputs)
-        for layer in self._layers:
-            outputs = layer.train(outputs, (self._seed, layer.name, key.step, key.first_sample))
-        if self._loss is not None:
-            outputs = (self._summed_loss(outputs, targets) / divisor,)
-        self._live[microbatch] = (inputs, outputs, [output._version for output in outputs])
+        plan = self._plan()
+        with self._stand_ins(plan):
+            for layer in self._layers:
+                outputs = layer.train(outputs, (self._seed, layer.name, key.step, key.first_sample))
+            if self._loss is not None:
+                outputs = (self._summed_loss(outputs, targets) / divisor,)
+        if self._split is not None:
+            self._split.learn(outputs)
+        versions = [output._version for output in outputs]
+        self._live[microbatch] = _InFlight(inputs, outputs, versions, plan)
         return outputs
 
     def backward(
@@ -98,8 +134,9 @@ class Stage:
         `gradients` are those of the outputs that require one. On the last stage they are empty:
         its output is the loss, whose gradient is `loss_scale`.
         """
-        inputs, outputs, versions = self._live.pop(microbatch)
-        if versions != [output._version for output in outputs]:
+        live = self._live.pop(microbatch)
+        inputs, outputs = live.inputs, live.outputs
+        if live.versions != [output._version for output in outputs]:
             raise ConfigError(
                 f"layer {self._layers[-1].name}: an output was written to after it had been passed "
                 "on; return a tensor that the module does not keep, or a copy of it"
@@ -112,13 +149,49 @@ class Stage:
             for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
-        if pairs:
-            # The gradient hooks need this thread's stream and device, so autograd runs in it.
-            with torch.autograd.set_multithreading_enabled(False):
-                roots = [root for root, _ in pairs]
-                start: Callable[..., Tensor] = _Start.apply
-                start([gradient for _, gradient in pairs], *roots).backward()
+        with self._backward_of(microbatch, live.plan):
+            if pairs:
+                # The gradient hooks need this thread's stream and device, so autograd runs in it.
+                with torch.autograd.set_multithreading_enabled(False):
+                    roots = [root for root, _ in pairs]
+                    start: Callable[..., Tensor] = _Start.apply
+                    start([gradient for _, gradient in pairs], *roots).backward()
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Compute the weight gradients that the microbatch's backward has left."""
+        assert self._split is not None, "whole backwards leave nothing"
+        self._split.late.run(microbatch)
+
+    # -- split backwards ------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        """What is split in the microbatch whose forward begins."""
+        if self._split is None:
+            return ()
+        if not self.held:
+            self._split.begin_step()
+        return self._split.plan
+
+    @contextmanager
+    def _stand_ins(self, plan: Plan) -> Iterator[None]:
+        """A block in which the weights of a plan are split."""
+        if self._split is None:
+            yield
+            return
+        with self._split.in_place(plan):
+            yield
+
+    @contextmanager
+    def _backward_of(self, microbatch: int, plan: Plan) -> Iterator[None]:
+        """The block of a backward; a recomputation there uses the stand-ins of its forward."""
+        if self._split is None:
+            yield
+            return
+        with self._split.late.backward_of(microbatch), self._split.in_place(plan):
+            yield
+
+    # -- evaluation -----------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: Tensor | None) -> Tensors:

@@ -25,9 +25,9 @@ from axsparse.samo.tensor_state import TensorState
 class GradientCollector:
     """Compresses and accumulates the gradients of a stage, and reports when a layer has all.
 
-    `on_ready(layer)` is called once a step for each layer: in the backward of the last
-    microbatch as soon as all gradients of the layer are in, or by `finish` if autograd did not
-    reach one of its parameters there.
+    `on_ready(layer)` is called once a step for each layer: as soon as all gradients of the last
+    microbatch are in for the layer, or by `finish` if autograd did not reach one of its parameters
+    there.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class GradientCollector:
         self._on_ready = on_ready
         self._timed = timed
         self._is_last = False
+        self._has_seen_last = False
         self._missing: dict[str, set[str]] = {}
         self._wanted: dict[str, int] = {}
         self._candidates: dict[str, Candidates] = {}
@@ -53,7 +54,7 @@ class GradientCollector:
 
     def begin(self) -> None:
         """Open a step: the first gradient of each tensor replaces what is there."""
-        self._is_last = False
+        self._is_last = self._has_seen_last = False
         self._candidates.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
@@ -61,12 +62,18 @@ class GradientCollector:
                 tensor.accumulated, tensor.partials = False, None
                 tensor.parameter.grad = None
 
-    def last_microbatch(self) -> None:
-        """Announce that the backward that follows is the step's last and completes the sums.
+    def microbatch(self, *, is_last: bool) -> None:
+        """Say whether the gradients that follow are of the step's last microbatch, which completes
+        the sums.
 
-        Layers without trained parameters, which no hook will report, are reported now.
+        With split backwards, gradients of an earlier microbatch may follow some of the last one.
+        Layers without trained parameters, which no hook will report, are reported at the first
+        word of the last one.
         """
-        self._is_last = True
+        self._is_last = is_last
+        if not is_last or self._has_seen_last:
+            return
+        self._has_seen_last = True
         for layer in self._layers:
             if not layer.tensors:
                 self._on_ready(layer)

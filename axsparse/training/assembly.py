@@ -20,6 +20,7 @@ from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
+from axsparse.pipeline.weight_split import WeightSplit
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
@@ -135,7 +136,15 @@ def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
+        split=_split(config, layers),
     )
+
+
+def _split(config: Config, layers: Sequence[BuiltLayer]) -> WeightSplit | None:
+    """What takes weight gradients out of backwards; None if backwards are whole."""
+    if not config.pipeline.split_backward:
+        return None
+    return WeightSplit((layer.spec.name, layer.module) for layer in layers)
 
 
 def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
@@ -154,7 +163,13 @@ def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
 def _schedule(config: Config) -> Schedule:
     pipeline = config.pipeline
     assert pipeline.slack != "auto", "the configuration is resolved"
-    return Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
+    assert pipeline.split_backward != "auto", "the configuration is resolved"
+    return Schedule(
+        pipeline.schedule,
+        pipeline.slack,
+        pipeline.prefer,
+        split_backward=pipeline.split_backward,
+    )
 
 
 def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:

@@ -240,6 +240,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
     automatic = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
+        "pipeline.split_backward": _splits_backward(config, grid),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
@@ -301,9 +302,24 @@ def _gradient(config: Config, grid: Grid) -> str:
         return "fp32"
     if config.samo.gradient != "auto":
         return config.samo.gradient
+    return "half" if accumulates_in_half(_microbatches(config, grid)) else "fp32"
+
+
+def _splits_backward(config: Config, grid: Grid) -> bool:
+    """Whether weight gradients can fill time in which a stage waits for its neighbours."""
+    pipeline = config.pipeline
+    return (
+        grid.g_inter > 1
+        and _microbatches(config, grid) > 1
+        and pipeline.schedule == "message-driven"
+        and not pipeline.compile
+    )
+
+
+def _microbatches(config: Config, grid: Grid) -> int:
+    """The microbatches of a replica's step."""
     batch = config.batch
-    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    return "half" if accumulates_in_half(microbatches) else "fp32"
+    return batch.global_batch_size // (grid.g_data * batch.microbatch_size)
 
 
 def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,7 @@ class Step:
         self._config = config
         self._parts = parts
         self._warned: set[str] = set()
+        self._whole: set[str] = set()
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
@@ -107,9 +108,10 @@ class Step:
             batch,
             self._count_targets(batch),
             parts.loss_scale.scale,
-            parts.collector.last_microbatch,
+            lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._warn_of_unused(parts.collector.finish())
+        self._warn_of_whole(parts.engine.whole)
         return losses
 
     def _all_reduce_gradients(self) -> None:
@@ -298,6 +300,15 @@ class Step:
                 f"{self.position.steps_done + 1} gave no gradient to {_listed(new)}; it counts as "
                 "zero (freeze what no sample ever uses)"
             )
+
+    def _warn_of_whole(self, reasons: Mapping[str, str]) -> None:
+        """Warn once of the matrices whose gradients a split backward cannot leave for later."""
+        new = {name: why for name, why in reasons.items() if name not in self._whole}
+        if new:
+            self._whole.update(new)
+            if self._parts.place.replica == 0:
+                named = _listed([f"{name} ({why})" for name, why in new.items()])
+                write_line(f"{self._parts.place}: pipeline.split_backward leaves whole: {named}")
 
 
 def _listed(names: Sequence[str]) -> str:

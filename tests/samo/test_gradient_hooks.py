@@ -152,7 +152,7 @@ def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first(
         collecting.begin()
         forward(built).backward()
         assert reported == []
-        collecting.last_microbatch()
+        collecting.microbatch(is_last=True)
         forward(built).backward()
         assert reported == ["layer1", "layer0"]
         assert collecting.finish() == []
@@ -184,7 +184,7 @@ def test_finish_takes_unused_tensors_as_zero_and_names_them() -> None:
     state.gradient.fill_(5.0)
 
     collecting.begin()
-    collecting.last_microbatch()
+    collecting.microbatch(is_last=True)
     forward(built).backward()
     assert reported == ["layer1"]
     unused = collecting.finish()
@@ -206,7 +206,7 @@ def test_a_tensor_that_only_an_earlier_microbatch_used_keeps_its_gradient() -> N
     module.uses_spare = True
     forward(built).backward()
     module.uses_spare = False
-    collecting.last_microbatch()
+    collecting.microbatch(is_last=True)
     forward(built).backward()
     unused = collecting.finish()
 
@@ -228,7 +228,7 @@ def test_frozen_parameters_have_no_gradient_and_hold_nothing_up() -> None:
     collecting = collector(built, lambda layer: reported.append(layer.name))
 
     collecting.begin()
-    collecting.last_microbatch()
+    collecting.microbatch(is_last=True)
     forward(built).backward()
 
     assert [tensor.name for tensor in built[0].state.tensors] == ["layer0.bias"]
@@ -243,7 +243,7 @@ def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begi
 
     for _ in range(2):
         collecting.begin()
-        collecting.last_microbatch()
+        collecting.microbatch(is_last=True)
         forward(built).backward()
         assert collecting.finish() == []
 
@@ -261,7 +261,7 @@ def test_compression_is_timed_tensor_by_tensor_and_says_which_microbatch_is_the_
     collecting = GradientCollector([built[0].state], lambda layer: None, timed)
     collecting.begin()
     forward(built).backward()
-    collecting.last_microbatch()
+    collecting.microbatch(is_last=True)
     forward(built).backward()
 
     assert entered == [False, False, True]  # autograd itself adds to the bias's gradient
@@ -310,7 +310,7 @@ def microbatches(built: Sequence[BuiltLayer], number: int) -> GradientCollector:
     collecting.begin()
     for microbatch in range(number):
         if microbatch == number - 1:
-            collecting.last_microbatch()
+            collecting.microbatch(is_last=True)
         forward(built, microbatch).backward()
     assert collecting.finish() == []
     return collecting
@@ -342,7 +342,7 @@ def test_every_step_begins_anew_and_a_microbatch_without_a_gradient_leaves_the_s
         collecting.begin()
         forward(built, 5).backward()
         forward(built, 6).backward()
-        collecting.last_microbatch()  # whose backward reaches nothing
+        collecting.microbatch(is_last=True)  # whose backward reaches nothing
         assert collecting.finish() == []
         collecting.close()
 

@@ -1,0 +1,177 @@
+"""Which weights of a stage have their gradients taken out of the backward, and which not.
+
+The first microbatch of a run is trained whole. Its graph shows how each weight is used: those with
+a single use, in a linear or convolution call, are split from the second microbatch on. `whole`
+says why others are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from axsparse.pipeline.late_weights import LateWeights
+from axsparse.pipeline.split_weight import StandIn, stand_in
+
+_PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}
+"""Autograd's nodes of a linear call, and which of their inputs is the transposed weight."""
+_CONVOLUTION = "ConvolutionBackward0"
+_CHEAP = ("Embedding", "EmbeddingBag", "Slice", "Select", "Index", "Add", "Mul", "Expand", "View")
+"""Autograd's nodes, less "Backward0", of weights that are no factors of matrix products: their
+gradients cost little, and nobody expects them to be split."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one weight in a module, and who stands in for it."""
+
+    owner: nn.Module
+    key: str
+    weight: nn.Parameter
+    stand_in: StandIn
+
+
+Plan = tuple[Slot, ...]
+"""The weights that are split in one microbatch's forward and backward."""
+
+
+class WeightSplit:
+    """Finds the weights of a stage that can be split, and puts their stand-ins in place."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """`modules` are those of the stage's layers, by name."""
+        self.late = LateWeights()
+        self.whole: dict[str, str] = {}
+        """Why matrices are not split, by name; without those that are no factors of products."""
+        self.plan: Plan = ()
+        """What is split in the next microbatch."""
+        self._modules = list(modules)
+        self._has_learned = False
+
+    def learn(self, outputs: Sequence[Tensor]) -> None:
+        """Plan by the graph of a microbatch's outputs, whose forward ran without stand-ins."""
+        if self._has_learned:
+            return
+        self._has_learned = True
+        uses = _Uses(outputs)
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        names: dict[nn.Parameter, str] = {}
+        for layer, module in self._modules:
+            for prefix, owner in module.named_modules():
+                for key, weight in owner._parameters.items():
+                    if weight is not None and weight.requires_grad:
+                        places.setdefault(weight, []).append((owner, key))
+                        names.setdefault(weight, ".".join(filter(None, (layer, prefix, key))))
+        split: list[nn.Parameter] = []
+        for weight, name in names.items():
+            if weight.dim() < 2:
+                continue
+            owners = [owner for owner, _ in places[weight]]
+            found = _why_whole(weight, owners, uses)
+            if found is None:
+                split.append(weight)
+                split.extend(bias for bias in uses.biases_of(weight) if bias in places)
+            elif found not in _CHEAP:
+                self.whole[name] = found
+        made = {weight: stand_in(names[weight], weight, self.late) for weight in split}
+        for weight, name in names.items():
+            if weight in made:
+                self.late.watch(name, weight)
+        self.plan = tuple(
+            Slot(owner, key, weight, made[weight])
+            for weight in made
+            for owner, key in places[weight]
+        )
+
+    def begin_step(self) -> None:
+        """Give up weights that were used otherwise than in the first microbatch.
+
+        Called while nothing is in flight or waits, since the gradients of a weight have to stay in
+        the order of the microbatches.
+        """
+        changed = [slot for slot in self.plan if slot.stand_in.own.is_used_otherwise]
+        if changed:
+            self.whole.update(
+                (slot.stand_in.own.name, "used by more than a linear or convolution call")
+                for slot in changed
+            )
+            self.plan = tuple(slot for slot in self.plan if slot not in changed)
+
+    @contextmanager
+    def in_place(self, plan: Plan) -> Iterator[None]:
+        """Put the stand-ins of a plan into their modules, and the weights back at the end."""
+        for slot in plan:
+            slot.owner._parameters[slot.key] = slot.stand_in
+        try:
+            yield
+        finally:
+            for slot in plan:
+                slot.owner._parameters[slot.key] = slot.weight
+
+
+def _why_whole(weight: nn.Parameter, owners: Sequence[nn.Module], uses: _Uses) -> str | None:
+    """Why a weight is not split; None if it can be."""
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}"
+    if not all(isinstance(owner._parameters, dict) for owner in owners):
+        return "its module is compiled or scripted"
+    found = uses.of(weight)
+    if not found:
+        return "the first microbatch does not use it, or hides its use from autograd"
+    if len(found) > 1:
+        return f"one microbatch uses it {len(found)} times"
+    [(node, place, is_transposed)] = found
+    kind: str = node.name()
+    if kind == _CONVOLUTION and place == 1:
+        if node._saved_transposed:
+            return "a transposed convolution"
+        biases = uses.biases_of(weight)
+        if any(len(uses.of(bias)) != 1 for bias in biases):
+            return "its bias is used more than once"
+        return None
+    if is_transposed and _PRODUCTS.get(kind) == place:
+        return None
+    return kind.removesuffix("0").removesuffix("Backward")
+
+
+class _Uses:
+    """Where autograd's graph uses each leaf: which input of which node."""
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self._parents: dict[Any, list[tuple[Any, int]]] = {}
+        self._leaves: dict[Tensor, Any] = {}
+        waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+        seen: set[Any] = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            for place, (child, _) in enumerate(node.next_functions):
+                if child is None:
+                    continue
+                self._parents.setdefault(child, []).append((node, place))
+                if child not in seen:
+                    seen.add(child)
+                    waiting.append(child)
+                    if hasattr(child, "variable"):
+                        self._leaves[child.variable] = child
+
+    def of(self, leaf: Tensor) -> list[tuple[Any, int, bool]]:
+        """The uses of a leaf: node, which input of it, and whether it is the transposed leaf."""
+        found = []
+        for node, place in self._parents.get(self._leaves.get(leaf), []):
+            if node.name() == "TBackward0":
+                found += [(*use, True) for use in self._parents[node]]
+            else:
+                found.append((node, place, False))
+        return found
+
+    def biases_of(self, weight: Tensor) -> list[nn.Parameter]:
+        """The bias of the convolution that uses a weight, if it is a leaf."""
+        for node, _, _ in self.of(weight):
+            bias = node.next_functions[2][0] if node.name() == _CONVOLUTION else None
+            if hasattr(bias, "variable"):
+                return [bias.variable]
+        return []
