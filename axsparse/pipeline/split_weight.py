@@ -135,7 +135,9 @@ class _Linear(torch.autograd.Function):
         ctx.own = own
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
-        return F.linear(input, own.alias, bias)
+        outputs = F.linear(_rows(input), own.alias, bias)
+        # Not a view, since later code may write into the output.
+        return torch.ops.aten._unsafe_view(outputs, (*input.shape[:-1], outputs.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -144,7 +146,7 @@ class _Linear(torch.autograd.Function):
             return None, None, None, None
         [input] = ctx.saved_tensors
         own: Own = ctx.own
-        rows, outer = input.reshape(-1, input.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        rows, outer = _rows(input), _rows(gradient)
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             of_input = _input_gradient(rows, own.alias, outer).view(input.shape)
@@ -152,6 +154,11 @@ class _Linear(torch.autograd.Function):
             of_bias = outer.sum_to_size(ctx.bias_shape)
         own.leave((), (rows, outer), partial(_weight_gradient, rows, outer))
         return of_input, None, of_bias, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Its last dimension as rows of a matrix; a copy where its strides require one."""
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _input_gradient(rows: Tensor, weight: Tensor, outer: Tensor) -> Tensor:

@@ -1,0 +1,167 @@
+"""Split backwards train the same model as whole ones, bit by bit, and the same as the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exhaustive import by_default, each_once
+from support.oracle import Oracle
+from support.resuming import Layout, ran, same
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+
+from axsparse.config.schema import Config
+from axsparse.pipeline.late_weights import LateWeights
+from axsparse.training.trainer import Trainer
+
+SCHEDULES = ["message-driven", "1f1b", "gpipe"]
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]
+
+
+def splitting(is_split: bool, **sections: Any) -> Config:
+    pipeline = {**sections.pop("pipeline", {}), "split_backward": is_split}
+    return tiny_config(**sections, pipeline=pipeline)
+
+
+def plans(trainer: Trainer) -> int:
+    """How many weights of a rank's stage are split."""
+    split = trainer.parts.engine._stage._split
+    return 0 if split is None else len(split.plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "tied"), each_once(LAYOUTS, SCHEDULES, [False, True]), ids=str
+)
+def test_split_backwards_are_bitwise_the_oracle(
+    layout: tuple[int, int], schedule: str, tied: bool
+) -> None:
+    config = splitting(
+        True,
+        model={"tie_embeddings": tied},
+        pipeline={"schedule": schedule, "slack": 2},
+        train={"steps": 3},
+    )
+    data = token_data()
+    oracle = Oracle(tiny_gpt(config), config, data, layout[1]).run(3)
+
+    ranks = train_in_process(*layout, tiny_gpt(config), config, data, order=5)
+
+    assert sum(plans(trainer) for trainer, _ in ranks[: layout[0]]) == 9
+    for _, trace in ranks:
+        assert_bitwise(trace, oracle)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp16, overflow": {"precision": "fp16", "loss_scale": {"initial": 2.0**24}},
+    "half accumulation": {"precision": "bf16", "samo": {"gradient": "half"}},
+    "recomputed": {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
+    "dense": {"samo": {"enabled": False}, "precision": "bf16"},
+    "sharded": {"samo": {"shard_optimizer": True}, "precision": "bf16"},
+    "gradual": {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 3}},
+    "rigl": {"pruning": {"method": "rigl", "interval": 2}},
+    "snip": {"pruning": {"method": "snip", "at_step": 1}},
+    "no pipeline slack": {"pipeline": {"slack": 0}},
+    "one microbatch": {"batch": {"global_batch_size": 12, "microbatch_size": 12}},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    by_default(
+        [(case, (2, 2) if case == "sharded" else (2, 1)) for case in OTHERS],
+        [(case, layout) for case in OTHERS for layout in LAYOUTS],
+    ),
+    ids=str,
+)
+def test_split_backwards_are_bitwise_whole_ones(case: str, layout: tuple[int, int]) -> None:
+    settings = {"train": {"steps": 4}, **OTHERS[case]}
+    if case == "one microbatch" and layout[1] > 1:
+        settings["batch"] = {"global_batch_size": 12, "microbatch_size": 12 // layout[1]}
+    data = token_data()
+    whole, split = (splitting(is_split, **settings) for is_split in (False, True))
+    reference = train_in_process(*layout, tiny_gpt(whole), whole, data)
+
+    ranks = train_in_process(*layout, tiny_gpt(split), split, data, order=7)
+
+    assert any(plans(trainer) for trainer, _ in ranks)
+    for (_, trace), (_, expected) in zip(ranks, reference, strict=True):
+        assert_bitwise(trace, expected)
+
+
+def test_fully_connected_layers_are_split_but_what_has_no_input_gradient_as_well() -> None:
+    """The first layer of an image or vector model makes no gradient of its input."""
+    config = splitting(True, train={"steps": 3})
+    data = vector_data()
+    oracle = Oracle(mlp(), config, data, 1).run(3)
+
+    ranks = train_in_process(3, 1, mlp(), config, data)
+
+    assert [plans(trainer) > 0 for trainer, _ in ranks] == [True] * 3
+    for _, trace in ranks:
+        assert_bitwise(trace, oracle)
+
+
+def test_auto_splits_where_stages_wait_for_each_other() -> None:
+    data = token_data()
+    for layout, sections, expected in (
+        ((2, 1), {}, True),
+        ((1, 1), {}, False),
+        ((1, 2), {}, False),
+        ((2, 1), {"batch": {"microbatch_size": 12}}, False),
+        ((2, 1), {"pipeline": {"schedule": "1f1b"}}, False),
+    ):
+        config = tiny_config(**{"train": {"steps": 1}, **sections})
+        for trainer, _ in train_in_process(*layout, tiny_gpt(config), config, data):
+            assert (trainer.parts.engine._stage._split is not None) is expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_a_run_goes_on_with_the_other_setting(before: bool, after: bool, tmp_path: Path) -> None:
+    sections = {"train": {"steps": 5}, "checkpoint": {"every": 0}}
+    layout: Layout = (2, 1)
+    whole = ran(layout, splitting(False, **sections), tmp_path / "whole")
+    ran(layout, splitting(before, **sections), tmp_path / "run", stop_after=3)
+
+    resumed = ran(
+        layout,
+        splitting(after, **sections),
+        tmp_path / "resumed",
+        resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
+    )
+
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert resumed.state.keys() == whole.state.keys()
+    same(resumed, whole)
+
+
+def test_weight_gradients_wait_and_all_have_run_at_the_end_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most: list[int] = []
+    ended: list[LateWeights] = []
+    run = LateWeights.run
+
+    def counting(late: LateWeights, microbatch: int) -> None:
+        most.append(len(late))
+        ended.append(late)
+        run(late, microbatch)
+
+    monkeypatch.setattr(LateWeights, "run", counting)
+    config = splitting(True, train={"steps": 2})
+
+    train_in_process(3, 1, tiny_gpt(config), config, token_data(), order=2)
+
+    assert max(most) > 1
+    assert len(most) == 3 * 2 * 12
+    assert all(len(late) == 0 for late in ended)
