@@ -112,7 +112,7 @@ def emulate(
     start = max(row[0] for row in rows) + START_SECONDS
     time.sleep(max(0.0, start - time.monotonic()))
     phases.begin_step()
-    engine.train(batch, 1.0, 1.0, lambda: None)
+    engine.train(batch, 1.0, 1.0, lambda _: None)
     seconds = phases.end_step()
     own = time.monotonic() - start
     rows = sum_by_owner(transport.world, transport.backoff, [own])

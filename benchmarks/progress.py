@@ -177,7 +177,7 @@ def step_seconds(
     if thread is not None:
         thread.start()
     phases.begin_step()
-    engine.train(batch, 1.0, 1.0, lambda: None)
+    engine.train(batch, 1.0, 1.0, lambda _: None)
     seconds = phases.end_step()
     own = time.monotonic() - start
     if thread is not None:

@@ -69,7 +69,8 @@ def stand_in(name: str, weight: nn.Parameter, late: LateWeights) -> StandIn:
     assert isinstance(made, StandIn)
     vars(made).update(vars(weight))
     made.own = Own(name, weight, weight.detach(), late)
-    made.register_post_accumulate_grad_hook(_pass_on)
+    register: Callable[..., object] = made.register_post_accumulate_grad_hook
+    register(_pass_on)
     return made
 
 
@@ -88,35 +89,39 @@ def _pass_on(made: Tensor) -> None:
 # -- linear -----------------------------------------------------------------------------
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         return F.linear(input, weight, bias)
     apply: Callable[..., Tensor] = _Linear.apply
     return apply(input, weight.own, bias, _anchor(input, weight))
 
 
-def _anchor(input: Tensor, weight: StandIn) -> Tensor | None:
+def _anchor(inputs: Tensor, weight: StandIn) -> Tensor | None:
     """What makes an output require a gradient where its input does not."""
-    return None if input.requires_grad else weight
+    return None if inputs.requires_grad else weight
 
 
-def _is_plain_product(input: Tensor, weight: StandIn, bias: Tensor | None) -> bool:
+def _is_plain_product(inputs: Tensor, weight: StandIn, bias: Tensor | None) -> bool:
     """Whether torch computes this by one product of matrices, whose backward is known."""
     return (
-        _is_plain(input)
-        and input.dim() in (2, 3)
-        and input.is_contiguous()
-        and weight.stride() == (input.shape[-1], 1)
+        _is_plain(inputs)
+        and inputs.dim() in (2, 3)
+        and inputs.is_contiguous()
+        and weight.stride() == (inputs.shape[-1], 1)
         and (bias is None or (bias.dim() == 1 and not isinstance(bias, StandIn)))
     )
 
 
-def _is_plain(input: Tensor) -> bool:
+def _is_plain(inputs: Tensor) -> bool:
     """Whether autograd records calls with this tensor itself, not something around it."""
     return (
-        type(input) in (Tensor, nn.Parameter)
-        and input.layout == torch.strided
-        and not torch.is_autocast_enabled(input.device.type)
+        type(inputs) in (Tensor, nn.Parameter)
+        and inputs.layout == torch.strided
+        and not torch.is_autocast_enabled(inputs.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
@@ -129,27 +134,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, own: Own, bias: Tensor | None, _: Tensor | None
+        ctx: Any, inputs: Tensor, own: Own, bias: Tensor | None, _: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(inputs)
         ctx.own = own
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
-        outputs = F.linear(_rows(input), own.alias, bias)
+        outputs = F.linear(_rows(inputs), own.alias, bias)
         # Not a view, since later code may write into the output.
-        return torch.ops.aten._unsafe_view(outputs, (*input.shape[:-1], outputs.shape[-1]))
+        shaped: Tensor = torch.ops.aten._unsafe_view(
+            outputs, (*inputs.shape[:-1], outputs.shape[-1])
+        )
+        return shaped
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None, None
-        [input] = ctx.saved_tensors
+        [inputs] = ctx.saved_tensors
         own: Own = ctx.own
-        rows, outer = _rows(input), _rows(gradient)
+        rows, outer = _rows(inputs), _rows(gradient)
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = _input_gradient(rows, own.alias, outer).view(input.shape)
+            of_input = _input_gradient(rows, own.alias, outer).view(inputs.shape)
         if ctx.needs_input_grad[2]:
             of_bias = outer.sum_to_size(ctx.bias_shape)
         own.leave((), (rows, outer), partial(_weight_gradient, rows, outer))
@@ -179,7 +187,7 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 # Reason: these are the arguments of torch's convolutions.
 def _convolution(
     func: Any,
-    input: Tensor,
+    input: Tensor,  # noqa: A002
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
@@ -226,7 +234,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        input: Tensor,
+        inputs: Tensor,
         own: Own,
         bias: Own | Tensor | None,
         settings: tuple[Sizes, Sizes, Sizes, int],
@@ -234,33 +242,31 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         steps, edges, gaps, groups = settings
         added = bias.alias if isinstance(bias, Own) else bias
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(inputs)
         ctx.own, ctx.biases = own, [bias] if isinstance(bias, Own) else []
         ctx.sizes = None if added is None else list(added.shape)
         ctx.fixed = (steps, edges, gaps, False, (0,) * len(steps), groups)
         ctx.set_materialize_grads(False)
-        return torch.convolution(input, own.alias, added, *ctx.fixed)
+        return torch.convolution(inputs, own.alias, added, *ctx.fixed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None, None, None
-        [input] = ctx.saved_tensors
+        [inputs] = ctx.saved_tensors
         own: Own = ctx.own
-        compute = partial(
-            _convolution_backward, gradient, input, own.alias, ctx.sizes, ctx.fixed
-        )
+        compute = partial(_convolution_backward, gradient, inputs, own.alias, ctx.sizes, ctx.fixed)
         of_input = compute((True, False, False))[0] if ctx.needs_input_grad[0] else None
         later = partial(compute, (False, True, bool(ctx.biases)))
-        own.leave(ctx.biases, (input, gradient), later)
+        own.leave(ctx.biases, (inputs, gradient), later)
         return of_input, None, None, None, None
 
 
 # Reason: these are the arguments of torch's operator, in its order.
 def _convolution_backward(
     gradient: Tensor,
-    input: Tensor,
+    inputs: Tensor,
     weight: Tensor,
     bias_sizes: list[int] | None,
     fixed: tuple[Any, ...],
@@ -268,6 +274,6 @@ def _convolution_backward(
 ) -> list[Tensor]:
     """The wanted ones of the gradients of input, weight and bias."""
     found = torch.ops.aten.convolution_backward(
-        gradient, input, weight, bias_sizes, *fixed, wanted
+        gradient, inputs, weight, bias_sizes, *fixed, wanted
     )
     return [each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted]

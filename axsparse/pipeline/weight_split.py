@@ -171,7 +171,7 @@ class _Uses:
     def biases_of(self, weight: Tensor) -> list[nn.Parameter]:
         """The bias of the convolution that uses a weight, if it is a leaf."""
         for node, _, _ in self.of(weight):
-            bias = node.next_functions[2][0] if node.name() == _CONVOLUTION else None
-            if hasattr(bias, "variable"):
-                return [bias.variable]
+            if node.name() == _CONVOLUTION:
+                leaf = getattr(node.next_functions[2][0], "variable", None)
+                return [] if leaf is None else [leaf]
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_split_backwards_are_bitwise_the_oracle(
 OTHERS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
-    "fp16, overflow": {"precision": "fp16", "loss_scale": {"initial": 2.0**24}},
+    "fp16, overflow": {"precision": "fp16", "loss_scale": {"initial": 2.0**22}},
     "half accumulation": {"precision": "bf16", "samo": {"gradient": "half"}},
     "recomputed": {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
     "dense": {"samo": {"enabled": False}, "precision": "bf16"},
@@ -95,11 +96,14 @@ def test_split_backwards_are_bitwise_whole_ones(case: str, layout: tuple[int, in
     ranks = train_in_process(*layout, tiny_gpt(split), split, data, order=7)
 
     assert any(plans(trainer) for trainer, _ in ranks)
+    assert not all(reference[0][1].finite) or "overflow" not in case
     for (_, trace), (_, expected) in zip(ranks, reference, strict=True):
+        for each in (trace, expected):  # An overflow's norm is NaN, which equals nothing.
+            each.norms = [-1.0 if math.isnan(norm) else norm for norm in each.norms]
         assert_bitwise(trace, expected)
 
 
-def test_fully_connected_layers_are_split_but_what_has_no_input_gradient_as_well() -> None:
+def test_layers_whose_input_needs_no_gradient_are_split_as_well() -> None:
     """The first layer of an image or vector model makes no gradient of its input."""
     config = splitting(True, train={"steps": 3})
     data = vector_data()
@@ -140,7 +144,7 @@ def test_a_run_goes_on_with_the_other_setting(before: bool, after: bool, tmp_pat
         resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
     )
 
-    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert resumed.losses == {step: whole.losses[step] for step in (4, 5)}
     assert resumed.state.keys() == whole.state.keys()
     same(resumed, whole)
 

@@ -103,8 +103,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(24, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [w(x).view(*x.shape[:2], 3, 8).transpose(1, 2) for w in (self.q, self.k, self.v)]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (w(x).view(*x.shape[:2], 3, 8).transpose(1, 2) for w in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
         return out
 
@@ -185,8 +185,10 @@ def test_the_bits_of_autograd_and_weight_gradients_later(case: str, precision: s
         assert [name for name in late if early[name] is not None] == []
         assert_same(found, whole)
         assert_same({"x": split_of_input}, {"x": of_input})
-        assert_same({k: v for k, v in early.items() if k not in late},
-                    {k: v for k, v in whole.items() if k not in late})
+        assert_same(
+            {k: v for k, v in early.items() if k not in late},
+            {k: v for k, v in whole.items() if k not in late},
+        )
 
 
 def test_an_input_that_is_not_contiguous_gets_the_bits_of_autograd() -> None:
@@ -217,7 +219,8 @@ class Square(torch.autograd.Function):
         return weight * weight
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        weight: Tensor
         (weight,) = ctx.saved_tensors
         return 2 * weight * gradient
 
@@ -230,7 +233,8 @@ class Squared(nn.Module):
         self.weight = nn.Parameter(torch.randn(24, 24))
 
     def forward(self, x: Tensor) -> Tensor:
-        squared: Tensor = Square.apply(self.weight)
+        square: Callable[..., Tensor] = Square.apply
+        squared = square(self.weight)
         return x @ squared
 
 
@@ -431,25 +435,36 @@ def test_what_several_products_share_is_counted_once_and_freed_with_the_last() -
 
 
 def test_hooks_see_what_they_saw() -> None:
-    def watched(split: bool) -> list[tuple[str, Tensor]]:
+    def watched(*, is_split: bool) -> list[tuple[str, Tensor]]:
         torch.manual_seed(4)
-        module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+        first = nn.Linear(24, 40)
+        module = nn.Sequential(first, nn.Tanh(), nn.Linear(40, 24))
         seen: list[tuple[str, Tensor]] = []
-        weight = module[0].weight
-        weight.register_hook(lambda g: seen.append(("weight", g.clone())) or g * 2)
-        weight.register_post_accumulate_grad_hook(
-            lambda p: seen.append(("accumulated", p.grad.clone()))
-        )
-        module[0].register_forward_hook(lambda m, args, y: seen.append(("forward", y.detach())))
-        module[0].register_full_backward_hook(lambda m, i, o: seen.append(("module", i[0])))
+
+        def doubles(gradient: Tensor) -> Tensor:
+            seen.append(("weight", gradient.clone()))
+            return gradient * 2
+
+        def notes(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(("accumulated", parameter.grad.clone()))
+
+        def notes_module(_: object, of_inputs: object, __: object) -> None:
+            assert isinstance(of_inputs, tuple)
+            seen.append(("module", of_inputs[0]))
+
+        first.weight.register_hook(doubles)
+        first.weight.register_post_accumulate_grad_hook(notes)
+        first.register_forward_hook(lambda m, args, y: seen.append(("forward", y.detach())))
+        first.register_full_backward_hook(notes_module)
         x = torch.randn(3, 5, 24, requires_grad=True)
-        if split:
+        if is_split:
             run_split(module, x)
         else:
             run_whole(module, x)
         return seen
 
-    whole, split = watched(False), watched(True)
+    whole, split = watched(is_split=False), watched(is_split=True)
 
     # The first microbatch runs whole. In the second one the weight comes after all else.
     first, second = split[: len(whole)], split[len(whole) :]
@@ -508,7 +523,7 @@ def test_a_weight_that_is_used_otherwise_later_keeps_its_bits(way: str) -> None:
 def test_a_gradient_that_comes_before_its_turn_is_refused() -> None:
     module = Changing("by a reference of its own")
 
-    with pytest.raises(ConfigError, match="inner.weight: it is used outside linear and convolut"):
+    with pytest.raises(ConfigError, match=r"inner\.weight: it is used outside linear and convolut"):
         run_split(module, torch.randn(3, 5, 24, requires_grad=True))
 
 
@@ -523,7 +538,9 @@ def test_an_activation_that_changes_before_its_weight_gradient_is_refused() -> N
         x.zero_()
 
     stage.weight_gradients(0)
-    with pytest.raises(ConfigError, match="layer.weight: an activation or its gradient was writt"):
+    with pytest.raises(
+        ConfigError, match=r"layer\.weight: an activation or its gradient was writt"
+    ):
         stage.weight_gradients(1)
 
 

@@ -123,7 +123,7 @@ def test_a_stage_that_waits_says_for_which_messages(stage: int, awaited: list[st
     assert engine.awaited() == []
 
     with pytest.raises(TimeoutError):
-        engine.train(Batch(0, microbatches, num_targets=1), 1.0, 1.0, lambda: None)
+        engine.train(Batch(0, microbatches, num_targets=1), 1.0, 1.0, lambda _: None)
 
     assert engine.awaited() == awaited
 
