@@ -25,7 +25,7 @@ from emulated import emulate, machine
 from mpi4py import MPI
 
 from axsparse.pipeline.policy import MessageDriven
-from axsparse.planner.simulator import Durations
+from axsparse.pipeline.simulator import Durations
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.mpi.mpi_transport import MpiTransport

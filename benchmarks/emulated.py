@@ -20,7 +20,7 @@ from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.policy import Policy
-from axsparse.planner.simulator import Durations
+from axsparse.pipeline.simulator import Durations
 from axsparse.runtime.communication import Link
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Place

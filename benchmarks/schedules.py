@@ -43,7 +43,7 @@ from emulated import emulate, machine
 from axsparse.pipeline.actions import Action, action
 from axsparse.pipeline.policy import UNKNOWN, Forecast, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.simulator import Durations, simulate
+from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.launcher import started_by_launcher
 

@@ -1,7 +1,7 @@
 """What a stage does next, decided by which messages have arrived.
 
 A policy knows microbatch numbers only: no tensors, no links, no clock. So the same object drives
-training (`pipeline.engine`) and the planner's simulation (`planner.simulator`).
+training (`pipeline.engine`) and simulations (`pipeline.simulator`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Forecast(NamedTuple):
     """How soon the next message of each direction is expected, indexed by `Direction`.
 
     The unit is the time that the stage's next WEIGHT action takes. Infinity stands for a message
-    of which nothing is known. A message that is overdue counts by how late it is, as if it were
-    still as far away, so that nobody waits for long on a wrong forecast.
+    of which nothing is known, and for one that is late by more than `LATEST`: nobody waits for
+    long on a wrong forecast. One that is late by less is 0 away.
     """
 
     forward: float = math.inf
@@ -31,6 +31,8 @@ class Forecast(NamedTuple):
 
 UNKNOWN = Forecast()
 """The forecast where neighbours announce nothing."""
+LATEST = 0.1
+"""How late a message may be and still be expected, in times of a WEIGHT action."""
 
 
 class Policy(Protocol):
@@ -69,7 +71,7 @@ class Policy(Protocol):
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
     tests/pipeline/test_policy.py (the rules above, for random orders of arrival),
-    tests/planner/test_simulator.py (simulated with random durations) and
+    tests/pipeline/test_simulator.py (simulated with random durations) and
     tests/behavior/test_schedule_equivalence.py (the same bits as on one stage).
     """
 

@@ -1,6 +1,6 @@
 """Schedules by name: each makes the policy of every stage.
 
-`message-driven` decides while it runs; GPipe and 1F1B are lists of actions that are known before.
+`message-driven` decides while it runs; the others are lists of actions that are known before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Literal
 from axsparse.pipeline.actions import Action, Kind, action
 from axsparse.pipeline.policy import InOrder, MessageDriven, Policy, Preference
 from axsparse.pipeline.split_policy import PATIENCE, Bounds, MessageDrivenSplit
+from axsparse.pipeline.zero_bubble import EQUAL_TIMES, Times, planned_orders, zb_h1
 
-ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
+ScheduleName = Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"]
+ZERO_BUBBLE = ("zb-h1", "zb-1p", "zb-2p")
+"""Static orders of split backwards: they have weight gradients as actions of their own."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Schedule:
     `gpipe` does, add its name to `ScheduleName`, to `policy` below and to `pipeline.schedule` in
     config/schema.py, and its bound to `most_in_flight`. `dry_run` tells whether the lists of all
     stages fit together. Then add the name to the schedules that are listed in
-    tests/pipeline/test_schedules.py, tests/planner/test_simulator.py,
+    tests/pipeline/test_schedules.py, tests/pipeline/test_simulator.py,
     tests/planner/test_stage_memory.py and tests/behavior/test_schedule_equivalence.py: it has to
     pass all of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
 
@@ -36,18 +39,27 @@ class Schedule:
 
     name: ScheduleName
     slack: int
-    """Activations that stage s may hold in flight beyond g_inter − s (message-driven and 1f1b)."""
+    """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe); zb-2p
+    already has g_inter − s − 1 of them."""
     prefer: Preference
     """What runs when a forward and a backward have both arrived (message-driven)."""
     split_backward: bool = False
     """Whether backwards are split, so that the lists and policies have weight gradients of their
-    own (see `pipeline.actions.Kind`)."""
-    held: int | None = None
-    """Microbatches that a stage may hold without their weight gradients, in flight or deferred
-    (message-driven, split); None: g_inter + slack, as many as the first stage has in flight."""
+    own (see `pipeline.actions.Kind`). Those of zero-bubble schedules always have."""
+    held: float | None = None
+    """What a stage may hold of microbatches in flight and deferred, in the unit of `Bounds.held`
+    (message-driven, zb-1p, zb-2p); None: what the first stage has in flight."""
+    deferred_size: float = 1.0
+    """What a deferred microbatch takes at most on a stage, in the same unit (split)."""
     patience: float = PATIENCE
     """How far away a message may be to be waited for, in times of a WEIGHT action (message-driven,
     split). With 0 nobody needs announcements."""
+    times: Times = EQUAL_TIMES
+    """What the orders of zb-1p and zb-2p are made for."""
+
+    def __post_init__(self) -> None:
+        if self.name in ZERO_BUBBLE and not self.split_backward:
+            raise ValueError(f"schedule: {self.name} without split_backward; it needs split ones")
 
     @property
     def uses_forecasts(self) -> bool:
@@ -55,10 +67,21 @@ class Schedule:
         return self.name == "message-driven" and self.split_backward and self.patience > 0
 
     def bounds(self, stage: int, g_inter: int) -> Bounds:
-        """What a stage may hold (message-driven)."""
-        in_flight = g_inter - stage + self.slack
-        held = g_inter + self.slack if self.held is None else self.held
-        return Bounds(in_flight, held if self.split_backward else in_flight)
+        """What a stage may hold: of whole backwards g_inter − stage + slack microbatches.
+
+        With split backwards a stage has at most about twice g_inter − stage in flight: more would
+        wait for their backward while those of later stages wait for a forward.
+        """
+        depth = g_inter - stage
+        slack = self.slack + (g_inter - 1 if self.name == "zb-2p" else 0)
+        if not self.split_backward:
+            return Bounds(depth + slack, depth + slack)
+        in_flight = depth + min(slack, depth - 1 + max(0, slack - g_inter + 1))
+        held = self.held
+        if held is None:
+            first = 2 * g_inter + self.slack if self.name == "zb-2p" else g_inter + slack
+            held = first + max(0.0, self.deferred_size - 1)
+        return Bounds(in_flight, held, self.deferred_size)
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
@@ -79,13 +102,20 @@ class Schedule:
                 slack=self.slack,
                 prefer=self.prefer,
             )
+        return InOrder(self._order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
+
+    def _order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
+        """What a stage does under a static schedule."""
+        if self.name == "zb-h1":
+            return zb_h1(stage, g_inter, microbatches, self.slack)
+        if self.name in ("zb-1p", "zb-2p"):
+            bounds = tuple(self.bounds(each, g_inter) for each in range(g_inter))
+            return planned_orders(microbatches, bounds, self.times)[stage]
         if self.name == "1f1b":
             actions = one_forward_one_backward(stage, g_inter, microbatches, self.slack)
         else:
             actions = gpipe(microbatches)
-        if self.split_backward:
-            actions = with_weights(actions)
-        return InOrder(actions, stage=stage, g_inter=g_inter)
+        return with_weights(actions) if self.split_backward else actions
 
 
 def one_forward_one_backward(

@@ -15,23 +15,43 @@ PATIENCE = 0.5
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many microbatches of one step a stage may hold at a time, by what it holds of them.
+    """What a stage may hold of the microbatches of one step.
 
-    A microbatch is in flight from its forward to its backward, and deferred from its backward to
-    its weight gradients. Until these have run its activations stay, so it is held for both.
+    A microbatch is in flight from its forward to its backward, when all its activations are kept,
+    and deferred from its backward to its weight gradients, for which the inputs and the output
+    gradients of matrices are kept.
     """
 
     in_flight: int
-    """FORWARD actions begun without their BACKWARD."""
-    held: int
-    """FORWARD actions begun without their WEIGHT."""
-    deferred: float = math.inf
-    """BACKWARD actions begun without their WEIGHT. It matters where a deferred microbatch takes
-    more memory than one in flight, as when activations are recomputed."""
+    """Microbatches in flight."""
+    held: float
+    """Memory, in units of what a microbatch in flight takes: there are never more than
+    `in_flight + deferred_size * deferred`."""
+    deferred_size: float = 1.0
+    """What a deferred microbatch takes, in the same unit. It is below 1 where activations are kept
+    that weight gradients do not need, such as scores of attention, and above 1 where activations
+    are recomputed."""
 
     def __post_init__(self) -> None:
-        if min(self.in_flight, self.held, self.deferred) < 1:
-            raise ValueError(f"bounds: {self}; each has to be at least 1")
+        least = max(1.0, self.deferred_size)
+        if self.in_flight < 1 or self.held < least or self.deferred_size <= 0:
+            raise ValueError(
+                f"bounds: {self}; in_flight has to be at least 1, deferred_size above 0 and held "
+                f"at least {least:g}, what one microbatch takes"
+            )
+
+    def allow_forward(self, in_flight: int, deferred: int) -> bool:
+        """Whether a further forward fits, and after it a backward."""
+        size = self.deferred_size
+        return (
+            in_flight < self.in_flight
+            and in_flight + 1 + size * deferred <= self.held
+            and in_flight + size <= self.held
+        )
+
+    def allow_backward(self, in_flight: int, deferred: int) -> bool:
+        """Whether a further backward fits. With nothing deferred it always does."""
+        return in_flight - 1 + self.deferred_size * (deferred + 1) <= self.held
 
 
 class MessageDrivenSplit:
@@ -83,8 +103,8 @@ class MessageDrivenSplit:
     def next(self, forecast: Forecast = UNKNOWN) -> Action | None:
         inputs, bounds = self._inputs, self._bounds
         in_flight, deferred = self.in_flight, self.deferred
-        may_forward = in_flight < bounds.in_flight and in_flight + deferred < bounds.held
-        may_backward = deferred < bounds.deferred
+        may_forward = bounds.allow_forward(in_flight, deferred)
+        may_backward = bounds.allow_backward(in_flight, deferred)
         kind = chosen(
             self._prefer,
             self._last_run,

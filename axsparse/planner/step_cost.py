@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.collective_cost import ring_seconds
 from axsparse.planner.node_placement import NodePlacement
-from axsparse.planner.simulator import MessageCost
 from axsparse.planner.workload import StageLoad, Workload, value_bytes
 from axsparse.runtime.grid import Grid
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.step_cost import StageSeconds, StepCosts, edges
 from axsparse.runtime.grid import Grid
 

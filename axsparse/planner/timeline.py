@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from axsparse.observe.trace_file import Span
 from axsparse.pipeline.actions import Kind
+from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.layout_search import Row
-from axsparse.planner.simulator import StageRun
 
 
 def spans(row: Row) -> list[Span]:

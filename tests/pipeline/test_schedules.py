@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -95,7 +96,7 @@ def test_split_backwards_are_followed_by_their_weight_gradients() -> None:
     assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "message-driven"])
+@pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: ScheduleName) -> None:
     policy = Schedule(name, 1, "alternate", split_backward=True).policy(
         stage=0, g_inter=1, microbatches=2
@@ -117,7 +118,44 @@ def test_what_a_stage_holds_is_bounded_by_what_the_first_has_in_flight_unless_to
 
     assert schedule.bounds(2, 4) == Bounds(in_flight=3, held=5)
     assert replace(schedule, held=8).bounds(2, 4) == Bounds(in_flight=3, held=8)
+    assert replace(schedule, deferred_size=4.0).bounds(2, 4) == Bounds(3, 8, 4.0)
     assert replace(schedule, split_backward=False).bounds(2, 4) == Bounds(in_flight=3, held=3)
+
+
+def test_slack_at_most_doubles_what_a_split_stage_has_in_flight_until_it_does_so_everywhere() -> (
+    None
+):
+    def in_flight(slack: int) -> list[int]:
+        schedule = Schedule("message-driven", slack, "alternate", split_backward=True)
+        return [schedule.bounds(stage, 4).in_flight for stage in range(4)]
+
+    assert [in_flight(slack) for slack in (0, 1, 2, 3, 5)] == [
+        [4, 3, 2, 1],
+        [5, 4, 3, 1],
+        [6, 5, 3, 1],
+        [7, 5, 3, 1],
+        [9, 7, 5, 3],
+    ]
+
+
+def test_zb_2p_holds_twice_what_zb_1p_holds() -> None:
+    once = Schedule("zb-1p", 0, "alternate", split_backward=True)
+
+    assert [once.bounds(stage, 3) for stage in range(3)] == [
+        Bounds(3, 3),
+        Bounds(2, 3),
+        Bounds(1, 3),
+    ]
+    assert [replace(once, name="zb-2p").bounds(stage, 3) for stage in range(3)] == [
+        Bounds(5, 6),
+        Bounds(3, 6),
+        Bounds(1, 6),
+    ]
+
+
+def test_a_zero_bubble_order_of_whole_backwards_is_refused() -> None:
+    with pytest.raises(ValueError, match="zb-1p without split_backward; it needs split ones"):
+        Schedule("zb-1p", 0, "alternate")
 
 
 def test_only_a_stage_that_may_wait_for_messages_needs_forecasts() -> None:

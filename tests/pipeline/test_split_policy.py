@@ -36,10 +36,10 @@ SETTINGS = st.builds(
     microbatches=st.integers(1, 12),
     bounds=st.lists(
         st.builds(
-            Bounds,
-            in_flight=st.integers(1, 7),
-            held=st.integers(1, 9),
-            deferred=st.integers(1, 4) | st.just(math.inf),
+            lambda in_flight, more, size: Bounds(in_flight, max(1.0, size) + more, size),
+            st.integers(1, 7),
+            st.integers(0, 20).map(lambda number: number / 4),
+            st.sampled_from((0.25, 0.5, 1.0, 1.5, 4.0)),
         ),
         min_size=1,
         max_size=5,
@@ -115,8 +115,8 @@ def test_no_stage_ever_exceeds_its_bounds_or_makes_weight_gradients_before_the_b
             in_flight = seen[Kind.FORWARD] - seen[Kind.BACKWARD]
             deferred = seen[Kind.BACKWARD] - seen[Kind.WEIGHT]
             assert 0 <= in_flight <= bounds.in_flight
-            assert 0 <= deferred <= bounds.deferred
-            assert in_flight + deferred <= bounds.held
+            assert deferred >= 0
+            assert in_flight + bounds.deferred_size * deferred <= bounds.held
 
 
 def middle(bounds: Bounds, patience: float = 0.5) -> MessageDrivenSplit:
@@ -159,9 +159,17 @@ def test_an_announced_message_is_waited_for_if_it_is_near(
 
 
 def test_a_message_is_not_waited_for_if_bounds_would_not_let_its_action_run() -> None:
-    # With one held, F1 cannot run before W0; with one deferred, B1 cannot.
+    # With one held, F1 cannot run before W0; with room for one large deferred one, B1 cannot.
     assert str(middle(Bounds(1, 1)).next(Forecast(forward=0.1))) == "W0"
-    assert str(middle(Bounds(2, 3, deferred=1)).next(Forecast(backward=0.1))) == "W0"
+    policy = MessageDrivenSplit(stage=1, g_inter=3, microbatches=4, bounds=Bounds(2, 5, 4.0))
+    for number in range(2):
+        policy.arrived(FORWARD, number)
+    said = [policy.next()]
+    policy.arrived(BACKWARD, 0)
+    said += [policy.next(), policy.next()]
+
+    assert to_text(action for action in said if action) == "F0 B0 F1"
+    assert str(policy.next(Forecast(backward=0.1))) == "W0"
 
 
 def test_a_full_stage_makes_room_by_weight_gradients() -> None:
@@ -174,10 +182,23 @@ def test_a_full_stage_makes_room_by_weight_gradients() -> None:
     assert (policy.in_flight, policy.deferred) == (1, 0)
 
 
-@pytest.mark.parametrize("bounds", [(0, 1), (1, 0), (1, 1, 0)])
-def test_a_bound_below_one_is_refused(bounds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="each has to be at least 1"):
+@pytest.mark.parametrize("bounds", [(0, 1.0, 1.0), (1, 0.9, 0.5), (1, 3.0, 4.0), (1, 1.0, 0.0)])
+def test_bounds_under_which_nothing_could_run_are_refused(
+    bounds: tuple[int, float, float],
+) -> None:
+    with pytest.raises(ValueError, match="at least 1, deferred_size above 0 and held at least"):
         Bounds(*bounds)
+
+
+def test_small_deferred_microbatches_leave_room_for_forwards() -> None:
+    policy = middle(Bounds(2, 2, 0.25))
+    policy.arrived(FORWARD, 1)
+    policy.arrived(FORWARD, 2)
+
+    # In flight 1 + 1 and deferred ¼ would be above 2.
+    said = [policy.next() for _ in range(3)]
+
+    assert to_text(action for action in said if action) == "F1 W0 F2"
 
 
 @pytest.mark.parametrize("wrong", [(FORWARD, 1), (BACKWARD, 1), (FORWARD, -1)])

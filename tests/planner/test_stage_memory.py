@@ -11,7 +11,7 @@ from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
-from axsparse.planner.simulator import Durations, simulate
+from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.stage_memory import (
     HeldActivations,
     gigabytes,

@@ -10,10 +10,10 @@ from support.planner_cases import SUMMIT, cluster, formula, uniform
 from support.published_runs import SMALL, run
 
 from axsparse.config.load import load_config
+from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import subject
 from axsparse.planner.published.run_step import run_costs
-from axsparse.planner.simulator import MessageCost
 from axsparse.planner.step_cost import (
     KERNEL_BYTES,
     all_reduce_seconds,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from axsparse.planner.simulator import MessageCost, PipelineRun, StageRun
+from axsparse.pipeline.simulator import MessageCost, PipelineRun, StageRun
 
 Step: TypeAlias = tuple[bool, int, int]
 """Whether it is a forward, the piece on its stage, and the microbatch."""

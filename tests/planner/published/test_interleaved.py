@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.planner.published.interleaved import interleaved_order, simulate_interleaved
-from axsparse.planner.simulator import Durations, MessageCost, simulate
 
 FREE = MessageCost()
 

@@ -1,7 +1,7 @@
 """Simulates one step of one pipeline, in which every stage plays its real policy object.
 
 A simulation of discrete events, without torch and MPI. Replicas do not meet before their
-gradients are summed, so `step_simulation` plays each of them by itself.
+gradients are summed, so `planner.step_simulation` plays each of them by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import UNKNOWN, Forecast, Policy
+from axsparse.pipeline.policy import LATEST, UNKNOWN, Forecast, Policy
 from axsparse.runtime.communication import Direction
 
 
@@ -253,7 +253,8 @@ class _Simulation:
         unit = self._weight_seconds(number)
         if not unit:
             return UNKNOWN
-        return Forecast(*(_away(each, now) / unit for each in self._stages[number].announced))
+        announced, latest = self._stages[number].announced, LATEST * unit
+        return Forecast(*(_away(each, now, latest) / unit for each in announced))
 
     def _weight_seconds(self, number: int) -> float:
         """How long a stage's next WEIGHT action is expected to take; 0 if there is none."""
@@ -263,11 +264,12 @@ class _Simulation:
         return expected.weight[number][done]
 
 
-def _away(announced: deque[tuple[float, float]], now: float) -> float:
-    """How far away the first announced message is; infinity if nobody has announced one."""
+def _away(announced: deque[tuple[float, float]], now: float, latest: float) -> float:
+    """How far away the first announced message is; infinity if there is none, or it is too late."""
     if not announced or announced[0][0] > now:
         return math.inf
-    return abs(announced[0][1] - now)
+    due = announced[0][1]
+    return max(0.0, due - now) if now <= due + latest else math.inf
 
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:
