@@ -369,7 +369,12 @@ def test_a_body_gets_a_new_head(
         1,
         1,
         model,
-        tiny_config(train={"steps": 1}, samo={"enabled": False}, optimizer=STILL),
+        tiny_config(
+            train={"steps": 1},
+            samo={"enabled": False},
+            optimizer=STILL,
+            batch={"microbatch_size": 3},
+        ),
         vector_data(classes=3),
     )
     assert torch.equal(trace.weights["body.weight"], state["old.body.weight"])
@@ -489,5 +494,5 @@ def test_what_looks_at_loaded_weights_does_not_prune_new_ones(
     )
     config = tiny_config(pruning={"method": "zeros"})
 
-    with pytest.raises(ConfigError, match=r"looks at loaded weights, and body.weight begins anew"):
+    with pytest.raises(ConfigError, match=r"looks at loaded weights, and body.weight begins anew; name it"):
         train_in_process(1, 1, model, config, vector_data())
