@@ -54,13 +54,17 @@ def planned_memory(
     schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
     planned = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
 
-    def memory(entries: Mapping[str, int], overhead: float) -> list[StageMemory]:
+    def memory(
+        entries: Mapping[str, int], overhead: float, *, at_start: bool = False
+    ) -> list[StageMemory]:
         subject = workload(config, surveyed, "run", entries, optimizer)
+        if not at_start:
+            subject = replace(subject, calibration=None)
         loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
         assert loads is not None, "there is no limit"
         # The peak that a run predicts is that of its steps, without copies for checkpoints.
         return [replace(one, checkpoint=0.0) for one in planned.memory(loads, overhead)]
 
-    start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0)
+    start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0, at_start=True)
     overhead = max(0.0, predicted - max(stage.total for stage in start))
     return PlannedMemory(memory(kept, overhead), memory({}, overhead))

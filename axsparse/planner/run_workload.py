@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.calibration_memory import CalibrationPlan
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.layout import Layout
 from axsparse.planner.layout_search import DEFAULT_SLACK, LayoutQuestion, try_layouts
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.state_bytes import IndexKind
@@ -66,7 +68,16 @@ def workload(
         checkpoint_activations=config.pipeline.checkpoint_activations,
         checkpoint_buffer=copied_bytes(config) if on_host else 0.0,
         split=None if split == "auto" else split,
+        calibration=_calibration(config, on_host) if kept else None,
     )
+
+
+def _calibration(config: Config, on_host: bool) -> CalibrationPlan | None:
+    """How the masks of a new run are drawn from samples; None if they are not."""
+    pruning = config.pruning
+    if pruning.method not in METHODS or pruning.ticket is not None:
+        return None
+    return CalibrationPlan(pruning.method, pruning.calibration_samples, on_host)
 
 
 def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:

@@ -36,7 +36,9 @@ class StageMemory:
     """What the loss takes, on the last stage."""
     temporary: float
     """One layer's dense gradient and the optimizer's copies. Where making the largest tensor takes
-    more than a whole step needs beside the state, it is that tensor instead."""
+    more than a whole step needs beside the state, it is that tensor instead; and where drawing
+    masks from samples takes more than all of that with the state, it is what makes up the
+    difference."""
     checkpoint: float
     """Copies that wait to be written to disk while training goes on."""
     overhead: float
@@ -65,7 +67,11 @@ def stage_memory(
         activations=activations,
         working=working,
         logits=logits,
-        temporary=max(load.temporary, load.building - of_step),
+        temporary=max(
+            load.temporary,
+            load.building - of_step,
+            load.calibration(microbatch_size) - state.total - of_step,
+        ),
         checkpoint=load.saved,
         overhead=overhead,
     )

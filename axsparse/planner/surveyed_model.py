@@ -9,6 +9,7 @@ from typing import Literal
 
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
+from axsparse.planner.calibration_memory import CalibrationMemory, CalibrationPlan
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
@@ -48,6 +49,8 @@ class SurveyedModel:
     training ends, or if the copies are in other memory."""
     split: Sequence[int] | None = None
     """Number of layers of each stage; None balances their work."""
+    calibration: CalibrationPlan | None = None
+    """How masks are drawn from samples before the first step; None: they are not."""
     _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -124,6 +127,19 @@ class SurveyedModel:
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
         is_last = held.stop == len(self.survey.layers)
+        stored = StateFormat(
+            half=self.precision != "fp32",
+            gradient_bytes=value_bytes(gradient),
+            moments=self.moments,
+            index=self.index,
+            split_master=self.split_master,
+            replicas=replicas,
+            offload=self.offload,
+        )
+        calibration = None
+        if self.calibration is not None:
+            calibration = self.calibration.memory(layers, self.survey.ties, self.kept, stored)
+        drawn = 0.0 if calibration is None else calibration.drawn
         return StageLoad(
             layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
             flops=sum(layer.flops for layer in layers),
@@ -132,27 +148,16 @@ class SurveyedModel:
             again_moved=_moved(again),
             trained=sum(map(_trained, layers)),
             kept=sum(self._kept(layer) for layer in layers),
-            state=stage_bytes(
-                layers,
-                self.survey.ties,
-                self.kept,
-                StateFormat(
-                    half=self.precision != "fp32",
-                    gradient_bytes=value_bytes(gradient),
-                    moments=self.moments,
-                    index=self.index,
-                    split_master=self.split_master,
-                    replicas=replicas,
-                    offload=self.offload,
-                ),
-            ),
+            state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
+            building=drawn
+            + 4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
             saved=self._saved(layers, writers),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
+            calibration=partial(_calibration_bytes, calibration),
             loss_bytes=partial(_loss_bytes, self.survey.loss_logits if is_last else None),
         )
 
@@ -192,6 +197,10 @@ class SurveyedModel:
 
 def _loss_bytes(logits: Callable[[int], int] | None, samples: int) -> float:
     return 0.0 if logits is None else float(LOSS_BYTES * logits(samples))
+
+
+def _calibration_bytes(calibration: CalibrationMemory | None, samples: int) -> float:
+    return 0.0 if calibration is None else calibration.peak(samples)
 
 
 def _trained(layer: LayerInfo) -> int:

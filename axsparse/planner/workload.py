@@ -55,6 +55,9 @@ class StageLoad:
     """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
+    calibration: Callable[[int], float] = _no_bytes
+    """Bytes, by the samples of a microbatch, of drawing masks from calibration samples before there
+    is state."""
     loss_bytes: Callable[[int], float] = _no_bytes
     """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
     grow in proportion where the loss computes some of its logits at a time."""

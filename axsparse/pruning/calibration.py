@@ -138,13 +138,27 @@ class Calibration:
                     module(*inputs)
         for name, linear in wanted.items():
             before = built.state.dense_master(name).to(linear.weight.device)
-            mask, after = gathered.pop(name).prune(before, self._how_many(name))
-            masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
-            linear.weight.copy_(after)
-            if METHODS[self.method].changes_weights:
-                masks.kept_weights[name] = linear.weight[mask].cpu()
+            self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
             flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
+
+    def _prune(
+        self,
+        name: str,
+        weight: Tensor,
+        before: Tensor,
+        statistics: InputStatistics,
+        masks: CalibratedMasks,
+    ) -> None:
+        """Draw the mask of a matrix and put what is left of it into `weight`.
+
+        A function of its own, so that all this is freed before the next matrix.
+        """
+        mask, after = statistics.prune(before, self._how_many(name))
+        masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
+        weight.copy_(after)
+        if METHODS[self.method].changes_weights:
+            masks.kept_weights[name] = weight[mask].cpu()
 
     def _how_many(self, name: str) -> HowMany:
         if self.pattern is not None:

@@ -37,11 +37,20 @@ class InputStatistics(Protocol):
     `add` is called for each microbatch with (tokens, inputs), then `prune` once, with the fp32
     matrix on the same device; it returns the bool mask and the weights, both in the shape of the
     matrix. The weights are zero where the mask is False.
+
+    `held` says how many bytes the statistics of so many inputs take, and `working` how many more
+    `prune` takes at most for a matrix of this shape, its results included; plans count them.
     """
 
     def add(self, x: Tensor) -> None: ...
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]: ...
+
+    @staticmethod
+    def held(inputs: int) -> int: ...
+
+    @staticmethod
+    def working(shape: tuple[int, ...]) -> int: ...
 
 
 class WandaStatistics:
@@ -64,6 +73,15 @@ class WandaStatistics:
             mask = torch.ones_like(score, dtype=torch.bool)
             mask.scatter_(1, order[:, : removed_of_row(weight.shape[1], how_many)], False)
         return mask, weight * mask
+
+    @staticmethod
+    def held(inputs: int) -> int:
+        return 4 * inputs
+
+    @staticmethod
+    def working(shape: tuple[int, ...]) -> int:
+        """Scores, and what sorts them: in torch 17 bytes an entry."""
+        return 21 * shape[0] * shape[1]
 
     @staticmethod
     def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
@@ -109,6 +127,18 @@ class SparseGptStatistics:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
         return factor
+
+    @staticmethod
+    def held(inputs: int) -> int:
+        return 4 * inputs**2
+
+    @staticmethod
+    def working(shape: tuple[int, ...]) -> int:
+        """Three matrices of inputs² while the factor is made; then that, weights and mask, and the
+        larger of what decides a block, which torch sorts, and of what a block leaves behind it."""
+        entries, block = shape[0] * shape[1], shape[0] * min(BLOCK, shape[1])
+        square = 4 * shape[1] ** 2
+        return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))
 
     @staticmethod
     def kept(shape: tuple[int, ...], how_many: HowMany) -> int:

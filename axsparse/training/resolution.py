@@ -185,6 +185,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
     optimizer = optimizer_of(config.optimizer)
     subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
+    if inputs.saved is not None:  # A run that resumes has its masks.
+        subject = replace(subject, calibration=None)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
     run = RunSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -90,6 +91,12 @@ def test_where_a_tensor_takes_more_to_make_than_to_train_that_is_the_peak() -> N
     load = load_of(temporary=10_000.0, building=50_000.0)
 
     assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0).total == 15 + 50_000
+
+
+def test_where_drawing_masks_takes_more_than_all_of_training_that_is_the_peak() -> None:
+    load = replace(load_of(temporary=10_000.0), calibration=lambda samples: 45_000.0 * samples)
+
+    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=7.0).total == 90_000 + 7
 
 
 def test_copies_for_a_checkpoint_come_on_top_while_training_goes_on() -> None:

@@ -191,6 +191,25 @@ def test_a_batch_that_no_replicas_divide_is_still_told_of() -> None:
         auto(5, limit=1.0, batch={"global_batch_size": 12, "microbatch_size": 5})
 
 
+def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None:
+    def predicted(method: str, samples: int, **inputs: Any) -> float:
+        pruning = {"method": method, "calibration_samples": samples}
+        run = decided(tiny_config(pruning=pruning), transport(), **inputs)
+        assert run.prediction is not None
+        return run.prediction.memory_bytes
+
+    kept = {"block0.fc1.weight": 100}
+    few, many, resumed = (
+        predicted("wanda", 10),
+        predicted("wanda", 10_000),
+        predicted("wanda", 10_000, saved=kept),
+    )
+
+    # The activations of a sample are 12 tokens of width 32 in fp32.
+    assert many > 10_000 * 12 * 32 * 4 > few
+    assert resumed == predicted("magnitude", 10, saved=kept)
+
+
 def test_with_a_cluster_time_is_predicted_and_slack_is_what_pays() -> None:
     timed = auto(limit=1.0, layout={"cluster": "laptop"})
     without = auto(limit=1.0)
