@@ -494,5 +494,6 @@ def test_what_looks_at_loaded_weights_does_not_prune_new_ones(
     )
     config = tiny_config(pruning={"method": "zeros"})
 
-    with pytest.raises(ConfigError, match=r"looks at loaded weights, and body.weight begins anew; name it"):
+    refusal = r"looks at loaded weights, and body.weight begins anew; name it"
+    with pytest.raises(ConfigError, match=refusal):
         train_in_process(1, 1, model, config, vector_data())
