@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from axsparse.observe.gpu_phases import LateSeconds
+from axsparse.observe.live_view import LiveView
 from axsparse.observe.metrics import (
     BackRecord,
     EvalRecord,
@@ -24,6 +25,8 @@ from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective
 from axsparse.runtime.console import Console, Unit, format_bytes
 
+DRAWN_SECONDS = 0.1
+"""The shortest time between two pictures of the live view."""
 COMPARED_STEPS = 5
 """How many steps are measured before predictions are compared with them."""
 
@@ -66,6 +69,8 @@ class RunFigures:
     """Summed over all ranks."""
     unit: Unit
     """What the run counts: tokens, or samples."""
+    places: Sequence[str] = ()
+    """The names of all ranks, such as "rank 3 (stage 1, replica 1)"."""
     predicted: StepForecast | None = None
 
 
@@ -92,6 +97,8 @@ class Recorder:
         self._began = time.perf_counter()
         self._compared_seconds: list[float] = []
         self._first: int | None = None
+        self._view = LiveView(run.steps, run.unit, run.places)
+        self._drawn_at = -DRAWN_SECONDS
 
     @property
     def predicted_memory_bytes(self) -> float | None:
@@ -179,7 +186,7 @@ class Recorder:
         if self._file is not None:
             self._file.write(record)
         if self._console is not None:
-            self._show(self._console, record)
+            self._show(self._console, record, gathered.each["compute"])
         if self._slow is not None:
             warning = self._slow.add(gathered.step, gathered.each["compute"])
             if warning is not None:
@@ -236,12 +243,16 @@ class Recorder:
             )
         self.say(f"step {record.step}/{self._run.steps}  {text}")
 
-    def _show(self, console: Console, record: StepRecord) -> None:
+    def _show(self, console: Console, record: StepRecord, compute: Sequence[float]) -> None:
         run = self._run
         assert self._first is not None, "a step has been pushed"
         each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
-        line = step_line(record, run.steps, each * (run.steps - record.step), run.unit)
-        console.progress(record.step, run.steps, line.partition("  ")[2])
+        eta = each * (run.steps - record.step)
+        line = step_line(record, run.steps, eta, run.unit)
+        self._view.add(record, compute, eta)
+        if time.monotonic() - self._drawn_at >= DRAWN_SECONDS or record.step == run.steps:
+            console.live(self._view.rows)
+            self._drawn_at = time.monotonic()
         if record.step % run.log_every == 0 or record.step in (1, run.steps):
             console.line(line)
         if record.skipped:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -20,46 +21,77 @@ LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", 
 them: cut to 15 letters."""
 DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
 """Names of processes that start ranks on a node for a launcher, which may run elsewhere."""
-_CLEAR = "\r\x1b[K"
+_CLEAR = "\r\x1b[J"
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_FULL, _EMPTY = re.compile("^█+"), re.compile("░+")
+PLAIN_TERMINALS = ("dumb", "unknown")
+"""Values of TERM of terminals that cannot move their cursor."""
+Rows = Callable[[int], Sequence[str]]
+"""`rows(columns)` gives the rows for a width."""
+
+
+def _no_rows(columns: int) -> Sequence[str]:
+    del columns
+    return ()
+
+
+def bar(step: int, steps: int, columns: int) -> str:
+    """A bar at `step` of `steps`, a quarter of a terminal wide and at most 24 columns."""
+    width = min(24, columns // 4)
+    done = width * step // steps
+    return "█" * done + "░" * (width - done)
 
 
 class Console:
-    """Prints lines on a stream and keeps a progress bar below them, if asked to."""
+    """Prints lines on a stream and keeps some rows below them, if asked to.
 
-    def __init__(self, stream: TextIO, bar: bool, columns: int = 100) -> None:
-        """`columns` is the width of the terminal, which the bar stays within."""
+    The cursor rests at the beginning of an empty row above these rows. So what other processes
+    print stands by itself, and a terminal that has become narrower, and may have folded the rows,
+    is clean once everything below the cursor is erased.
+    """
+
+    def __init__(self, stream: TextIO, bar: bool, columns: int | Callable[[], int] = 100) -> None:
+        """`bar` says whether rows are kept; `columns` is, or gives, the width of the terminal."""
         self._stream = stream
         self._bar = bar
         self._columns = columns
         self._colour = bar and not os.environ.get("NO_COLOR")
-        self._shown = ""
+        self._rows: Rows = _no_rows
         self._lost = False
 
     def line(self, text: str) -> None:
-        """Print a full line above the bar, and flush it, since pipes buffer."""
-        clear = _CLEAR if self._shown else ""
-        self._write(f"{clear}{text}\n{self._shown}")
+        """Print a full line above the rows, and flush it, since pipes buffer."""
+        drawn = self._drawn()
+        self._write(f"{_CLEAR if drawn else ''}{text}\n{drawn}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Redraw the bar at `step` of `steps` with a text beside it; without a bar do nothing."""
-        if not self._bar:
-            return
-        width = min(24, self._columns // 4)
-        done = width * step // steps
-        full, empty = "█" * done, "░" * (width - done)
-        if self._colour:
-            full, empty = f"{_BOLD}{full}{_PLAIN}", f"{_DIM}{empty}{_PLAIN}"
-        # A bar that fills the last column would wrap, and "\r" would leave its first row behind.
-        beside = f" {step}/{steps}  {text}"[: self._columns - 1 - width]
-        self._shown = full + empty + beside
-        self._write(_CLEAR + self._shown)
+        """Draw a bar at `step` of `steps` with a text beside it; without rows do nothing."""
+        self.live(
+            lambda columns: [f"{bar(step, steps, columns)} {step}/{steps}  {text}"[: columns - 1]]
+        )
+
+    def live(self, rows: Rows) -> None:
+        """Draw other rows in the place of the last ones; `rows(columns)` are shorter than that."""
+        if self._bar:
+            self._rows = rows
+            self._write(_CLEAR + self._drawn())
 
     def close(self) -> None:
-        """Take the bar away; the stream stays open."""
-        if self._shown:
-            self._shown = ""
+        """Take the rows away; the stream stays open."""
+        if self._drawn():
+            self._rows = _no_rows
             self._write(_CLEAR)
+
+    def _drawn(self) -> str:
+        """The rows below an empty one, to whose beginning the cursor returns."""
+        columns = self._columns if isinstance(self._columns, int) else self._columns()
+        rows = list(self._rows(columns))
+        if not rows:
+            return ""
+        if self._colour:
+            rows[0] = _FULL.sub(rf"{_BOLD}\g<0>{_PLAIN}", rows[0])
+            rows[0] = _EMPTY.sub(rf"{_DIM}\g<0>{_PLAIN}", rows[0])
+        return "".join(f"\n{row}" for row in rows) + f"\x1b[{len(rows)}A\r"
 
     def _write(self, text: str) -> None:
         """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
@@ -73,7 +105,7 @@ class Console:
 
 
 def make_console(stream: TextIO) -> Console:
-    """A console with a bar if the user looks at a terminal, or as AXSPARSE_PROGRESS says.
+    """A console that keeps rows if the user looks at a terminal, or as AXSPARSE_PROGRESS says.
 
     Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
     """
@@ -83,8 +115,12 @@ def make_console(stream: TextIO) -> Console:
             f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
             "set bar or plain, or unset it to let the terminal decide"
         )
+    if wish != "bar" and os.environ.get("TERM") in PLAIN_TERMINALS:
+        wish = "plain"
     terminal = None if wish == "plain" else launcher_terminal()
-    return Console(stream, bar=wish == "bar" or terminal is not None, columns=terminal or COLUMNS)
+    has_rows = wish == "bar" or terminal is not None
+    # The terminal is asked every time, since its user may change its width.
+    return Console(stream, bar=has_rows, columns=lambda: launcher_terminal() or COLUMNS)
 
 
 def launcher_terminal(proc: Path = Path("/proc")) -> int | None:

@@ -53,6 +53,7 @@ def make_recorder(
         flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
+        places=[str(run.place.grid.place(rank)) for rank in range(transport.size)],
         predicted=_predicted(run.prediction, max(row[2] for row in rows)),
     )
     slow = None if run_dir is None else _slow_ranks(run, transport)

@@ -262,14 +262,16 @@ def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:
     assert (second["skipped"], second["skip_reason"], second["skipped_steps"]) == (False, None, 2)
 
 
-def test_at_a_terminal_the_bar_follows_every_step_and_goes_away(tmp_path: Path) -> None:
+def test_a_terminal_has_the_last_step_below_the_lines_until_the_end(tmp_path: Path) -> None:
     screen = Screen(tmp_path, bar=True)
     screen.recorder.step(figures(3), seconds(), MOST)
     screen.recorder.flush()
 
-    assert " 3/12  loss 2.500" in screen.stream.getvalue()
+    shown = screen.stream.getvalue()
     screen.recorder.close()
-    assert screen.stream.getvalue().endswith("\x1b[K")
+    assert " 3/12  eta " in shown
+    assert "\nloss 2.500 ▁  grad norm 1.25\nbubble 22 %  data 11 %" in shown
+    assert screen.stream.getvalue().endswith("\r\x1b[J")
 
 
 def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path) -> None:

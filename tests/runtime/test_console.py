@@ -26,7 +26,9 @@ from axsparse.runtime.console import (
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.launcher import LAUNCHER_VARIABLES
 
-CLEAR = "\r\x1b[K"
+CLEAR = "\r\x1b[J"
+UP = "\x1b[1A\r"
+"""Back to the empty row above one row."""
 
 
 class FlushedStream(io.StringIO):
@@ -53,6 +55,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AXSPARSE_PROGRESS", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_a_terminal_gets_a_bar_with_its_step_and_text() -> None:
 
     Console(stream, bar=True, columns=40).progress(3, 10, "loss 3.9")
 
-    assert stream.seen == f"{CLEAR}███░░░░░░░ 3/10  loss 3.9"
+    assert stream.seen == f"{CLEAR}\n███░░░░░░░ 3/10  loss 3.9{UP}"
 
 
 def test_the_bar_is_redrawn_in_place() -> None:
@@ -95,7 +98,7 @@ def test_the_bar_is_redrawn_in_place() -> None:
     screen.progress(1, 2, "a")
     screen.progress(2, 2, "b")
 
-    assert stream.seen == f"{CLEAR}█░ 1/2  a{CLEAR}██ 2/2  b"
+    assert stream.seen == f"{CLEAR}\n█░ 1/2  a{UP}{CLEAR}\n██ 2/2  b{UP}"
 
 
 def test_a_line_goes_above_the_bar() -> None:
@@ -122,7 +125,7 @@ def test_the_bar_never_reaches_the_last_column() -> None:
 
     Console(stream, bar=True, columns=40).progress(1, 10, "x" * 200)
 
-    assert len(stream.seen.removeprefix(CLEAR)) == 39
+    assert len(stream.seen.removeprefix(f"{CLEAR}\n").removesuffix(UP)) == 39
 
 
 def test_closing_takes_the_bar_away_for_good() -> None:
@@ -143,7 +146,7 @@ def test_the_bar_is_bold_and_dim_where_colour_is_wanted(monkeypatch: pytest.Monk
 
     Console(stream, bar=True, columns=10).progress(1, 2, "a")
 
-    assert stream.seen == f"{CLEAR}\x1b[1m█\x1b[0m\x1b[2m░\x1b[0m 1/2  a"
+    assert stream.seen == f"{CLEAR}\n\x1b[1m█\x1b[0m\x1b[2m░\x1b[0m 1/2  a{UP}"
 
 
 # Who looks
@@ -292,7 +295,7 @@ def drawn(wish: str | None, terminal: int | None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(console, "launcher_terminal", lambda: terminal)
     stream = FlushedStream()
     make_console(stream).progress(1, 2, "x" * 200)
-    return stream.seen.removeprefix(CLEAR)
+    return stream.seen.removeprefix(f"{CLEAR}\n").removesuffix(UP)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +314,30 @@ def test_the_terminal_decides_on_the_bar_unless_the_user_does(
     wish: str | None, terminal: int | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(drawn(wish, terminal, monkeypatch)) == width
+
+
+@pytest.mark.parametrize(
+    ("term", "wish", "width"), [("dumb", None, 0), ("dumb", "bar", 49), ("xterm", None, 49)]
+)
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
+    term: str, wish: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+
+    assert len(drawn(wish, 50, monkeypatch)) == width
+
+
+def test_the_width_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = iter([90, 50, 30])
+    monkeypatch.setattr(console, "launcher_terminal", lambda: next(widths))
+    stream = FlushedStream()
+
+    screen = make_console(stream)  # this takes the first
+    screen.progress(1, 2, "x" * 200)
+    screen.progress(1, 2, "x" * 200)
+
+    rows = [text.removesuffix(UP) for text in stream.seen.split(f"{CLEAR}\n")[1:]]
+    assert list(map(len, rows)) == [49, 29]
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
