@@ -20,7 +20,6 @@ ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 def check_config(loaded: LoadedConfig) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
     config = loaded.config
-    schedule = config.schedule
     if isinstance(config.model, TextFamily):
         _check_text_model(loaded, config.model)
     if config.data.source == "images" and config.data.path is None:
@@ -34,6 +33,33 @@ def check_config(loaded: LoadedConfig) -> None:
             "prepare` wrote; set data.path"
         )
     _check_source_fits_model(loaded)
+    _check_numbers(loaded)
+    if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
+        _check_pruning(loaded)
+    if config.samo.split_master and config.precision != "bf16":
+        raise ConfigError(
+            f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
+            "half of fp32 masters; choose precision bf16, or false"
+        )
+    if config.model.new and config.model.weights is None and config.model.from_ is None:
+        raise ConfigError(
+            f"{loaded.where('model.new')}: {list(config.model.new)}, but no weights are loaded, so "
+            "that all of the model is new; set model.from or model.weights, or leave it out"
+        )
+    _check_checkpoints(loaded)
+    if config.pipeline.split_backward is True and config.pipeline.compile:
+        raise ConfigError(
+            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
+            "layer's backward into one; choose auto, which leaves it whole, or set "
+            "pipeline.compile to false"
+        )
+    if config.layout.g_inter != "auto":
+        _check_split_length(loaded, config.layout.g_inter)
+
+
+def _check_numbers(loaded: LoadedConfig) -> None:
+    """ConfigError for numbers of schedule, loss scale and optimizer that contradict each other."""
+    config, schedule = loaded.config, loaded.config.schedule
     # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
     if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
@@ -51,36 +77,21 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "
             "nothing to look ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
         )
-    if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
-        _check_pruning(loaded)
-    if config.samo.split_master and config.precision != "bf16":
-        raise ConfigError(
-            f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
-            "half of fp32 masters; choose precision bf16, or false"
-        )
+
+
+def _check_checkpoints(loaded: LoadedConfig) -> None:
+    """ConfigError for what relies on checkpoints or evaluations that are never made."""
+    config = loaded.config
     if config.spikes.rule == "back" and config.checkpoint.every == 0:
         raise ConfigError(
             f"{loaded.where('spikes.rule')}: back goes back to the last checkpoint, and "
             "checkpoint.every 0 makes none; set checkpoint.every, or choose skip"
-        )
-    if config.model.new and config.model.weights is None and config.model.from_ is None:
-        raise ConfigError(
-            f"{loaded.where('model.new')}: {list(config.model.new)}, but no weights are loaded, so "
-            "that all of the model is new; set model.from or model.weights, or leave it out"
         )
     if config.checkpoint.keep_best and config.train.eval_steps == 0:
         raise ConfigError(
             f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
             "evaluates; set train.eval_steps, or choose false"
         )
-    if config.pipeline.split_backward is True and config.pipeline.compile:
-        raise ConfigError(
-            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
-            "layer's backward into one; choose auto, which leaves it whole, or set "
-            "pipeline.compile to false"
-        )
-    if config.layout.g_inter != "auto":
-        _check_split_length(loaded, config.layout.g_inter)
 
 
 def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:

@@ -117,21 +117,21 @@ def test_images_have_as_many_channels_as_the_model_takes(
         (
             ("model.name=vgg19", "model.num_heads=4"),
             "model.num_heads (--set): unknown key for model.name vgg19, which has name, weights, "
-            "from, num_classes, dropout; it is for model.name gpt and llama: remove it, or choose "
-            "another model.name",
+            "from, new, num_classes, dropout; it is for model.name gpt and llama: remove it, or "
+            "choose another model.name",
         ),
         (
             ("model.num_classes=10",),
             "model.num_classes (--set): unknown key for model.name gpt, which has name, weights, "
-            "from, num_layers, hidden_size, num_heads, sequence_length, vocab_size, "
+            "from, new, num_layers, hidden_size, num_heads, sequence_length, vocab_size, "
             "tie_embeddings, dropout; it is for model.name vgg19 and wide_resnet101_2 and cnn: "
             "remove it, or choose another model.name",
         ),
         (
             ("model.name=wide_resnet101_2", "model.dropout=0.1"),
             "model.dropout (--set): unknown key for model.name wide_resnet101_2, which has name, "
-            "weights, from, num_classes; it is for model.name gpt and vgg19: remove it, or choose "
-            "another model.name",
+            "weights, from, new, num_classes; it is for model.name gpt and vgg19: remove it, or "
+            "choose another model.name",
         ),
     ],
 )
@@ -148,6 +148,7 @@ def test_a_model_is_written_without_the_fields_of_others() -> None:
         "name": "cnn",
         "weights": None,
         "from": None,
+        "new": (),
         "num_classes": 1000,
         "channels": 1,
     }
