@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +19,43 @@ from torch import Tensor, nn
 from axsparse.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class LateGradient:
     """The gradients of one product's weights, before they are computed."""
 
-    name: str
-    """The first weight's name, for errors."""
-    weights: tuple[nn.Parameter, ...]
-    held: tuple[Tensor, ...]
-    """All tensors that `compute` reads."""
-    compute: Callable[[], Sequence[Tensor]]
-    """Makes the gradients of `weights`."""
+    __slots__ = ("_versions", "compute", "held", "name", "weights")
+
+    def __init__(
+        self,
+        name: str,
+        weights: tuple[nn.Parameter, ...],
+        held: tuple[Tensor, ...],
+        compute: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        """`compute(*held)` makes the gradients of `weights`; `name` is the first weight's, for
+        errors."""
+        self.name = name
+        self.weights = weights
+        self.held = held
+        self.compute = compute
+        self._versions = [tensor._version for tensor in held]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients; ConfigError if what they are made of has been written to."""
+        if self._versions != [tensor._version for tensor in self.held]:
+            raise ConfigError(
+                f"layer weight {self.name}: an activation or its gradient was written to between "
+                "the backward and the gradient of the weight; write to copies, or set "
+                "pipeline.split_backward to false"
+            )
+        return list(self.compute(*self.held))
 
 
 class LateWeights:
     """The weight gradients of one stage that wait."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[tuple[LateGradient, list[int]]]] = {}
-        """By microbatch, in the order of the backward; each with the versions of what it holds."""
+        self._waiting: dict[int, list[LateGradient]] = {}
+        """By microbatch, in the order of the backward."""
         self._current: int | None = None
         """The microbatch whose backward runs."""
         self._came_early: set[nn.Parameter] = set()
@@ -54,7 +71,7 @@ class LateWeights:
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for each in self._waiting.values()
-            for late, _ in each
+            for late in each
             for tensor in late.held
         }
         return sum(storages.values())
@@ -78,11 +95,9 @@ class LateWeights:
         """
         if self._current is None:
             return
-        for weight in late.weights:
-            if weight in self._came_early:
-                raise _used_elsewhere(late.name)
-        versions = [tensor._version for tensor in late.held]
-        self._waiting[self._current].append((late, versions))
+        if self._came_early and not self._came_early.isdisjoint(late.weights):
+            raise _used_elsewhere(late.name)
+        self._waiting[self._current].append(late)
 
     def watch(self, name: str, weight: nn.Parameter) -> None:
         """Refuse gradients that a backward makes of this weight while others of it wait.
@@ -95,12 +110,13 @@ class LateWeights:
                 return
             assert isinstance(weight, nn.Parameter)
             self._came_early.add(weight)
-            waiting = (late for each in self._waiting.values() for late, _ in each)
+            waiting = (late for each in self._waiting.values() for late in each)
             if any(weight is other for late in waiting for other in late.weights):
                 raise _used_elsewhere(name)
 
         weight.register_post_accumulate_grad_hook(refuse)
 
+    @torch.no_grad()
     def run(self, microbatch: int) -> None:
         """Compute the gradients of one microbatch, one weight after the other, and hand each on.
 
@@ -108,31 +124,22 @@ class LateWeights:
         backward reached them, as autograd adds them. What a product held is freed once used.
         """
         waiting = self._waiting.pop(microbatch)
-        left = Counter(weight for late, _ in waiting for weight in late.weights)
+        left = Counter(weight for late in waiting for weight in late.weights)
         sums: dict[nn.Parameter, Tensor] = {}
         waiting.reverse()
-        with torch.no_grad():
-            while waiting:
-                late, versions = waiting.pop()
-                if versions != [tensor._version for tensor in late.held]:
-                    raise ConfigError(
-                        f"layer weight {late.name}: an activation or its gradient was written to "
-                        "between the backward and the gradient of the weight; write to copies, or "
-                        "set pipeline.split_backward to false"
-                    )
-                gradients = list(late.compute())
-                weights = late.weights
-                del late
-                for weight in weights:
-                    gradient = gradients.pop(0)
-                    if weight in sums:
-                        gradient = sums.pop(weight) + gradient
-                    left[weight] -= 1
-                    if left[weight]:
-                        sums[weight] = gradient
-                        continue
-                    box = [gradient]
-                    del gradient  # Autograd copies a gradient that somebody else holds.
+        while waiting:
+            late = waiting.pop()
+            gradients, weights = late.gradients(), late.weights
+            del late
+            for weight in weights:
+                # A list hands the gradient on, since autograd copies one that somebody else holds.
+                box = [gradients.pop(0)]
+                if weight in sums:
+                    box.append(sums.pop(weight) + box.pop())
+                left[weight] -= 1
+                if left[weight]:
+                    sums[weight] = box.pop()
+                else:
                     _give(box, weight)
 
 
@@ -150,10 +157,23 @@ class _Give(torch.autograd.Function):
 
 
 def _give(box: list[Tensor], weight: nn.Parameter) -> None:
-    # The gradient hooks need this thread's stream and device, so autograd runs in it.
-    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        start: Callable[..., Tensor] = _Give.apply
-        start(box, weight).backward()
+    """Accumulate the gradient in `box` as autograd does, and call the weight's hooks.
+
+    Without a hook on the gradient itself this takes no round through autograd, which costs as much
+    as a small product.
+    """
+    if weight._backward_hooks:
+        # The gradient hooks need this thread's stream and device, so autograd runs in it.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            start: Callable[..., Tensor] = _Give.apply
+            start(box, weight).backward()
+        return
+    if weight.grad is None:
+        weight.grad = box.pop()
+    else:
+        weight.grad.add_(box.pop())
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        hook(weight)
 
 
 def _used_elsewhere(name: str) -> ConfigError:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from axsparse.pipeline.late_weights import LateGradient, LateWeights
 
 Sizes = tuple[int, ...]
-Compute = Callable[[], Sequence[Tensor]]
+Compute = Callable[..., Sequence[Tensor]]
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Own:
     is_used_otherwise: bool = False
     """Whether autograd made a gradient of it, by a use that is not split."""
 
-    def leave(self, biases: Sequence[Own], held: tuple[Tensor, ...], compute: Compute) -> None:
+    def leave(self, held: tuple[Tensor, ...], compute: Compute, biases: Sequence[Own] = ()) -> None:
         """Leave gradients of this weight and of biases for later; `compute` makes them of
         `held`."""
-        weights = (self.weight, *(bias.weight for bias in biases))
+        weights = (self.weight, *[bias.weight for bias in biases])
         self.late.leave(LateGradient(self.name, weights, held, compute))
 
 
@@ -82,8 +82,11 @@ def _pass_on(made: Tensor) -> None:
     if gradient is None:
         return  # All uses in this graph are split.
     made.own.is_used_otherwise = True
-    ready = gradient
-    made.own.leave((), (ready,), lambda: [ready])
+    made.own.leave((gradient,), _itself)
+
+
+def _itself(gradient: Tensor) -> list[Tensor]:
+    return [gradient]
 
 
 # -- linear -----------------------------------------------------------------------------
@@ -96,8 +99,12 @@ def _linear(
 ) -> Tensor:
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         return F.linear(input, weight, bias)
+    own, shape = weight.own, input.shape
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(input, weight.own, bias, _anchor(input, weight))
+    if len(shape) == 2:
+        return apply(input, own, bias, _anchor(input, weight))
+    rows = apply(input.view(-1, shape[-1]), own, bias, _anchor(input, weight))
+    return rows.view(*shape[:-1], -1)
 
 
 def _anchor(inputs: Tensor, weight: StandIn) -> Tensor | None:
@@ -111,16 +118,17 @@ def _is_plain_product(inputs: Tensor, weight: StandIn, bias: Tensor | None) -> b
         _is_plain(inputs)
         and inputs.dim() in (2, 3)
         and inputs.is_contiguous()
-        and weight.stride() == (inputs.shape[-1], 1)
+        and weight.own.alias.is_contiguous()
         and (bias is None or (bias.dim() == 1 and not isinstance(bias, StandIn)))
     )
 
 
 def _is_plain(inputs: Tensor) -> bool:
     """Whether autograd records calls with this tensor itself, not something around it."""
+    kind = type(inputs)
     return (
-        type(inputs) in (Tensor, nn.Parameter)
-        and inputs.layout == torch.strided
+        (kind is Tensor or kind is nn.Parameter)
+        and inputs.layout is torch.strided
         and not torch.is_autocast_enabled(inputs.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -133,40 +141,24 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, own: Own, bias: Tensor | None, _: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(inputs)
+    def forward(ctx: Any, rows: Tensor, own: Own, bias: Tensor | None, _: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows)
         ctx.own = own
-        ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
-        outputs = F.linear(_rows(inputs), own.alias, bias)
-        # Not a view, since later code may write into the output.
-        shaped: Tensor = torch.ops.aten._unsafe_view(
-            outputs, (*inputs.shape[:-1], outputs.shape[-1])
-        )
-        return shaped
+        return F.linear(rows, own.alias, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is None:
+    def backward(ctx: Any, outer: Tensor | None) -> Any:
+        if outer is None:
             return None, None, None, None
-        [inputs] = ctx.saved_tensors
+        (rows,) = ctx.saved_tensors
         own: Own = ctx.own
-        rows, outer = _rows(inputs), _rows(gradient)
-        of_input = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_input = _input_gradient(rows, own.alias, outer).view(inputs.shape)
-        if ctx.needs_input_grad[2]:
-            of_bias = outer.sum_to_size(ctx.bias_shape)
-        own.leave((), (rows, outer), partial(_weight_gradient, rows, outer))
+        wants_input, _, wants_bias, _ = ctx.needs_input_grad
+        of_input = _input_gradient(rows, own.alias, outer) if wants_input else None
+        of_bias = outer.sum_to_size(outer.shape[1]) if wants_bias else None
+        own.leave((rows, outer), _weight_gradient)
         return of_input, None, of_bias, None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Its last dimension as rows of a matrix; a copy where its strides require one."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _input_gradient(rows: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
@@ -256,21 +248,22 @@ class _Convolution(torch.autograd.Function):
             return None, None, None, None, None
         [inputs] = ctx.saved_tensors
         own: Own = ctx.own
-        compute = partial(_convolution_backward, gradient, inputs, own.alias, ctx.sizes, ctx.fixed)
-        of_input = compute((True, False, False))[0] if ctx.needs_input_grad[0] else None
+        compute = partial(_convolution_backward, own.alias, ctx.sizes, ctx.fixed)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            (of_input,) = compute((True, False, False), inputs, gradient)
         later = partial(compute, (False, True, bool(ctx.biases)))
-        own.leave(ctx.biases, (inputs, gradient), later)
+        own.leave((inputs, gradient), later, ctx.biases)
         return of_input, None, None, None, None
 
 
-# Reason: these are the arguments of torch's operator, in its order.
 def _convolution_backward(
-    gradient: Tensor,
-    inputs: Tensor,
     weight: Tensor,
     bias_sizes: list[int] | None,
     fixed: tuple[Any, ...],
     wanted: tuple[bool, bool, bool],
+    inputs: Tensor,
+    gradient: Tensor,
 ) -> list[Tensor]:
     """The wanted ones of the gradients of input, weight and bias."""
     found = torch.ops.aten.convolution_backward(
