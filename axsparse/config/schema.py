@@ -220,11 +220,9 @@ class OptimizerConfig(Section):
     """Weight decay, on matrices only (tensors of two or more dimensions): decoupled in adamw,
     within the scaled step in lamb, added to the gradient in sgd (1e-4 is usual there)."""
     learning_rates: Annotated[tuple[str, ...], FromList] = ()
-    """Peak learning rates of some parameters, such as `head.*=0.01`; all follow `schedule`. If
-    several patterns fit a name, the last one counts. `metrics.jsonl` has the one of all others."""
+    """Peak learning rates of some parameters, such as `head.*=0.01`; the last pattern counts."""
     weight_decays: Annotated[tuple[str, ...], FromList] = ()
-    """Weight decays of some parameters, such as `embed.*=0`; written as `learning_rates`. Vectors
-    decay, too, if they are named here."""
+    """Weight decays of some parameters, such as `embed.*=0`, vectors included."""
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
 
@@ -297,8 +295,7 @@ class TrainConfig(Section):
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
     trace: Annotated[int, Field(ge=0)] = 0
-    """Steps, after the first one, that are recorded in `trace/` of the run directory, for Perfetto
-    and `axsparse trace compare`."""
+    """Steps after the first one that are recorded in `trace/`, for Perfetto and `trace compare`."""
     nvtx: bool = False
     """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
     memory_history: bool = False
@@ -317,9 +314,8 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
     keep_best: bool = False
-    """Whether an evaluation of lower loss than all before it saves a checkpoint, which is kept
-    beside the newest until another one is better. Evaluations before the masks change, and just
-    before, do not count."""
+    """Whether an evaluation of lower loss than all before saves a checkpoint, which is kept until
+    another one is better. Evaluations before a change of the masks do not count after it."""
     buffer: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""
@@ -333,10 +329,18 @@ class WatchdogConfig(Section):
     70; five times as many until the first step is done. It has to be longer than the longest
     forward or backward, and than your own work between two steps. 0 never ends a run."""
     slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
-    """A warning names a rank that computes so many times as long as others for the same work; null
-    never warns."""
+    """A rank that computes so many times as long as others is warned of; null never warns."""
     slow_steps: Count = 20
     """Steps whose compute times are added up for `slow_ratio`."""
+
+
+class ObserveConfig(Section):
+    """Where copies of the records of `metrics.jsonl` go; what fails there never ends a run."""
+
+    tensorboard: bool = False
+    """Whether `tensorboard/` in the run directory has them; needs `axsparse[tensorboard]`."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """A project of Weights & Biases that gets them; needs `axsparse[wandb]`. null: none."""
 
 
 class Config(Section):
@@ -372,6 +376,8 @@ class Config(Section):
     """What the run saves."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """When the run counts as hung, and a rank as slow."""
+    observe: ObserveConfig = ObserveConfig()
+    """Where copies of the records go."""
     transport: Literal["auto", "nccl", "mpi", "cuda-aware-mpi", "local"] = "auto"
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for what
     GPUs send each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a

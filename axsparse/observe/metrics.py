@@ -117,6 +117,16 @@ class BackRecord:
     """Batches that the run has jumped over so far, including those between `step` and the spike."""
 
 
+Record = StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord
+
+
+def values(record: Record) -> dict[str, float | bool | str | None]:
+    """The fields of a record as the file has them, by name."""
+    fields = asdict(record)
+    fields |= fields.pop("metrics", {})
+    return fields
+
+
 def perplexity(eval_loss: float) -> float:
     """exp(eval_loss), or infinity if that is too large for a float."""
     try:
@@ -134,14 +144,13 @@ class MetricsFile:
         with self._writing():
             self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord) -> None:
+    def write(self, record: Record) -> None:
         """Append one line of strict JSON, with null for numbers that are not finite.
 
         Raises OutputError if that fails.
         """
-        values = asdict(record)
-        values |= values.pop("metrics", {})
-        line = json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False)
+        finite = {name: _finite(value) for name, value in values(record).items()}
+        line = json.dumps(finite, allow_nan=False)
         with self._writing():
             self._file.write(line + "\n")
             self._file.flush()

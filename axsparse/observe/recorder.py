@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.live_view import LiveView
@@ -14,8 +14,8 @@ from axsparse.observe.metrics import (
     BackRecord,
     EvalRecord,
     MaskRecord,
-    MetricsFile,
     PlanRecord,
+    Record,
     StepRecord,
     perplexity,
 )
@@ -29,6 +29,18 @@ DRAWN_SECONDS = 0.1
 """The shortest time between two pictures of the live view."""
 COMPARED_STEPS = 5
 """How many steps are measured before predictions are compared with them."""
+
+
+class RecordWriter(Protocol):
+    """Where records go: `MetricsFile`, and with sinks `CopiedRecords`."""
+
+    def write(self, record: Record) -> None:
+        """Write one record; OutputError if that fails."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Recorder:
         world: Collective,
         backoff: Backoff,
         run: RunFigures,
-        file: MetricsFile | None,
+        file: RecordWriter | None,
         console: Console | None,
         slow: SlowRanks | None = None,
     ) -> None:

@@ -16,6 +16,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
+from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.planner.auto_layout import pruned_layout
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
@@ -129,6 +130,7 @@ def _check_settings(
     together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
     loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
+    together(job.transport, lambda: refuse_missing_packages(loaded))
     return loaded
 
 

@@ -12,8 +12,8 @@ import torch
 
 from axsparse.models.start_weights import FromFile
 from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
-from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
+from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
@@ -78,7 +78,7 @@ def make_recorder(
     note = start.note() if isinstance(start, FromFile) else ""
     for line in (*placement.table, *lines, *filter(None, [note])):
         console.line(line)
-    file = MetricsFile(metrics)
+    file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
 
 

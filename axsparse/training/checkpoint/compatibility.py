@@ -17,7 +17,7 @@ FREE = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path", "data.workers"),
     *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
     *("train.trace", "train.nvtx", "train.memory_history", "train.compare_replicas_every"),
-    *("watchdog.", "pruning.calibration_samples"),
+    *("watchdog.", "observe.", "pruning.calibration_samples"),
     *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
 )
 """Keys, or beginnings of keys, whose values may change: at most they change the order of sums."""

@@ -1,0 +1,194 @@
+"""Copies of the records for TensorBoard and Weights & Biases, which never end or hold up a run.
+
+Each sink has a thread of its own on rank 0. An error in it, or one that falls behind, becomes one
+warning; metrics.jsonl has everything in any case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
+from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, Record, StepRecord, values
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.launcher import write_line
+
+WAITING = 1000
+"""Records that a sink may be behind; further ones are left out."""
+CLOSE_SECONDS = 20.0
+"""How long the end of a run waits for a sink."""
+WANDB_ID = "wandb-id"
+"""The file in the run directory that has the run's id at Weights & Biases, for resumptions."""
+GROUPS: Mapping[type[object], str] = {
+    StepRecord: "train",
+    EvalRecord: "validation",
+    MaskRecord: "masks",
+}
+"""What the names of a record's curves begin with; others are records of the plan."""
+
+
+class Sink(Protocol):
+    """Where copies of the records go; all is called in one thread, after `open` has made it."""
+
+    def write(self, step: int, curves: Mapping[str, float]) -> None:
+        """Take the numbers of one record by the names of their curves."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left."""
+        ...
+
+
+def curves_of(record: Record) -> dict[str, float]:
+    """The finite numbers of a record by the names of their curves, such as "train/loss"."""
+    group = GROUPS.get(type(record), "plan")
+    return {
+        f"{group}/{name}": float(value)
+        for name, value in values(record).items()
+        if isinstance(value, (int, float)) and name != "step" and math.isfinite(value)
+    }
+
+
+class SinkThread:
+    """A sink in a thread of its own, behind a queue."""
+
+    def __init__(self, key: str, open_sink: Callable[[int], Sink]) -> None:
+        """`key` is the setting that asks for it; `open_sink(step)` makes it at the first record."""
+        self._key = key
+        self._open = open_sink
+        self._queue: queue.Queue[Record | None] = queue.Queue(WAITING)
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, name=f"axsparse {key}", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Hand a record over, without waiting."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._warn(f"is {WAITING} records behind")
+
+    def close(self) -> None:
+        """Wait a while until all that was handed over is written."""
+        try:
+            self._queue.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            return  # which was told when records were left out
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"has not finished within {CLOSE_SECONDS:g} s")
+
+    def _work(self) -> None:
+        sink: Sink | None = None
+        try:
+            while (record := self._queue.get()) is not None:
+                if sink is None:
+                    sink = self._open(record.step)
+                sink.write(record.step, curves_of(record))
+            if sink is not None:
+                sink.close()
+        except BaseException as error:  # also SystemExit of a library
+            text = " ".join(str(error).split()) or "no message"
+            self._warn(f"{type(error).__name__}: {text[:200]}")
+            while self._queue.get() is not None:  # so that the queue never fills
+                pass
+
+    def _warn(self, what: str) -> None:
+        """Write one warning, the first one."""
+        if not self._warned:
+            self._warned = True
+            write_line(f"warning: {self._key}: {what}; the run goes on without it")
+
+
+class CopiedRecords:
+    """Writes records to metrics.jsonl and hands them to sinks."""
+
+    def __init__(self, file: MetricsFile, sinks: Sequence[SinkThread]) -> None:
+        self._file = file
+        self._sinks = sinks
+
+    def write(self, record: Record) -> None:
+        """Write one record; OutputError only if metrics.jsonl cannot be written."""
+        self._file.write(record)
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+class TensorBoard:
+    """Writes event files; later records of a run that was resumed replace those of before."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = writer(str(folder), purge_step=first_step)
+
+    def write(self, step: int, curves: Mapping[str, float]) -> None:
+        for name, value in curves.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Logs to a project at Weights & Biases; WANDB_MODE and WANDB_API_KEY count as ever."""
+
+    def __init__(self, project: str, run_dir: Path, config: Config) -> None:
+        path = run_dir / WANDB_ID
+        if not path.exists():
+            path.write_text(secrets.token_hex(8), encoding="utf-8")
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=path.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+        # A run that went back logs earlier steps again, which W&B's own counter does not allow.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, curves: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **curves})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def refuse_missing_packages(loaded: LoadedConfig) -> None:
+    """ConfigError for a sink whose package is not installed."""
+    observe = loaded.config.observe
+    for key, is_wanted in (("tensorboard", observe.tensorboard), ("wandb", observe.wandb)):
+        if is_wanted and find_spec(key) is None:
+            raise ConfigError(
+                f"{loaded.where(f'observe.{key}')}: {is_wanted}, but the package {key} is not "
+                f"installed; pip install 'axsparse[{key}]', or leave it out"
+            )
+
+
+def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile | CopiedRecords:
+    """Where the records of a run go; OutputError if metrics.jsonl cannot be opened."""
+    file, observe, sinks = MetricsFile(path), config.observe, []
+    if observe.tensorboard:
+        folder = run_dir / "tensorboard"
+        sinks.append(SinkThread("observe.tensorboard", lambda step: TensorBoard(folder, step)))
+    if observe.wandb is not None:
+        project = observe.wandb
+        sinks.append(SinkThread("observe.wandb", lambda _: Wandb(project, run_dir, config)))
+    return CopiedRecords(file, sinks) if sinks else file
