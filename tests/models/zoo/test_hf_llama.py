@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exhaustive import by_default
 from support.hf import STEPS, hf_logits, hf_losses, our_logits, tokens
 from support.images import assert_equal_tensors, write_safetensors
 from support.runs import VOCABULARY, token_data, train_in_process
@@ -115,6 +116,32 @@ def test_logits_and_losses_are_those_of_transformers_in_every_pipeline(
             assert trace.losses == pytest.approx(expected, rel=LOSS_RTOL)
             first = first or trace.losses
             assert trace.losses == first, g_inter
+
+
+@pytest.mark.parametrize("method", by_default(["sparsegpt"], ["sparsegpt", "wanda", "magnitude"]))
+@every_kind
+def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
+    transformers: Any, kind: str, method: str, tmp_path: Path
+) -> None:
+    make(transformers, kind, tmp_path)
+    pruning = {"method": method, "sparsity": 0.6, "calibration_samples": 8}
+    config = config_from(tmp_path, pruning=pruning, train={"steps": 2})
+    model = ours_from(tmp_path)
+
+    found = []
+    for g_inter in (1, 2, 3, 4):
+        masks: dict[str, Tensor] = {}
+        for trainer, trace in train_in_process(g_inter, 1, model, config, token_data()):
+            for layer in trainer.parts.layers:
+                pruned = (t for t in layer.state.owned if t.kept < t.parameter.numel())
+                masks |= {tensor.name: tensor.positions() for tensor in pruned}
+        found.append((trace.losses, masks))
+
+    losses, masks = found[0]
+    assert len(masks) == 14
+    for other_losses, other_masks in found[1:]:
+        assert other_losses == losses
+        assert_equal_tensors(other_masks, masks)
 
 
 @every_kind
