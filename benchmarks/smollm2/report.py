@@ -1,0 +1,109 @@
+"""What the study writes: a table, the records, and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from host_machine import host_machine
+
+from smollm2.cases import (
+    CALIBRATION_SAMPLES,
+    COMMON,
+    METHODS,
+    SPARSITIES,
+    TRAINED_AT,
+    TRAINING,
+    Case,
+)
+
+TEXTS = ("english", "code", "GPL-3")
+COLORS = {"magnitude": "#b3552f", "wanda": "#2f6fb3", "sparsegpt": "#2f9e5b", "dense": "#555555"}
+Records = Mapping[Case, Mapping[str, Any]]
+NOTE = (
+    "Perplexity of transformers on the exported folder, in bf16, in windows of 1,024 tokens, eight "
+    "of each text at most. Bytes of state are those of a run on one rank with AdamW in bf16. "
+    "Compare lines with each other: the texts are short, and the model has certainly read Python's "
+    "standard library before."
+)
+
+
+def write_report(records: Records, out: Path) -> None:
+    """Write smollm2.md, smollm2.json and smollm2.png into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    known = {
+        "machine": host_machine(),
+        "calibration_samples": CALIBRATION_SAMPLES,
+        "settings": [*COMMON, *TRAINING],
+        "note": NOTE,
+        "cases": {case.name: dict(found) for case, found in records.items()},
+    }
+    (out / "smollm2.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    lines = ["# SmolLM2 135M, pruned and trained on", "", NOTE, "", *table(records), ""]
+    (out / "smollm2.md").write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(lines), flush=True)
+    plot(records, out / "smollm2.png")
+
+
+def table(records: Records) -> Iterator[str]:
+    """Perplexities and bytes, a line a case that is done."""
+    dense = records.get(Case("dense", 0), {}).get("state_bytes")
+    yield "| pruned by | % | trained on | English | code | GPL-3 | state | of dense |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case, found in records.items():
+        if "perplexity" not in found:
+            continue
+        steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else "no"
+        values = [_rounded(found["perplexity"].get(text)) for text in TEXTS]
+        size = records.get(case.untrained, {}).get("state_bytes")
+        share = f"{size / dense:.3f}" if size and dense else ""
+        gigabytes = f"{size / 1e9:.3f} GB" if size else ""
+        cells = (case.method, str(case.percent), steps, *values, gigabytes, share)
+        yield f"| {' | '.join(cells)} |"
+
+
+def _rounded(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def plot(records: Records, path: Path) -> None:
+    """Perplexity over sparsity, for English and for code; hollow where a model was trained on."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    for axes, text in zip(panels, TEXTS, strict=False):
+        for method in METHODS:
+            done = [case for p in SPARSITIES if (case := Case(method, p)) in records]
+            values = [records[case]["perplexity"][text] for case in done]
+            axes.plot(
+                [case.percent for case in done],
+                values,
+                marker="o",
+                color=COLORS[method],
+                label=method,
+            )
+        for case, found in records.items():
+            if case.stages and "perplexity" in found:
+                axes.plot(
+                    [case.percent or TRAINED_AT],
+                    [found["perplexity"][text]],
+                    marker="o",
+                    fillstyle="none",
+                    color=COLORS[case.method],
+                )
+        untouched = records.get(Case("dense", 0))
+        if untouched is not None:
+            axes.axhline(untouched["perplexity"][text], color=COLORS["dense"], linestyle=":")
+        axes.set(xlabel="% of the blocks' matrices pruned", title=text, yscale="log")
+        axes.set_xticks(SPARSITIES)
+    panels[0].set_ylabel("perplexity")
+    panels[0].legend(fontsize=8, title="hollow: trained on; dotted: dense", title_fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
