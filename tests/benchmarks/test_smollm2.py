@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_a_uniform_guess_has_the_perplexity_of_the_vocabulary() -> None:
 def test_the_table_has_a_line_for_each_case_that_is_judged() -> None:
     judged = {"perplexity": {"english": 15.57, "code": 4.1}, "state_bytes": 2e9}
     few = Case("sparsegpt", 60, 1)
-    records = {
+    records: dict[Case, dict[str, Any]] = {
         Case("dense", 0): judged,
         Case("wanda", 60): {**judged, "state_bytes": 1.4e9},
         Case("wanda", 60, 2): {"perplexity": {"english": 1234.5}, "losses": [2.0, 1.0]},
