@@ -86,8 +86,8 @@ class PipelineConfig(Section):
     split_backward: bool | Auto = "auto"
     """Compute the gradients of weights apart from the backward, while nothing that a neighbour
     waits for can run; activations are held longer. Linear and convolution layers are split.
-    Changes no bit. `auto` splits where stages wait for each other: with two or more stages and
-    microbatches, under message-driven, without `compile`."""
+    Changes no bit. `auto` splits large layers where stages wait for each other: with two or more
+    stages and microbatches, under message-driven, without `compile`."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -168,11 +168,13 @@ def _give(box: list[Tensor], weight: nn.Parameter) -> None:
             start: Callable[..., Tensor] = _Give.apply
             start(box, weight).backward()
         return
-    if weight.grad is None:
+    if weight.grad is not None:
+        weight.grad.add_(box.pop())
+    elif box[0].stride() == weight.stride():
         weight.grad = box.pop()
     else:
-        weight.grad.add_(box.pop())
-    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        weight.grad = torch.empty_like(weight).copy_(box.pop())
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
         hook(weight)
 
 

@@ -63,6 +63,13 @@ HOLES = 0.3
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
+WORTH_SPLITTING = 2e8
+"""Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
+auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
+three products of so many flops take 2 ms there (benchmarks/split_backward.py)."""
+GPU_WORTH_SPLITTING = 2e10
+"""The same on GPUs, where it costs launches. Not measured."""
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -190,7 +197,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
     run = RunSpec(
-        config=_settled(config, grid, choice),
+        config=_settled(config, grid, choice, inputs),
         model=inputs.model,
         survey=survey,
         stages=(),
@@ -235,14 +242,14 @@ def _layout(
     return grid, choice
 
 
-def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
+def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInputs) -> Config:
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
     pruning, steps = config.pruning, config.train.steps
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     automatic = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
-        "pipeline.split_backward": _splits_backward(config, grid),
+        "pipeline.split_backward": _splits_backward(config, grid, inputs),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
@@ -307,14 +314,22 @@ def _gradient(config: Config, grid: Grid) -> str:
     return "half" if accumulates_in_half(_microbatches(config, grid)) else "fp32"
 
 
-def _splits_backward(config: Config, grid: Grid) -> bool:
-    """Whether weight gradients can fill time in which a stage waits for its neighbours."""
-    pipeline = config.pipeline
+def _splits_backward(config: Config, grid: Grid, inputs: RunInputs) -> bool:
+    """Whether weight gradients can fill time in which a stage waits for its neighbours, and are
+    large enough for it."""
+    pipeline, survey = config.pipeline, inputs.survey
+    matrices = sum(
+        len(parameter.shape) > 1 and parameter.trained
+        for layer in survey.layers
+        for parameter in layer.parameters
+    )
+    least = WORTH_SPLITTING if inputs.on_host else GPU_WORTH_SPLITTING
     return (
         grid.g_inter > 1
         and _microbatches(config, grid) > 1
         and pipeline.schedule == "message-driven"
         and not pipeline.compile
+        and survey.flops * config.batch.microbatch_size >= least * matrices
     )
 
 

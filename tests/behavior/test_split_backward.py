@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,20 @@ from support.resuming import Layout, ran, same
 from support.runs import (
     assert_bitwise,
     mlp,
+    random_init,
+    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
     vector_data,
 )
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.late_weights import LateWeights
+from axsparse.training import resolution
 from axsparse.training.trainer import Trainer
 
 SCHEDULES = ["message-driven", "1f1b", "gpipe"]
@@ -116,8 +122,12 @@ def test_layers_whose_input_needs_no_gradient_are_split_as_well() -> None:
         assert_bitwise(trace, oracle)
 
 
-def test_auto_splits_where_stages_wait_for_each_other() -> None:
+def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     data = token_data()
+    small = tiny_config(train={"steps": 1})
+    for trainer, _ in train_in_process(2, 1, tiny_gpt(small), small, data):
+        assert trainer.parts.engine._stage._split is None
+    monkeypatch.setattr(resolution, "WORTH_SPLITTING", 1e4)
     for layout, sections, expected in (
         ((2, 1), {}, True),
         ((1, 1), {}, False),
@@ -169,3 +179,33 @@ def test_weight_gradients_wait_and_all_have_run_at_the_end_of_a_step(
     assert max(most) > 1
     assert len(most) == 3 * 2 * 12
     assert all(len(late) == 0 for late in ended)
+
+
+class _Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.inner(x))
+        return out
+
+
+def test_what_stays_whole_is_named_once_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    layers = [
+        Layer(name, make, init=random_init)
+        for name, make in (
+            ("first", partial(nn.Linear, 16, 16)),
+            ("shared", _Shared),
+            ("out", partial(nn.Linear, 16, 5)),
+        )
+    ]
+    config = splitting(True, train={"steps": 3}, pruning={"sparsity": 0.0})
+
+    train_in_process(1, 2, Model(layers, summed_loss), config, vector_data())
+
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "split" in line] == [
+        "axsparse: rank 0 (stage 0, replica 0): pipeline.split_backward leaves whole: "
+        "shared.inner.weight (one microbatch uses it 2 times)"
+    ]

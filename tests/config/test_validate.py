@@ -44,6 +44,16 @@ def test_the_end_of_a_search_says_where_it_comes_from() -> None:
 # --- check_config ------------------------------------------------------------------------
 
 
+def test_a_fused_backward_cannot_be_split() -> None:
+    refusal = _config_refusal("pipeline.split_backward=true", "pipeline.compile=true")
+
+    assert refusal == (
+        "pipeline.split_backward (--set): true, but pipeline.compile fuses each layer's backward "
+        "into one; choose auto, which leaves it whole, or set pipeline.compile to false"
+    )
+    check_config(load_config(None, ("pipeline.split_backward=auto", "pipeline.compile=true")))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
