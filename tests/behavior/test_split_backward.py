@@ -25,8 +25,10 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.late_weights import LateWeights
+from axsparse.samo.layer_state import LayerState
 from axsparse.training import resolution
 from axsparse.training.trainer import Trainer
 
@@ -179,6 +181,25 @@ def test_weight_gradients_wait_and_all_have_run_at_the_end_of_a_step(
     assert max(most) > 1
     assert len(most) == 3 * 2 * 12
     assert all(len(late) == 0 for late in ended)
+
+
+def test_a_layers_all_reduce_starts_with_its_last_weight_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready: list[tuple[str, str]] = []
+    start = GradientSync.ready
+
+    def noting(sync: GradientSync, layer: LayerState) -> None:
+        ready.append((layer.name, sync._phases.action))
+        start(sync, layer)
+
+    monkeypatch.setattr(GradientSync, "ready", noting)
+    config = splitting(True, train={"steps": 2})
+
+    train_in_process(2, 2, tiny_gpt(config), config, token_data(), order=2)
+
+    last = {"embed": "B5", "block0": "W5", "block1": "W5", "head": "W5"}
+    assert sorted(ready) == sorted(4 * list(last.items()))
 
 
 class _Shared(nn.Module):
