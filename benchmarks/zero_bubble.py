@@ -101,7 +101,9 @@ def published() -> list[dict[str, Any]]:
             "ZB-H1": [split("zb-h1")],
             "1p": [split(patience=each) for each in PATIENCES],
             "2p": [replace(wide, patience=each) for each in PATIENCES],
-            "2p in bytes": [replace(wide, patience=p, deferred_size=size) for p in PATIENCES],
+            "2p in bytes": [
+                replace(wide, patience=p, deferred_sizes=(size,) * stages) for p in PATIENCES
+            ],
             "3p": [
                 split("message-driven", stages + 2, held=3 * stages, patience=each)
                 for each in PATIENCES

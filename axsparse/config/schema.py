@@ -74,20 +74,26 @@ class LayoutConfig(Section):
 class PipelineConfig(Section):
     """In which order a stage works."""
 
-    schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
+    schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"] = (
+        "message-driven"
+    )
     """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
-    backward in turn) and `gpipe` (all forwards, then all backwards; holds every microbatch's
-    activations) have a fixed order, for comparison: the same losses, bit by bit."""
+    backward in turn), `gpipe` (all forwards, then all backwards; holds all activations) and the
+    zero-bubble orders are fixed, for comparison: the same losses, bit by bit."""
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: what runs when a forward and a backward have both arrived."""
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
     split_backward: bool | Auto = "auto"
-    """Compute the gradients of weights apart from the backward, while nothing that a neighbour
-    waits for can run; activations are held longer. Linear and convolution layers are split.
-    Changes no bit. `auto` splits large layers where stages wait for each other: with two or more
-    stages and microbatches, under message-driven, without `compile`."""
+    """Compute weight gradients of matrices while nothing that a neighbour waits for can run.
+    `auto`: with two or more stages and microbatches, message-driven and without `compile`."""
+    held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
+    """split_backward: what a stage may hold in flight and for weight gradients, in microbatches in
+    flight. `auto` is what the first stage has in flight, or simulated with `layout.cluster`."""
+    patience: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
+    """split_backward: how far away an announced message may be to be waited for, in weight
+    gradients of a microbatch. `auto` is 0.5, or simulated with `layout.cluster`."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -47,12 +47,7 @@ def check_config(loaded: LoadedConfig) -> None:
             "that all of the model is new; set model.from or model.weights, or leave it out"
         )
     _check_checkpoints(loaded)
-    if config.pipeline.split_backward is True and config.pipeline.compile:
-        raise ConfigError(
-            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
-            "layer's backward into one; choose auto, which leaves it whole, or set "
-            "pipeline.compile to false"
-        )
+    _check_backwards(loaded)
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
 
@@ -336,6 +331,24 @@ def _check_source_fits_model(loaded: LoadedConfig) -> None:
             f"{loaded.where('data.source')}: {source} have {has} channels, model.name {model.name} "
             f"takes {takes}; choose data.source {'images' if takes == 3 else 'digits'}, "
             f"or model.name cnn with model.channels {has}"
+        )
+
+
+def _check_backwards(loaded: LoadedConfig) -> None:
+    """ConfigError if backwards have to be both split and whole."""
+    pipeline = loaded.config.pipeline
+    if pipeline.split_backward is True and pipeline.compile:
+        raise ConfigError(
+            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
+            "layer's backward into one; choose auto, which leaves it whole, or set "
+            "pipeline.compile to false"
+        )
+    is_whole = pipeline.split_backward is False or pipeline.compile
+    if is_whole and pipeline.schedule in ("zb-h1", "zb-1p", "zb-2p"):
+        cause = "compile true" if pipeline.compile else "split_backward false"
+        raise ConfigError(
+            f"{loaded.where('pipeline.schedule')}: {pipeline.schedule} is an order of split "
+            f"backwards, which pipeline.{cause} leaves whole; choose 1f1b, or leave that out"
         )
 
 

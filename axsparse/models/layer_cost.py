@@ -27,7 +27,8 @@ SAMPLES = 2
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one sample's forward pass leaves in memory, in the precision of the run."""
+    """Bytes that one sample's forward pass leaves in memory, in the precision of the run, and what
+    its backward can put off."""
 
     inputs: int
     """The inputs of the layer, from the layer before."""
@@ -37,6 +38,47 @@ class Activations:
     """The outputs of the layer, for the next one."""
     widest: int
     """The largest tensor among what is saved and the outputs; its gradient is as large."""
+    deferred: int = 0
+    """What a split backward keeps for the gradients of weights: inputs and output gradients of the
+    linear and convolution calls whose weight nothing else uses."""
+    weight_flops: float = 0.0
+    """Flops of these gradients."""
+
+
+class _WeightCalls(TorchFunctionMode):
+    """Notes the linear and convolution calls of a layer, by their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[int, list[tuple[Tensor, Tensor, float]]] = {}
+        """Input, output and flops of each call, by the weight's storage."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (F.linear, F.conv1d, F.conv2d, F.conv3d):
+            given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs or {})
+            weight = given["weight"]
+            # Each output is the sum of as many products as a weight has entries for it.
+            flops = 2.0 * found.numel() * weight[0].numel() / SAMPLES
+            calls = self._calls.setdefault(_storage(weight), [])
+            calls.append((given["input"], found, flops))
+        return found
+
+    def of(self, weights: Iterable[Tensor]) -> tuple[int, float]:
+        """Bytes and flops of the gradients of these weights that can wait."""
+        calls = [self._calls.get(_storage(weight), []) for weight in weights]
+        split = [found[0] for found in calls if len(found) == 1]
+        inputs = {_storage(given): given for given, _, _ in split}.values()
+        # An input may be a view of more; its own entries are what is read.
+        kept = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        gradients = sum(output.numel() * output.element_size() for _, output, _ in split)
+        return (kept + gradients) // SAMPLES, sum(flops for _, _, flops in split)
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -123,8 +165,10 @@ class Tracer:
             return tensor
 
         before = self._flow
+        calls = _WeightCalls()
         try:
             with (
+                calls,
                 preserved_rng(),
                 FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
                 saved_tensors_hooks(keep, lambda tensor: tensor),
@@ -140,11 +184,15 @@ class Tracer:
         self._flow = tuple(self._on_meta(tensor) for tensor in given)
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
+        trained = [p for p in module.parameters() if p.requires_grad]
+        deferred, weight_flops = calls.of(trained)
         activations = Activations(
             inputs=_bytes(before),
             saved=_bytes(saved.values()),
             outputs=_bytes(own.values()),
             widest=max((_bytes([t]) for t in (*saved.values(), *own.values())), default=0),
+            deferred=deferred,
+            weight_flops=weight_flops,
         )
         return counter.get_total_flops() / SAMPLES, activations
 

@@ -49,8 +49,9 @@ class Schedule:
     held: float | None = None
     """What a stage may hold of microbatches in flight and deferred, in the unit of `Bounds.held`
     (message-driven, zb-1p, zb-2p); None: what the first stage has in flight."""
-    deferred_size: float = 1.0
-    """What a deferred microbatch takes at most on a stage, in the same unit (split)."""
+    deferred_sizes: tuple[float, ...] = ()
+    """What a deferred microbatch takes on each stage, in units of one in flight there (split);
+    empty: 1 on all."""
     patience: float = PATIENCE
     """How far away a message may be to be waited for, in times of a WEIGHT action (message-driven,
     split). With 0 nobody needs announcements."""
@@ -77,11 +78,12 @@ class Schedule:
         if not self.split_backward:
             return Bounds(depth + slack, depth + slack)
         in_flight = depth + min(slack, depth - 1 + max(0, slack - g_inter + 1))
+        size = self.deferred_sizes[stage] if self.deferred_sizes else 1.0
         held = self.held
         if held is None:
             first = 2 * g_inter + self.slack if self.name == "zb-2p" else g_inter + slack
-            held = first + max(0.0, self.deferred_size - 1)
-        return Bounds(in_flight, held, self.deferred_size)
+            held = first + max(0.0, size - 1)
+        return Bounds(in_flight, max(held, size), size)
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
@@ -102,10 +104,10 @@ class Schedule:
                 slack=self.slack,
                 prefer=self.prefer,
             )
-        return InOrder(self._order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
+        return InOrder(self.order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
 
-    def _order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
-        """What a stage does under a static schedule."""
+    def order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
+        """What a stage does in a step under a static schedule."""
         if self.name == "zb-h1":
             return zb_h1(stage, g_inter, microbatches, self.slack)
         if self.name in ("zb-1p", "zb-2p"):

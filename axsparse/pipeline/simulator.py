@@ -137,6 +137,8 @@ class _Stage:
     """How many actions of each kind have begun."""
     is_idle: bool = False
     """Whether it waits for a message."""
+    free: float = 0.0
+    """Until when it handles messages that it has taken in."""
     decision: int = 0
     """The number of the decision that it waits for; others have been overtaken by an arrival."""
 
@@ -170,7 +172,7 @@ class _Simulation:
             if arrival is not None:
                 stage.inbox.append(arrival)
                 if stage.is_idle:
-                    self._decide_at(now, number)
+                    self._decide_at(max(now, stage.free), number)
             elif event == stage.decision:
                 self._decide(number, now)
         waiting = [number for number, stage in enumerate(self._stages) if not stage.policy.finished]
@@ -189,7 +191,7 @@ class _Simulation:
         """Ask a stage's policy what to do now, and begin that."""
         stage = self._stages[number]
         if stage.inbox:
-            now = self._take_in(number, now)
+            now = stage.free = self._take_in(number, now)
         forecast = UNKNOWN if self._expected is None else self._forecast(number, now)
         action = stage.policy.next(forecast)
         if action is not None:

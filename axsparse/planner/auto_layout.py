@@ -29,14 +29,10 @@ from axsparse.config.validate import (
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import Layout
-from axsparse.planner.layout_search import (
-    LayoutQuestion,
-    Rejection,
-    Row,
-    try_layouts,
-    with_slack_that_pays,
-)
-from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.layout_question import LayoutQuestion, Row
+from axsparse.planner.layout_search import Rejection, try_layouts
+from axsparse.planner.run_workload import configured_schedule, run_question, schedules
+from axsparse.planner.schedule_choice import with_schedule_that_pays
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
@@ -138,7 +134,7 @@ def fewest_stages(
             if rows:
                 best = rows[0]
                 if schedule is None:
-                    best, _ = with_slack_that_pays(one, best)
+                    best = with_schedule_that_pays(one, best).row
                 return Choice(best, question.room, rejected[-1] if rejected else None)
         rejected += found
     return rejected[-1]
@@ -234,13 +230,11 @@ def balanced(
     """The layers of each stage for `layout.split: auto`.
 
     The work of the busiest stage is as small as it can be while every stage fits
-    `layout.memory_per_rank`; ConfigError if none fits. `config` has its slack resolved.
+    `layout.memory_per_rank`; ConfigError if none fits. The pipeline of `config` is resolved.
     """
     room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
     microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    assert pipeline.slack != "auto"
-    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
-    layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
+    layout = Layout(grid, configured_schedule(pipeline), batch.microbatch_size, microbatches)
 
     def needs(stage: int, load: StageLoad) -> float:
         return layout.stage_memory(stage, load, overhead=0.0).total

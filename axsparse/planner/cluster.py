@@ -75,6 +75,9 @@ class Cluster:
     weight_rate: float | None = None
     """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
     the arithmetic hides that time, as on GPUs."""
+    weight_share: float | None = None
+    """τ: the time of the products that make gradients of weights, over that of as many flops at
+    `efficiency`; None: 1."""
     traffic: float | None = None
     """Bytes that kernels move, over those that `published.transformer` counts; None where
     `efficiency` carries that time as well."""
@@ -128,7 +131,7 @@ _OPTIONAL = (
     _PEAKS
     | _YES_OR_NO
     | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
-    | {"message_overhead", "node_ring_latency", "peer_bandwidth", "traffic"}
+    | {"message_overhead", "node_ring_latency", "peer_bandwidth", "traffic", "weight_share"}
 )
 _FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
 _MAY_BE_ZERO = frozenset(

@@ -112,6 +112,9 @@ class GptFormula:
             working=s * (34 * h + 5 * self.heads * s),
             logits=6.0 * s * self.vocabulary if stage == g_inter - 1 else 0.0,
             outputs=float(width * s * h),
+            # Four matrices of a block read 7 h values a token and write 9 h.
+            deferred=number * width * s * 16 * h,
+            weight_flops=24.0 * s * h**2 * number,
         )
 
     def _state(self, g_inter: int) -> StateBytes:

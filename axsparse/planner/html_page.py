@@ -13,9 +13,17 @@ from axsparse.config.validate import counted
 from axsparse.observe import web_page
 from axsparse.observe.timeline_picture import LEFT, WIDTH, timeline
 from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, svg
-from axsparse.planner.layout_search import Plan, Row
+from axsparse.planner.layout_question import Row
+from axsparse.planner.layout_search import Plan
 from axsparse.planner.memory_picture import memory_bars
-from axsparse.planner.plan_report import MethodPlan, because, cells, rejections, settings
+from axsparse.planner.plan_report import (
+    MethodPlan,
+    backward_cells,
+    because,
+    cells,
+    rejections,
+    settings,
+)
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
@@ -54,6 +62,10 @@ def _section(answer: MethodPlan) -> Iterator[str]:
         yield "<h3>Step over slack</h3>"
         points = [(point.slack, point.seconds) for point in plan.slack_curve]
         yield from _curves([("step", points)], "slack")
+    if len(plan.tried) > 1:
+        yield "<h3>Whole and split backwards</h3>"
+        tried = backward_cells(plan)
+        yield from html_table(list(tried[0]), (list(row.values()) for row in tried))
     if plan.rejected:
         yield "<h3>Rejected</h3><ul>"
         yield from (f"<li>{escape(line.strip())}</li>" for line in rejections(plan.rejected))

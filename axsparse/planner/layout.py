@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.stage_memory import StageMemory, most_in_flight, stage_memory
+from axsparse.planner.stage_memory import StageMemory, most_held, stage_memory
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.grid import Grid
 
@@ -25,8 +25,9 @@ class Layout:
     def stage_memory(self, stage: int, load: StageLoad, overhead: float) -> StageMemory:
         """What this stage needs on one rank, if it has this load. `overhead` as in
         `Cluster.overhead_bytes`."""
-        held = most_in_flight(
-            self.schedule,
+        sizes = (load.deferred_size,) * self.grid.g_inter
+        held = most_held(
+            replace(self.schedule, deferred_sizes=sizes),
             stage=stage,
             g_inter=self.grid.g_inter,
             microbatches=self.microbatches,
@@ -34,6 +35,13 @@ class Layout:
         return stage_memory(
             load, microbatch_size=self.microbatch_size, in_flight=held, overhead=overhead
         )
+
+    def with_sizes(self, loads: Sequence[StageLoad]) -> Layout:
+        """This layout, its schedule told what deferred microbatches of these loads take."""
+        if not self.schedule.split_backward:
+            return replace(self, schedule=replace(self.schedule, deferred_sizes=()))
+        sizes = tuple(load.deferred_size for load in loads)
+        return replace(self, schedule=replace(self.schedule, deferred_sizes=sizes))
 
     def memory(self, loads: Sequence[StageLoad], overhead: float) -> list[StageMemory]:
         """What each stage needs on one rank; `loads` has one entry a stage."""

@@ -8,86 +8,25 @@ predicted step, so that everyone sees how much the rule gains or loses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from axsparse.config.validate import counted
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Layout
-from axsparse.planner.stage_memory import StageMemory, needed
-from axsparse.planner.step_cost import StepCosts, step_costs
-from axsparse.planner.step_simulation import StepRun, simulate_step
+from axsparse.planner.layout_question import LayoutQuestion, Row, simulate_layout
+from axsparse.planner.schedule_choice import (
+    SchedulePoint,
+    Search,
+    SlackPoint,
+    faster_split,
+    has_nothing_to_fill,
+    with_schedule_that_pays,
+)
+from axsparse.planner.stage_memory import needed
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-
-DEFAULT_SLACK = 1
-PAYS = 0.005
-"""The part of a step that a larger slack has to save to be worth its memory."""
-PLAYED_REPLICAS = 4
-"""Replicas that are simulated if there is jitter: enough to tell layouts apart."""
-Costing: TypeAlias = Callable[[Workload, Sequence[StageLoad], Cluster, Grid, int], StepCosts]
-"""Gives the seconds of a layout at a microbatch size, the last argument: `step_costs`, or another
-function of the same arguments, which may return measured seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutQuestion:
-    """A question to the planner: what is trained, on which devices, and what may be tried."""
-
-    workload: Workload
-    cluster: Cluster
-    gpus: int
-    """Number of devices; a layout uses all of them."""
-    global_batch_size: int
-    """Samples of a step."""
-    memory_bytes: float | None = None
-    """What a rank may take; None: the whole memory of a device."""
-    schedule: Schedule | None = None
-    """None: message-driven, with the slack that pays (see `PAYS`)."""
-    g_inter: Sequence[int] | None = None
-    """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
-    microbatch_sizes: Sequence[int] | None = None
-    """The sizes to try, in samples; None: every power of two that divides a replica's batch."""
-    costing: Costing = step_costs
-
-    @property
-    def room(self) -> float:
-        """Bytes that a rank may take."""
-        return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """The schedules to try until one fits."""
-        if self.schedule is not None:
-            return [self.schedule]
-        return [Schedule("message-driven", slack, "alternate") for slack in (DEFAULT_SLACK, 0)]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A layout that fits, its memory and its predicted step."""
-
-    layout: Layout
-    loads: Sequence[StageLoad]
-    """What each stage computes and holds."""
-    memory: Sequence[StageMemory]
-    """What each stage needs on one rank."""
-    costs: StepCosts
-    run: StepRun
-    percent_of_peak: float
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.run.seconds
-
-    @property
-    def fullest(self) -> int:
-        """The number of the stage that needs most memory."""
-        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
 
 @dataclass(frozen=True)
@@ -99,16 +38,6 @@ class Rejection:
     microbatch_size: int | None
     """None: no size would help."""
     reason: str
-
-
-@dataclass(frozen=True)
-class SlackPoint:
-    """What a layout's step takes with one slack."""
-
-    slack: int
-    seconds: float
-    bytes: float
-    """Memory of the fullest stage."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +53,12 @@ class Plan:
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
     slack_curve: Sequence[SlackPoint]
-    """Each slack that fits the recommended layout, all simulated with the same delays; empty if
-    the slack was given."""
+    """Each slack that fits the recommended layout, with its kind of backward and all simulated
+    with the same delays; empty if the schedule was given."""
+    tried: Sequence[SchedulePoint]
+    """What whole backwards would give the recommended layout, with the slack that pays, and what
+    split ones would with each bound and patience that was tried; empty if the schedule was
+    given."""
 
     @property
     def recommended(self) -> Row:
@@ -154,10 +87,19 @@ def plan(question: LayoutQuestion) -> Plan:
     fewest = min(row.layout.grid.g_inter for row in rows)
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    curve: list[SlackPoint] = []
+    found = Search(best, [], [])
     if question.schedule is None:
-        best, curve = with_slack_that_pays(question, best)
-    return Plan(workload, cluster, gpus, question.room, [best, *others], rejected, curve)
+        found = with_schedule_that_pays(question, best)
+    return Plan(
+        workload,
+        cluster,
+        gpus,
+        question.room,
+        [found.row, *others],
+        rejected,
+        found.slack_curve,
+        found.tried,
+    )
 
 
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
@@ -204,9 +146,12 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         return Rejection(grid.g_inter, grid.g_data, size, reason)
     for schedule in question.schedules:
         layout = Layout(grid, schedule, size, share // size)
+        if question.split_backward is None and has_nothing_to_fill(layout):
+            layout = replace(layout, schedule=replace(schedule, split_backward=False))
         found = _split(question, layout)
         if not isinstance(found, Rejection):
-            return _row(question, layout, found)
+            row = _row(question, layout.with_sizes(found), found)
+            return row if question.schedule is not None else faster_split(question, row)
         rejection = found
     return rejection
 
@@ -243,7 +188,7 @@ def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -
     """Simulate a layout that fits."""
     workload, cluster, grid = question.workload, question.cluster, layout.grid
     costs = question.costing(workload, loads, cluster, grid, layout.microbatch_size)
-    run = _simulate(costs, cluster, layout)
+    run = simulate_layout(costs, cluster, layout)
     flops = question.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)
     return Row(
@@ -256,57 +201,6 @@ def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -
     )
 
 
-def _simulate(costs: StepCosts, cluster: Cluster, layout: Layout) -> StepRun:
-    return simulate_step(
-        costs,
-        cluster,
-        layout.grid,
-        layout.schedule,
-        layout.microbatches,
-        most_replicas=PLAYED_REPLICAS,
-    )
-
-
 def _powers_of_two(samples: int) -> list[int]:
     """The powers of two that divide a number of samples, smallest first."""
     return [size for size in (2**n for n in range(samples.bit_length())) if samples % size == 0]
-
-
-# -- slack ------------------------------------------------------------------------------
-
-
-def with_slack_that_pays(question: LayoutQuestion, row: Row) -> tuple[Row, list[SlackPoint]]:
-    """A layout with the slack that pays, and its step with every slack that fits."""
-    curve = _slack_curve(question, row)
-    return _with_slack(question.cluster, row, chosen_slack(curve)), curve
-
-
-def chosen_slack(curve: Sequence[SlackPoint]) -> int:
-    """The smallest slack whose step is at most `PAYS` longer than the shortest."""
-    shortest = min(point.seconds for point in curve)
-    return next(point.slack for point in curve if point.seconds <= (1 + PAYS) * shortest)
-
-
-def _slack_curve(question: LayoutQuestion, row: Row) -> list[SlackPoint]:
-    """The step with each slack up to G_inter, as far as the memory goes; delays are the same."""
-    points = []
-    for slack in range(row.layout.grid.g_inter + 1):
-        found = _with_slack(question.cluster, row, slack)
-        most = max(stage.total for stage in found.memory)
-        if most > question.room:
-            break
-        points.append(SlackPoint(slack, found.seconds, most))
-    return points
-
-
-def _with_slack(cluster: Cluster, row: Row, slack: int) -> Row:
-    """The same layout with another slack."""
-    layout = replace(row.layout, schedule=replace(row.layout.schedule, slack=slack))
-    run = _simulate(row.costs, cluster, layout)
-    return replace(
-        row,
-        layout=layout,
-        memory=layout.memory(row.loads, cluster.overhead_bytes),
-        run=run,
-        percent_of_peak=row.percent_of_peak * row.run.seconds / run.seconds,
-    )

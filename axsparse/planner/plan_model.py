@@ -15,10 +15,17 @@ from axsparse.config.validate import check_config, check_offload, check_split, c
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, Precision, load_cluster
-from axsparse.planner.layout_search import LayoutQuestion, Plan, plan, try_layouts
-from axsparse.planner.run_workload import copied_bytes, has_costs, schedules, workload
+from axsparse.planner.layout_question import LayoutQuestion
+from axsparse.planner.layout_search import Plan, plan, try_layouts
+from axsparse.planner.run_workload import (
+    configured_schedule,
+    copied_bytes,
+    has_costs,
+    only_backward,
+    schedules,
+    workload,
+)
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
@@ -90,6 +97,7 @@ class Subject:
             memory_bytes=self.room(cluster),
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
+            split_backward=only_backward(self.loaded.config.pipeline),
         )
         failure: ConfigError | None = None
         for schedule in schedules(self.loaded.config, has_times=True):
@@ -128,7 +136,8 @@ class Subject:
         if question.g_inter is not None:
             return None  # more devices would only be more replicas
         pipeline, gpus = self.loaded.config.pipeline, question.gpus
-        least = Schedule(pipeline.schedule, 0, pipeline.prefer)
+        is_split = only_backward(pipeline) is True
+        least = replace(configured_schedule(pipeline, slack=0, is_split=is_split), slack=0)
         deeper = replace(question, schedule=least, microbatch_sizes=[1])
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:

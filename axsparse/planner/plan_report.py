@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from axsparse.config.validate import counted
-from axsparse.planner.layout_search import Plan, Rejection, Row
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.split_policy import PATIENCE
+from axsparse.planner.layout_question import Row
+from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
 
@@ -16,7 +19,7 @@ MOST_ROWS = 12
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
 _LEFT = frozenset(
-    {"layout", "stage", "layers", "method"}
+    {"layout", "stage", "layers", "method", "backward", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
 """Columns that are aligned to the left."""
@@ -62,6 +65,10 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
     if plan.slack_curve:
         points = ", ".join(f"{p.slack}: {p.seconds:.4g} s" for p in plan.slack_curve)
         yield f"step over slack: {points}"
+    if len(plan.tried) > 1:
+        yield ""
+        yield "whole and split backwards:"
+        yield from table(backward_cells(plan))
     if plan.rejected:
         yield ""
         yield "rejected:"
@@ -71,12 +78,41 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
 
 def settings(row: Row) -> str:
     """The options that make training take this layout."""
-    keys = {
+    schedule = row.layout.schedule
+    keys: dict[str, object] = {
         "layout.g_inter": row.layout.grid.g_inter,
         "batch.microbatch_size": row.layout.microbatch_size,
-        "pipeline.slack": row.layout.schedule.slack,
+        "pipeline.slack": schedule.slack,
+        "pipeline.split_backward": str(schedule.split_backward).lower(),
     }
+    if schedule.held is not None and schedule.split_backward:
+        keys["pipeline.held"] = f"{schedule.held:g}"
+    if schedule.uses_forecasts and schedule.patience != PATIENCE:
+        keys["pipeline.patience"] = schedule.patience
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
+
+
+def backward_cells(plan: Plan) -> list[dict[str, str]]:
+    """What whole and split backwards would give the recommended layout, as texts by column."""
+    best = plan.recommended.layout
+    return [
+        {
+            "backward": "split" if point.schedule.split_backward else "whole",
+            "slack": str(point.schedule.slack),
+            **_split_cells(point.schedule, best.grid.g_inter),
+            "GB": gigabytes(point.bytes),
+            "step s": f"{point.seconds:.4g}",
+            "": "recommended" if point.schedule == best.schedule else "",
+        }
+        for point in plan.tried
+    ]
+
+
+def _split_cells(schedule: Schedule, g_inter: int) -> dict[str, str]:
+    if not schedule.split_backward:
+        return {"held": "–", "patience": "–"}
+    held = max(schedule.bounds(stage, g_inter).held for stage in range(g_inter))
+    return {"held": f"{held:.3g}", "patience": f"{schedule.patience:g}"}
 
 
 def because(plan: Plan) -> str:
@@ -176,6 +212,7 @@ def cells(plan: Plan, row: Row) -> dict[str, str]:
     return {
         "layout": f"{row.layout.grid.g_inter} × {row.layout.grid.g_data}",
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
+        "backward": "split" if row.layout.schedule.split_backward else "whole",
         "slack": str(row.layout.schedule.slack),
         "GB": f"{gigabytes(most)}",
         "step s": f"{row.seconds:.4g}",
@@ -216,6 +253,7 @@ def as_json(answer: MethodPlan) -> dict[str, Any]:
         "rows": [_row_json(plan, row) for row in plan.rows],
         "rejected": [asdict(each) for each in plan.rejected],
         "slack_curve": [asdict(point) for point in plan.slack_curve],
+        "tried": [asdict(point) for point in plan.tried],
         "constants": {
             name: {
                 "value": getattr(plan.cluster, name),

@@ -9,9 +9,8 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.layout import Layout
-from axsparse.planner.run_workload import workload
+from axsparse.planner.run_workload import configured_schedule, workload
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.runtime.grid import Grid
@@ -47,12 +46,14 @@ def planned_memory(
         return None
     loaded = LoadedConfig(config, "run", {})
     surveyed = survey(model_without_weights(loaded), DTYPES[config.precision])
-    if surveyed.shapes != shapes or isinstance(pipeline.slack, str):
+    is_settled = "auto" not in (pipeline.slack, pipeline.split_backward)
+    if surveyed.shapes != shapes or not is_settled:
         return None
     grid = Grid(layout.g_inter, layout.g_data)
     microbatches = config.batch.global_batch_size // grid.g_data // config.batch.microbatch_size
-    schedule = Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)
-    planned = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
+    planned = Layout(
+        grid, configured_schedule(pipeline), config.batch.microbatch_size, microbatches
+    )
 
     def memory(
         entries: Mapping[str, int], overhead: float, *, at_start: bool = False

@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.schedules import ZERO_BUBBLE, Schedule
+from axsparse.pipeline.split_policy import PATIENCE
 from axsparse.planner.calibration_memory import CalibrationPlan
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.layout import Layout
-from axsparse.planner.layout_search import DEFAULT_SLACK, LayoutQuestion, try_layouts
+from axsparse.planner.layout_question import DEFAULT_SLACK, LayoutQuestion
+from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.input_statistics import METHODS
@@ -80,17 +82,53 @@ def _calibration(config: Config, on_host: bool) -> CalibrationPlan | None:
     return CalibrationPlan(pruning.method, pruning.calibration_samples, on_host)
 
 
+def backwards(pipeline: PipelineConfig) -> list[bool]:
+    """Whether backwards may be split, whole, or either; split ones first.
+
+    Split ones are of use where what arrives decides, and where nothing fuses whole ones.
+    """
+    if pipeline.split_backward != "auto":
+        return [pipeline.split_backward]
+    if pipeline.schedule in ZERO_BUBBLE:
+        return [True]
+    return (
+        [True, False] if pipeline.schedule == "message-driven" and not pipeline.compile else [False]
+    )
+
+
+def configured_schedule(
+    pipeline: PipelineConfig, *, slack: int | None = None, is_split: bool | None = None
+) -> Schedule:
+    """The schedule of a configuration; `slack` and `is_split` stand in for its own `auto`."""
+    slack = slack if pipeline.slack == "auto" else pipeline.slack
+    is_split = is_split if pipeline.split_backward == "auto" else pipeline.split_backward
+    assert slack is not None and is_split is not None, "settings that are auto have stand-ins"
+    return Schedule(
+        pipeline.schedule,
+        slack,
+        pipeline.prefer,
+        split_backward=is_split,
+        held=None if pipeline.held == "auto" else pipeline.held,
+        patience=PATIENCE if pipeline.patience == "auto" else pipeline.patience,
+    )
+
+
 def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
-    """The schedules to try until one fits; None is message-driven with the slack that pays.
+    """The schedules to try until one fits; None is message-driven with what pays.
 
     That needs predicted times, so without them (`has_times`) two fixed slacks are tried.
     """
     pipeline = config.pipeline
-    if pipeline.slack != "auto":
-        return [Schedule(pipeline.schedule, pipeline.slack, pipeline.prefer)]
-    if has_times and pipeline.schedule == "message-driven" and pipeline.prefer == "alternate":
+    by_time = (pipeline.slack, pipeline.held, pipeline.patience, pipeline.prefer)
+    is_free = by_time == ("auto", "auto", "auto", "alternate")
+    if has_times and pipeline.schedule == "message-driven" and is_free:
         return [None]
-    return [Schedule(pipeline.schedule, slack, pipeline.prefer) for slack in (DEFAULT_SLACK, 0)]
+    slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
+    return [
+        configured_schedule(pipeline, slack=slack, is_split=is_split)
+        for is_split in backwards(pipeline)
+        for slack in slacks
+    ]
 
 
 def run_question(
@@ -111,7 +149,14 @@ def run_question(
         memory_bytes=room,
         g_inter=stages,
         microbatch_sizes=[config.batch.microbatch_size],
+        split_backward=only_backward(config.pipeline),
     )
+
+
+def only_backward(pipeline: PipelineConfig) -> bool | None:
+    """Whether backwards have to be split; None if either will do."""
+    [first, *others] = backwards(pipeline)
+    return None if others else first
 
 
 @dataclass(frozen=True)
@@ -135,10 +180,13 @@ def predict(
     slack: int,
     reason: str | None,
 ) -> Prediction:
-    """Predict a run whose layout is settled; `reason` is passed on."""
+    """Predict a run whose layout is settled; `reason` is passed on.
+
+    Backwards are whole where the configuration leaves that open.
+    """
     share = config.batch.global_batch_size // grid.g_data
     microbatches = share // config.batch.microbatch_size
-    schedule = Schedule(config.pipeline.schedule, slack, config.pipeline.prefer)
+    schedule = configured_schedule(config.pipeline, slack=slack, is_split=False)
     if cluster is None:
         loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
         assert loads is not None, "there is no limit"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from axsparse.pipeline.actions import Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.workload import StageLoad
 
@@ -28,7 +31,8 @@ class StageMemory:
     optimizer: float
     """Optimizer state; if state is offloaded, the part of it that is on the GPU for its update."""
     activations: float
-    """Activations of the microbatches in flight."""
+    """Activations of the microbatches in flight, and what those that wait for their weight
+    gradients hold."""
     working: float
     """What one layer's backward needs beside: gradients of activations, and the activations
     themselves if it computes them again."""
@@ -50,9 +54,9 @@ class StageMemory:
 
 
 def stage_memory(
-    load: StageLoad, *, microbatch_size: int, in_flight: int, overhead: float
+    load: StageLoad, *, microbatch_size: int, in_flight: float, overhead: float
 ) -> StageMemory:
-    """What a stage needs with `in_flight` microbatches in flight."""
+    """What a stage needs that holds as much as `in_flight` microbatches in flight (`most_held`)."""
     state = load.state
     activations = microbatch_size * in_flight * load.held
     working = microbatch_size * load.working
@@ -78,12 +82,43 @@ def stage_memory(
 
 
 def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int) -> int:
-    """The most microbatches whose activations a stage holds at a time under this schedule."""
+    """The most microbatches that a stage has in flight at a time under this schedule."""
     if schedule.name == "gpipe":
         return microbatches
     if stage == g_inter - 1:
         return 1  # the last stage runs each backward directly after its forward
     return min(microbatches, g_inter - stage + schedule.slack)
+
+
+def most_held(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int) -> float:
+    """The most that a stage holds at a time, in units of a microbatch in flight.
+
+    That is all that `Bounds` allow, whether or not arrivals lead to it.
+    """
+    if not schedule.split_backward:
+        return most_in_flight(schedule, stage=stage, g_inter=g_inter, microbatches=microbatches)
+    bounds = schedule.bounds(stage, g_inter)
+    size = bounds.deferred_size
+    if schedule.name in ("1f1b", "gpipe", "zb-h1"):
+        return _most_of_order(schedule, stage, g_inter, microbatches, size)
+    # A backward that has its input always fits unless deferred microbatches are the larger ones.
+    is_one = stage == g_inter - 1 and size <= 1
+    most = 1 if is_one else min(microbatches, bounds.in_flight)
+    return max(
+        in_flight + size * min(microbatches - in_flight, (bounds.held - in_flight) // size)
+        for in_flight in range(most + 1)
+        if in_flight <= bounds.held
+    )
+
+
+@cache
+def _most_of_order(
+    schedule: Schedule, stage: int, g_inter: int, microbatches: int, size: float
+) -> float:
+    """As `most_held`, of an order that is known beforehand."""
+    change = {Kind.FORWARD: 1.0, Kind.BACKWARD: size - 1, Kind.WEIGHT: -size}
+    actions = schedule.order(stage, g_inter, microbatches)
+    return max(accumulate(change[each.kind] for each in actions))
 
 
 def gigabytes(n: float) -> str:
@@ -108,6 +143,13 @@ class HeldActivations:
     """From its forward to its backward."""
     working: int
     """More while a backward runs, for one layer."""
+    deferred: int = 0
+    """From a split backward to the weight gradients."""
+
+    @property
+    def deferred_size(self) -> float:
+        """What a deferred microbatch takes, in units of one in flight (see `Bounds`)."""
+        return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
 def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
@@ -118,11 +160,12 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
     the one before: two are there at a time, and what belongs to both of them is not free yet.
     Layers without known costs (of a model without example) count nothing.
     """
-    kept = working = 0
+    kept = working = deferred = 0
     for number, layer in enumerate(layers):
         if layer.activations is None:
             continue
         kept += layer.activations.inputs
+        deferred += layer.activations.deferred
         again = 0
         if is_recomputed(number, checkpoint_activations):
             again = layer.activations.saved
@@ -132,7 +175,7 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
     last = layers[-1].activations
     if last is not None:
         kept += last.outputs
-    return HeldActivations(kept, working)
+    return HeldActivations(kept, working, deferred)
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:

@@ -5,6 +5,8 @@ b bytes of output:
 
     forward     mbs · (F / (e · peak) + traffic · moved / memory bandwidth) + φ / ω
     backward    2 · forward + the forward of the recomputed layers without φ / ω + compression
+    weight      mbs · W / (e · peak) · τ + φ / ω + compression, with W flops of weight gradients:
+                the part of the backward that a split one leaves for later
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, for which the sender and the receiver are each busy
 
@@ -40,6 +42,9 @@ class StageSeconds:
     """Compression included."""
     compress: float
     """The part of the backward that compresses gradients."""
+    weight: float = 0.0
+    """The part of the backward that makes the gradients of weights which can wait, compression
+    included."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,14 @@ def stage_seconds(
     again = load.again_flops / rate + each * load.again_moved / cluster.memory_bandwidth
     compress = load.trained / cluster.compression_rate if workload.is_pruned else 0.0
     passed = 0.0 if cluster.weight_rate is None else load.trained / cluster.weight_rate
+    backward = microbatch_size * (2 * forward + again) + 2 * passed + compress
+    share = 1.0 if cluster.weight_share is None else cluster.weight_share
+    weight = microbatch_size * load.weight_flops / rate * share + passed + compress
     return StageSeconds(
         forward=microbatch_size * forward + passed,
-        backward=microbatch_size * (2 * forward + again) + 2 * passed + compress,
+        backward=backward,
         compress=compress,
+        weight=min(weight, backward) if load.weight_flops else 0.0,
     )
 
 

@@ -56,13 +56,21 @@ def simulate_step(
     sample then, and the slowest of a sample is faster than the slowest of all.
     """
     pipelines: dict[int, PipelineRun] = {}
+    expected = durations(costs.stages, microbatches, 0.0, "", is_split=schedule.split_backward)
     for replica in _played(costs, cluster, grid, most_replicas):
         pipelines[replica] = simulate(
             lambda stage: schedule.policy(
                 stage=stage, g_inter=grid.g_inter, microbatches=microbatches
             ),
-            durations(costs.stages, microbatches, cluster.jitter, f"0 {replica}"),
+            durations(
+                costs.stages,
+                microbatches,
+                cluster.jitter,
+                f"0 {replica}",
+                is_split=schedule.split_backward,
+            ),
             edges(costs, cluster, grid, replica),
+            expected if schedule.uses_forecasts else None,
         )
     return joined_step(costs, pipelines, microbatches)
 
@@ -93,29 +101,35 @@ def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatche
 
 
 def durations(
-    stages: Sequence[StageSeconds], microbatches: int, jitter: float, key: str
+    stages: Sequence[StageSeconds],
+    microbatches: int,
+    jitter: float,
+    key: str,
+    *,
+    is_split: bool = False,
 ) -> Durations:
-    """The seconds of every forward and backward, with jitter.
+    """The seconds of every action, with jitter.
 
     Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
-    `jitter`. `key` seeds the generator.
+    `jitter`. `key` seeds the generator. The two parts of a split backward have one factor, so that
+    splitting makes delays neither longer nor shorter.
     """
-    if not jitter:
-        return Durations(
-            [[each.forward] * microbatches for each in stages],
-            [[each.backward] * microbatches for each in stages],
-        )
     chance = random.Random(key)  # noqa: S311 - delays, not secrets
     shift = jitter**2 / 2
 
-    def drawn(seconds: float) -> list[float]:
-        return [
-            seconds * math.exp(jitter * chance.gauss(0.0, 1.0) - shift) for _ in range(microbatches)
-        ]
+    def factors() -> list[float]:
+        if not jitter:
+            return [1.0] * microbatches
+        return [math.exp(jitter * chance.gauss(0.0, 1.0) - shift) for _ in range(microbatches)]
 
-    return Durations(
-        [drawn(each.forward) for each in stages], [drawn(each.backward) for each in stages]
-    )
+    forward = [[each.forward * factor for factor in factors()] for each in stages]
+    backward, weight = [], []
+    for each in stages:
+        later = each.weight if is_split else 0.0
+        drawn = factors()
+        backward.append([(each.backward - later) * factor for factor in drawn])
+        weight.append([later * factor for factor in drawn])
+    return Durations(forward, backward, weight if is_split else ())
 
 
 def _played(costs: StepCosts, cluster: Cluster, grid: Grid, most_replicas: int | None) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.calibration_memory import CalibrationMemory, CalibrationPlan
@@ -158,6 +159,8 @@ class SurveyedModel:
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
             calibration=partial(_calibration_bytes, calibration),
+            deferred=activations.deferred,
+            weight_flops=sum(each.weight_flops for each in _costs(layers)),
             loss_bytes=partial(_loss_bytes, self.survey.loss_logits if is_last else None),
         )
 
@@ -209,5 +212,8 @@ def _trained(layer: LayerInfo) -> int:
 
 def _moved(layers: Sequence[LayerInfo]) -> float:
     """Bytes that a sample's forward writes; the survey's `work` counts them in the same way."""
-    found = [layer.activations for layer in layers if layer.activations is not None]
-    return float(sum(each.saved + each.outputs for each in found))
+    return float(sum(each.saved + each.outputs for each in _costs(layers)))
+
+
+def _costs(layers: Sequence[LayerInfo]) -> list[Activations]:
+    return [layer.activations for layer in layers if layer.activations is not None]

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from axsparse.observe.trace_file import Span
 from axsparse.pipeline.actions import Kind
 from axsparse.pipeline.simulator import StageRun
-from axsparse.planner.layout_search import Row
+from axsparse.planner.layout_question import Row
 
 
 def spans(row: Row) -> list[Span]:
     """The spans of all stages of the replicas that were simulated.
 
     Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
-    backward. All stages update after the slowest all-reduce, as in `simulate_step`.
+    backward, or of the weight gradients of a split one. All stages update after the slowest
+    all-reduce, as in `simulate_step`.
     """
     return [
         span
@@ -40,10 +41,13 @@ def _whole(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
 def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
     """Phase, name, begin and end of all that a stage does, in no order."""
     costs = row.costs.stages[stage]
-    share = costs.compress / costs.backward if costs.backward else 0.0
+    is_split = row.layout.schedule.split_backward
+    last = Kind.WEIGHT if is_split else Kind.BACKWARD
+    whole = costs.weight if is_split else costs.backward
+    share = costs.compress / whole if whole else 0.0
     for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
         # Jitter lengthens compression like everything else.
-        compress = share * (end - begin) if action.kind is Kind.BACKWARD else 0.0
+        compress = share * (end - begin) if action.kind is last else 0.0
         yield "compute", str(action), begin, end - compress
         yield "compress", str(action), end - compress, end
     for begin, end in run.handled:

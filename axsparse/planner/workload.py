@@ -58,9 +58,18 @@ class StageLoad:
     calibration: Callable[[int], float] = _no_bytes
     """Bytes, by the samples of a microbatch, of drawing masks from calibration samples before there
     is state."""
+    deferred: float = 0.0
+    """Bytes from a split backward to its weight gradients, for a sample."""
+    weight_flops: float = 0.0
+    """Flops of the weight gradients that a split backward leaves for later, for a sample."""
     loss_bytes: Callable[[int], float] = _no_bytes
     """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
     grow in proportion where the loss computes some of its logits at a time."""
+
+    @property
+    def deferred_size(self) -> float:
+        """What a deferred microbatch takes, in units of one in flight (see `Bounds`)."""
+        return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
 Fits: TypeAlias = Callable[[int, StageLoad], bool]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -21,7 +21,8 @@ from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.pipeline.weight_split import WeightSplit
-from axsparse.planner.stage_memory import is_recomputed
+from axsparse.planner.run_workload import configured_schedule
+from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
@@ -71,7 +72,7 @@ def assemble(
         Rank(place, backoff, phases, placement.gpu),
         _stage(run, state.layers),
         link,
-        schedule=_schedule(config),
+        schedule=_schedule(run),
         while_idle=sync.advance,
     )
     live = _live_masks(run, state, transport)
@@ -160,16 +161,16 @@ def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
                 )
 
 
-def _schedule(config: Config) -> Schedule:
-    pipeline = config.pipeline
-    assert pipeline.slack != "auto", "the configuration is resolved"
-    assert pipeline.split_backward != "auto", "the configuration is resolved"
-    return Schedule(
-        pipeline.schedule,
-        pipeline.slack,
-        pipeline.prefer,
-        split_backward=pipeline.split_backward,
-    )
+def _schedule(run: RunSpec) -> Schedule:
+    """The schedule of this run, told what a deferred microbatch takes on each stage."""
+    schedule = configured_schedule(run.config.pipeline)
+    if not schedule.split_backward:
+        return schedule
+    every = run.config.pipeline.checkpoint_activations
+    layers = run.survey.layers
+    stages = ([layers[number] for number in stage] for stage in run.stages)
+    sizes = tuple(held_activations(stage, every).deferred_size for stage in stages)
+    return replace(schedule, deferred_sizes=sizes)
 
 
 def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:

@@ -20,6 +20,8 @@ from axsparse.models.layer import Model
 from axsparse.models.start_weights import FromFile
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.split_policy import PATIENCE
 from axsparse.planner.auto_layout import (
     Choice,
     balanced,
@@ -30,11 +32,12 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import DEFAULT_SLACK
+from axsparse.planner.layout_question import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     AUTO_INDEX,
     Prediction,
     has_costs,
+    only_backward,
     predict,
     workload,
 )
@@ -246,15 +249,19 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInput
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
     pruning, steps = config.pruning, config.train.steps
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
+    schedule = None if choice is None else choice.row.layout.schedule
     automatic = {
         "data.sequence_length": sample_length(config),
-        "pipeline.slack": DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack,
-        "pipeline.split_backward": _splits_backward(config, grid, inputs),
+        "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
+        "pipeline.split_backward": _splits_backward(config, grid, inputs, schedule),
+        "pipeline.patience": PATIENCE if schedule is None else schedule.patience,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
         "schedule.decay_steps": steps,
     }
+    if schedule is not None and schedule.held is not None:
+        automatic["pipeline.held"] = schedule.held
     asked = {key: value for key, value in automatic.items() if _value(config, key) == "auto"}
     layout = {"layout.g_inter": grid.g_inter, "layout.g_data": grid.g_data}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
@@ -314,10 +321,17 @@ def _gradient(config: Config, grid: Grid) -> str:
     return "half" if accumulates_in_half(_microbatches(config, grid)) else "fp32"
 
 
-def _splits_backward(config: Config, grid: Grid, inputs: RunInputs) -> bool:
+def _splits_backward(
+    config: Config, grid: Grid, inputs: RunInputs, chosen: Schedule | None
+) -> bool:
     """Whether weight gradients can fill time in which a stage waits for its neighbours, and are
-    large enough for it."""
-    pipeline, survey = config.pipeline, inputs.survey
+    large enough for it.
+
+    The planner's choice by simulation counts no overhead, so it is asked for large ones only.
+    """
+    must, survey = only_backward(config.pipeline), inputs.survey
+    if must is not None:
+        return must
     matrices = sum(
         len(parameter.shape) > 1 and parameter.trained
         for layer in survey.layers
@@ -325,11 +339,9 @@ def _splits_backward(config: Config, grid: Grid, inputs: RunInputs) -> bool:
     )
     least = WORTH_SPLITTING if inputs.on_host else GPU_WORTH_SPLITTING
     return (
-        grid.g_inter > 1
-        and _microbatches(config, grid) > 1
-        and pipeline.schedule == "message-driven"
-        and not pipeline.compile
+        min(grid.g_inter, _microbatches(config, grid)) > 1
         and survey.flops * config.batch.microbatch_size >= least * matrices
+        and (chosen is None or chosen.split_backward)
     )
 
 

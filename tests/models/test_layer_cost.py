@@ -30,14 +30,28 @@ def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> N
 
     size = dtype.itemsize
     assert flops == 2 * 3 * 5 * 7
-    assert activations == Activations(3 * 5 * size, 0, 3 * 7 * size, widest=3 * 7 * size)
+    assert activations == Activations(
+        inputs=3 * 5 * size,
+        saved=0,
+        outputs=3 * 7 * size,
+        widest=3 * 7 * size,
+        deferred=3 * (5 + 7) * size,
+        weight_flops=flops,
+    )
 
 
 def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
     flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
 
     assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
-    assert activations == Activations(4 * 3 * 8 * 8, 0, 4 * 4 * 4 * 4, widest=4 * 4 * 4 * 4)
+    assert activations == Activations(
+        inputs=4 * 3 * 8 * 8,
+        saved=0,
+        outputs=4 * 4 * 4 * 4,
+        widest=4 * 4 * 4 * 4,
+        deferred=4 * (3 * 8 * 8 + 4 * 4 * 4),
+        weight_flops=flops,
+    )
 
 
 def test_what_a_backward_needs_inside_a_layer_counts_once() -> None:

@@ -118,7 +118,7 @@ def test_what_a_stage_holds_is_bounded_by_what_the_first_has_in_flight_unless_to
 
     assert schedule.bounds(2, 4) == Bounds(in_flight=3, held=5)
     assert replace(schedule, held=8).bounds(2, 4) == Bounds(in_flight=3, held=8)
-    assert replace(schedule, deferred_size=4.0).bounds(2, 4) == Bounds(3, 8, 4.0)
+    assert replace(schedule, deferred_sizes=(1.0, 1.0, 4.0, 1.0)).bounds(2, 4) == Bounds(3, 8, 4.0)
     assert replace(schedule, split_backward=False).bounds(2, 4) == Bounds(in_flight=3, held=3)
 
 

@@ -29,7 +29,7 @@ SCHEDULES = [
     for prefer in (PREFERENCES if name == "message-driven" else PREFERENCES[:1])
 ]
 SPLIT = [
-    Schedule(name, slack, "alternate", split_backward=True, deferred_size=size)
+    Schedule(name, slack, "alternate", split_backward=True, deferred_sizes=(size,) * 5)
     for name in get_args(ScheduleName)
     for slack in (0, 1, 3)
     for size in (0.5, 1.0, 3.0)
@@ -267,6 +267,17 @@ def test_every_action_runs_once_for_its_time_and_one_after_the_other(case: Case)
             assert begin >= free
             assert end - begin == case.durations.of(stage, action)
             free = end
+
+
+@many
+@given(cases())
+def test_a_stage_does_one_thing_at_a_time_messages_included(case: Case) -> None:
+    result = run(case.schedule, case.durations, case.edges)
+
+    for done in result.stages:
+        busy = sorted([*zip(done.begins, done.ends, strict=True), *done.handled])
+        for (_, end), (begin, _) in itertools.pairwise(busy):
+            assert begin >= end - 1e-9
 
 
 @many

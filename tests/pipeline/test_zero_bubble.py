@@ -100,7 +100,7 @@ def rule(slack: int, patience: float, held: float | None = None, size: float = 1
         "alternate",
         split_backward=True,
         held=held,
-        deferred_size=size,
+        deferred_sizes=(size,) * 32,
         patience=patience,
     )
 

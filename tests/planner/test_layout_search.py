@@ -10,16 +10,11 @@ from dataclasses import replace
 import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
 
+from axsparse.pipeline.zero_bubble import PATIENCES
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import (
-    PAYS,
-    LayoutQuestion,
-    Plan,
-    Row,
-    SlackPoint,
-    chosen_slack,
-    plan,
-)
+from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row
+from axsparse.planner.layout_search import Plan, plan
+from axsparse.planner.schedule_choice import SlackPoint, chosen_slack
 from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
@@ -190,6 +185,7 @@ def curve(machine: Cluster, room: float | None = None) -> tuple[Row, list[SlackP
             g_inter=[8],
             microbatch_sizes=[1],
             memory_bytes=room,
+            split_backward=False,
         )
     )
     return found.recommended, list(found.slack_curve)
@@ -225,6 +221,71 @@ def test_a_model_with_no_room_for_slack_runs_without() -> None:
     row, points = curve(cluster(jitter=0.5), whole[0].bytes)
 
     assert (row.layout.schedule.slack, [point.slack for point in points]) == (0, [0])
+
+
+# -- split backwards ------------------------------------------------------------------------
+
+
+def with_either_backward(room: float | None = None, jitter: float = 0.0) -> Plan:
+    question = LayoutQuestion(
+        workload=formula("gpt3_13b", 0.1),
+        cluster=cluster(jitter=jitter),
+        gpus=64,
+        global_batch_size=128,
+        g_inter=[8],
+        microbatch_sizes=[1],
+        memory_bytes=room,
+    )
+    return plan(question)
+
+
+def test_backwards_are_split_where_that_pays_and_the_plan_says_what_each_way_gives() -> None:
+    found = with_either_backward()
+
+    best = found.recommended
+    whole, *split = found.tried
+    assert best.layout.schedule.split_backward
+    assert not whole.schedule.split_backward
+    assert all(point.schedule.split_backward for point in split)
+    assert best.seconds <= (1 - PAYS) * whole.seconds
+    assert (
+        min(point.seconds for point in split)
+        <= best.seconds
+        <= (1 + PAYS) * min(point.seconds for point in split)
+    )
+    assert {point.schedule.patience for point in split} == set(PATIENCES)
+    assert len({point.schedule.held for point in split}) == 3
+
+
+def test_weight_gradients_wait_within_the_memory() -> None:
+    free = with_either_backward()
+    whole = next(point for point in free.tried if not point.schedule.split_backward)
+    least = min(point.bytes for point in free.tried if point.schedule.split_backward)
+
+    tight, none = with_either_backward(least), with_either_backward(whole.bytes)
+
+    assert tight.recommended.layout.schedule.split_backward
+    assert all(point.bytes <= least for point in tight.tried)
+    assert tight.recommended.most_bytes <= least
+    assert not none.recommended.layout.schedule.split_backward
+    assert [point.schedule.split_backward for point in none.tried] == [False]
+
+
+@pytest.mark.parametrize(("g_inter", "batch"), [(1, 64), (8, 1)])
+def test_one_stage_or_microbatch_has_nothing_to_fill(g_inter: int, batch: int) -> None:
+    found = plan(
+        LayoutQuestion(
+            workload=formula("gpt3_xl", 0.1),
+            cluster=cluster(),
+            gpus=g_inter,
+            global_batch_size=batch,
+            g_inter=[g_inter],
+            microbatch_sizes=[1],
+        )
+    )
+
+    assert not found.recommended.layout.schedule.split_backward
+    assert len(found.tried) == 1
 
 
 def test_planning_a_formula_needs_neither_torch_nor_mpi_nor_numpy() -> None:

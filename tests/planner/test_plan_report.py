@@ -7,7 +7,8 @@ import json
 import pytest
 from support.planner_cases import cluster, formula
 
-from axsparse.planner.layout_search import LayoutQuestion, Rejection, plan
+from axsparse.planner.layout_question import LayoutQuestion
+from axsparse.planner.layout_search import Rejection, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,
     MethodPlan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.run_workload import (
+    backwards,
+    configured_schedule,
     copied_bytes,
+    only_backward,
     predict,
     schedules,
     workload,
@@ -33,10 +37,42 @@ def subject(config: Config) -> SurveyedModel:
     "pipeline", [{"slack": 3}, {"slack": 3, "prefer": "backward"}, {"schedule": "1f1b", "slack": 3}]
 )
 def test_a_slack_that_is_given_is_kept(pipeline: dict[str, Any]) -> None:
-    [found] = schedules(tiny_config(pipeline=pipeline), has_times=True)
+    found = schedules(tiny_config(pipeline=pipeline), has_times=True)
+
+    whole = Schedule(
+        pipeline.get("schedule", "message-driven"), 3, pipeline.get("prefer", "alternate")
+    )
+    split = replace(whole, split_backward=True)
+    assert found == ([whole] if whole.name == "1f1b" else [split, whole])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "expected"),
+    [
+        ({}, [True, False]),
+        ({"compile": True}, [False]),
+        ({"schedule": "gpipe"}, [False]),
+        ({"schedule": "zb-h1"}, [True]),
+        ({"schedule": "gpipe", "split_backward": True}, [True]),
+        ({"split_backward": False}, [False]),
+    ],
+)
+def test_which_backwards_a_configuration_allows(
+    pipeline: dict[str, Any], expected: list[bool]
+) -> None:
+    found = tiny_config(pipeline=pipeline).pipeline
+
+    assert backwards(found) == expected
+    assert only_backward(found) == (None if len(expected) == 2 else expected[0])
+
+
+def test_bounds_and_patience_of_a_configuration_are_those_of_its_schedule() -> None:
+    pipeline = {"slack": 2, "split_backward": True, "held": 9.5, "patience": 0.25}
+
+    found = configured_schedule(tiny_config(pipeline=pipeline).pipeline)
 
     assert found == Schedule(
-        pipeline.get("schedule", "message-driven"), 3, pipeline.get("prefer", "alternate")
+        "message-driven", 2, "alternate", split_backward=True, held=9.5, patience=0.25
     )
 
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo
+from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
+from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import (
     HeldActivations,
     gigabytes,
     held_activations,
+    most_held,
     most_in_flight,
     needed,
     stage_memory,
 )
 from axsparse.planner.workload import StageLoad
+from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
 
 LAYERS = [
@@ -127,6 +134,50 @@ def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: Schedul
             assert done.most_in_flight <= bound
             if stage == 0 and g_inter > 1:
                 assert done.most_in_flight == bound
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+@pytest.mark.parametrize("size", [0.5, 1.0, 3.5])
+def test_a_stage_that_splits_never_holds_more_than_is_counted(
+    name: ScheduleName, size: float
+) -> None:
+    for g_inter, microbatches, slack in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
+        schedule = Schedule(
+            name, slack, "alternate", split_backward=True, deferred_sizes=(size,) * g_inter
+        )
+        for weight in (0.1, 50.0):
+            run = simulate(
+                partial(_policy, schedule, g_inter, microbatches),
+                Durations.uniform(g_inter, microbatches, 1, 5, weight),
+            )
+            for stage, done in enumerate(run.stages):
+                place = {"stage": stage, "g_inter": g_inter, "microbatches": microbatches}
+                assert _held(done.actions, size) <= most_held(schedule, **place) + 1e-9
+
+
+def _held(actions: Sequence[Action], size: float) -> float:
+    """The most that is held at a time, in units of a microbatch in flight."""
+    seen: Counter[Kind] = Counter()
+    held = [0.0]
+    for each in actions:
+        seen[each.kind] += 1
+        deferred = seen[Kind.BACKWARD] - seen[Kind.WEIGHT]
+        held.append(seen[Kind.FORWARD] - seen[Kind.BACKWARD] + size * deferred)
+    return max(held)
+
+
+def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
+    # Two stages, slack 0: the first one holds two in flight, or one and two deferred of half size.
+    layout = Layout(
+        Grid(2, 1), Schedule("message-driven", 0, "alternate", split_backward=True), 3, 8
+    )
+    load = replace(load_of(), deferred=5.0)
+
+    found = [layout.stage_memory(stage, load, 0.0).activations for stage in range(2)]
+
+    assert found == [3 * 2 * 10, 3 * 2 * 10]
+    whole = replace(layout, schedule=Schedule("message-driven", 0, "alternate"))
+    assert whole.stage_memory(1, load, 0.0).activations == 3 * 10
 
 
 @pytest.mark.parametrize(

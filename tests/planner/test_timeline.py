@@ -8,7 +8,8 @@ import pytest
 from support.planner_cases import cluster, formula
 
 from axsparse.observe.trace_file import Span
-from axsparse.planner.layout_search import LayoutQuestion, Row, plan
+from axsparse.planner.layout_question import LayoutQuestion, Row
+from axsparse.planner.layout_search import plan
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
@@ -69,4 +70,5 @@ def test_computing_spans_are_named_by_their_actions() -> None:
     ]
 
     assert names == [str(action) for action in best.run.pipelines[0].stages[3].actions]
-    assert names[:4] == ["F0", "B0", "F1", "B1"]
+    # Activations are recomputed: one microbatch waits for weight gradients at a time.
+    assert names[:6] == ["F0", "B0", "F1", "W0", "B1", "F2"]
