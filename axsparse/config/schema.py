@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
+from axsparse.config.pipeline_config import PipelineConfig
 from axsparse.config.section import Auto, Count, Fraction, FromList, Rate, Section
 
 
@@ -69,36 +70,6 @@ class LayoutConfig(Section):
     cluster: str | None = None
     """A cluster file (`axsparse calibrate` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
-
-
-class PipelineConfig(Section):
-    """In which order a stage works."""
-
-    schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"] = (
-        "message-driven"
-    )
-    """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
-    backward in turn), `gpipe` (all forwards, then all backwards; holds all activations) and the
-    zero-bubble orders are fixed, for comparison: the same losses, bit by bit."""
-    prefer: Literal["alternate", "backward", "forward"] = "alternate"
-    """message-driven: what runs when a forward and a backward have both arrived."""
-    slack: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
-    memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
-    split_backward: bool | Auto = "auto"
-    """Compute weight gradients of matrices while nothing that a neighbour waits for can run.
-    `auto`: with two or more stages and microbatches, message-driven and without `compile`."""
-    held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
-    """split_backward: what a stage may hold in flight and for weight gradients, in microbatches in
-    flight. `auto` is what the first stage has in flight, or simulated with `layout.cluster`."""
-    patience: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
-    """split_backward: how far away an announced message may be to be waited for, in weight
-    gradients of a microbatch. `auto` is 0.5, or simulated with `layout.cluster`."""
-    checkpoint_activations: Annotated[int, Field(ge=0)] = 0
-    """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
-    compile: bool = False
-    """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
-    for a large model; needs a compiler. Changes rounding and the random numbers of dropout."""
 
 
 class PruningConfig(Section):

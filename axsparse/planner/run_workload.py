@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.schema import Config, PipelineConfig
+from axsparse.config.pipeline_config import PipelineConfig
+from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import ZERO_BUBBLE, Schedule
 from axsparse.pipeline.split_policy import PATIENCE
@@ -27,6 +28,13 @@ from axsparse.samo.state_bytes import IndexKind
 
 AUTO_INDEX: IndexKind = "uint16"
 """Half as large as int32, with steps as fast: see docs/decisions/009-index-encodings.md."""
+
+WORTH_SPLITTING = 2e8
+"""Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
+auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
+three products of so many flops take 2 ms there (benchmarks/split_backward.py)."""
+GPU_WORTH_SPLITTING = 2e10
+"""The same on GPUs, where it costs launches. Not measured."""
 
 
 def has_costs(survey: Survey) -> bool:
@@ -94,6 +102,17 @@ def backwards(pipeline: PipelineConfig) -> list[bool]:
     return (
         [True, False] if pipeline.schedule == "message-driven" and not pipeline.compile else [False]
     )
+
+
+def are_large(config: Config, survey: Survey, *, on_host: bool) -> bool:
+    """Whether the gradients of weights are large enough to be worth taking out of backwards."""
+    matrices = sum(
+        len(parameter.shape) > 1 and parameter.trained
+        for layer in survey.layers
+        for parameter in layer.parameters
+    )
+    least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
+    return survey.flops * config.batch.microbatch_size >= least * matrices
 
 
 def configured_schedule(

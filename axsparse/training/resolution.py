@@ -36,6 +36,7 @@ from axsparse.planner.layout_question import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     AUTO_INDEX,
     Prediction,
+    are_large,
     has_costs,
     only_backward,
     predict,
@@ -65,13 +66,6 @@ HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
-
-WORTH_SPLITTING = 2e8
-"""Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
-auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
-three products of so many flops take 2 ms there (benchmarks/split_backward.py)."""
-GPU_WORTH_SPLITTING = 2e10
-"""The same on GPUs, where it costs launches. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -324,25 +318,16 @@ def _gradient(config: Config, grid: Grid) -> str:
 def _splits_backward(
     config: Config, grid: Grid, inputs: RunInputs, chosen: Schedule | None
 ) -> bool:
-    """Whether weight gradients can fill time in which a stage waits for its neighbours, and are
-    large enough for it.
+    """Whether weight gradients can fill time in which a stage waits for its neighbours.
 
-    The planner's choice by simulation counts no overhead, so it is asked for large ones only.
+    What the planner chose counts no overhead, so it is followed for large gradients only.
     """
-    must, survey = only_backward(config.pipeline), inputs.survey
+    must = only_backward(config.pipeline)
     if must is not None:
         return must
-    matrices = sum(
-        len(parameter.shape) > 1 and parameter.trained
-        for layer in survey.layers
-        for parameter in layer.parameters
-    )
-    least = WORTH_SPLITTING if inputs.on_host else GPU_WORTH_SPLITTING
-    return (
-        min(grid.g_inter, _microbatches(config, grid)) > 1
-        and survey.flops * config.batch.microbatch_size >= least * matrices
-        and (chosen is None or chosen.split_backward)
-    )
+    waits = min(grid.g_inter, _microbatches(config, grid)) > 1
+    is_large = are_large(config, inputs.survey, on_host=inputs.on_host)
+    return waits and is_large and (chosen is None or chosen.split_backward)
 
 
 def _microbatches(config: Config, grid: Grid) -> int:

@@ -28,8 +28,8 @@ from axsparse.config.schema import Config
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.late_weights import LateWeights
+from axsparse.planner import run_workload
 from axsparse.samo.layer_state import LayerState
-from axsparse.training import resolution
 from axsparse.training.trainer import Trainer
 
 SCHEDULES = ["message-driven", "1f1b", "gpipe"]
@@ -129,7 +129,7 @@ def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.Monkey
     small = tiny_config(train={"steps": 1})
     for trainer, _ in train_in_process(2, 1, tiny_gpt(small), small, data):
         assert trainer.parts.engine._stage._split is None
-    monkeypatch.setattr(resolution, "WORTH_SPLITTING", 1e4)
+    monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1e4)
     for layout, sections, expected in (
         ((2, 1), {}, True),
         ((1, 1), {}, False),

@@ -1,0 +1,44 @@
+"""The settings of the pipeline: in which order a stage works."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from axsparse.config.section import Auto, Section
+
+
+class PipelineConfig(Section):
+    """In which order a stage works."""
+
+    schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"] = (
+        "message-driven"
+    )
+    """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
+    backward in turn), `gpipe` (all forwards, then all backwards; holds all activations) and the
+    zero-bubble orders are fixed, for comparison: the same losses, bit by bit."""
+    prefer: Literal["alternate", "backward", "forward"] = "alternate"
+    """message-driven: what runs when a forward and a backward have both arrived."""
+    slack: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
+    memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
+    split_backward: bool | Auto = "auto"
+    """Compute the gradients of weights apart from the backward, while nothing that a neighbour
+    waits for can run; activations are held longer. Linear and convolution layers are split.
+    Changes no bit. `auto` splits large layers where stages wait for each other: with two or more
+    stages and microbatches, under message-driven, without `compile`; with `layout.cluster`, where
+    the simulated step says that it pays."""
+    held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
+    """split_backward: the memory that a stage may hold of microbatches in flight and of those that
+    wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
+    flight; with `layout.cluster`, more where that shortens the simulated step and fits."""
+    patience: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
+    """split_backward: how far away an announced message may be to be waited for, in times that a
+    microbatch's weight gradients take. `auto` is 0.5; with `layout.cluster`, what is simulated to
+    shorten the step most."""
+    checkpoint_activations: Annotated[int, Field(ge=0)] = 0
+    """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
+    compile: bool = False
+    """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
+    for a large model; needs a compiler. Changes rounding and the random numbers of dropout."""
