@@ -6,6 +6,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,6 +30,7 @@ laid over each other, with a table of the settings in which they differ:
 
   axsparse report runs/my_run
   axsparse report runs/dense runs/pruned --out comparison.html
+  axsparse report runs/dense runs/pruned --png comparison.png
 
 The page is one file that loads nothing from elsewhere. The run may still go on.
 """
@@ -53,6 +55,12 @@ def parser() -> CommandParser:
         type=Path,
         help=f"the page, an .html file (default: {REPORT_FILE} in the first RUN)",
     )
+    arguments.add_argument(
+        "--png",
+        metavar="PATH",
+        type=Path,
+        help="write a picture of the curves instead, a .png file; needs axsparse[plot]",
+    )
     return arguments
 
 
@@ -72,12 +80,34 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"report: {len(runs)} runs are too many for one page; name {MOST_RUNS} at most"
         )
+    if arguments.png is not None:
+        _draw(arguments.png, runs, arguments.out)
+        return
     out: Path = runs[0] / REPORT_FILE if arguments.out is None else arguments.out
     if out.suffix != ".html":
         raise ConfigError(f"--out: {str(out)!r} does not end in .html; add that")
     page = report_page([view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)])
-    _write(out, page)
+    _write(out, page.encode(), "--out")
     say(f"{out}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
+
+
+def _draw(path: Path, runs: Sequence[Path], out: Path | None) -> None:
+    """Write the picture that `--png` asks for."""
+    from axsparse.observe.run_picture import run_picture
+
+    if out is not None:
+        raise ConfigError("report: --out names a page and --png a picture; give one of them")
+    if path.suffix != ".png":
+        raise ConfigError(f"--png: {str(path)!r} does not end in .png; add that")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--png: pictures are drawn by matplotlib, which is not installed; pip install "
+            "'axsparse[plot]', or leave --png out for a page"
+        )
+    names = _names(runs)
+    picture = run_picture([view_run(run, name) for run, name in zip(runs, names, strict=True)])
+    _write(path, picture, "--png")
+    say(f"{path}: {len(picture) / 1e3:.0f} kB")
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -305,18 +335,19 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
 # -- the file -----------------------------------------------------------------------------
 
 
-def _write(path: Path, page: str) -> None:
-    """Write the page, which appears whole; OutputError if it cannot, or another file is there."""
+def _write(path: Path, content: bytes, option: str) -> None:
+    """Write what `option` names, which appears whole; OutputError if it cannot, or if a file of
+    somebody else is there."""
     from axsparse.data.prepare.whole_files import new_file, writes
 
     with writes(path):
         if path.exists() and not _is_ours(path):
             raise OutputError(
-                f"{path}: is there already and is no page of this command; choose another place "
-                "with --out"
+                f"{path}: is there already and is no page of this command, nor a picture; choose "
+                f"another place with {option}"
             )
     with new_file(path) as file:
-        file.write(page.encode())
+        file.write(content)
 
 
 def _is_ours(path: Path) -> bool:

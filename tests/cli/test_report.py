@@ -11,6 +11,7 @@ import torch
 from support.pages import figure_of, rows_of, step_line, words_of
 from support.tickets import DRAWN, write_masks
 
+from axsparse.cli import report
 from axsparse.cli.report import main
 from axsparse.observe.trace_file import Span, write
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT
@@ -163,3 +164,54 @@ def test_mistakes_are_one_line_and_change_nothing(
         assert (found, screen) == (code, ""), args
         assert len(errors.splitlines()) == 1 and text in errors
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# -- a picture ------------------------------------------------------------------------------
+
+
+def test_a_picture_needs_matplotlib(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+
+    code, _, error = told(capsys, make_run(tmp_path / "run"), "--png", tmp_path / "run.png")
+
+    assert code == EXIT_CONFIG
+    assert "drawn by matplotlib, which is not installed; pip install 'axsparse[plot]'" in error
+
+
+def test_a_picture_is_no_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+
+    code, _, error = told(capsys, run, "--png", tmp_path / "a.png", "--out", tmp_path / "a.html")
+    other = told(capsys, run, "--png", tmp_path / "a.jpg")
+
+    assert code == EXIT_CONFIG and "--out names a page and --png a picture" in error
+    assert other[0] == EXIT_CONFIG and "a.jpg' does not end in .png; add that" in other[2]
+
+
+@pytest.mark.parametrize("number_of_runs", [1, 2])
+def test_a_picture_shows_what_was_recorded(
+    number_of_runs: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    figures = pytest.importorskip("matplotlib.image", reason="no matplotlib")
+    runs = [make_run(tmp_path / str(n), steps=5 + n) for n in range(number_of_runs)]
+    path = tmp_path / "curves.png"
+
+    code, screen, error = told(capsys, *runs, "--png", path)
+    again = told(capsys, *runs, "--png", path)
+    path.write_bytes(b"my own picture")
+    kept = told(capsys, *runs, "--png", path)
+
+    assert (code, error) == (0, "") and screen.startswith(f"{path}: ")
+    assert again[0] == 0
+    assert kept[0] == EXIT_OUTPUT and "is no page of this command, nor a picture" in kept[2]
+    assert path.read_bytes() == b"my own picture"
+    told(capsys, *runs, "--png", tmp_path / "other.png")
+    pixels = figures.imread(tmp_path / "other.png")
+    assert pixels.shape == (1050, 1500, 4)
+    for half in (slice(0, 750), slice(750, 1500)):
+        for row in (slice(0, 525), slice(525, 1050)):
+            panel = pixels[row, half, :3].reshape(-1, 3)
+            coloured = (panel.max(axis=1) - panel.min(axis=1)) > 0.3
+            assert coloured.sum() > 200, "a panel without curves"
