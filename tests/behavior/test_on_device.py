@@ -446,3 +446,32 @@ def test_what_forgets_its_device_is_found() -> None:
 
     with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
         there.add_(torch.ones(3))
+
+
+def test_parameters_have_settings_of_their_own_on_a_device(on_device: Placing) -> None:
+    own = {"learning_rates": ["block0.*=0.2", "*.fc2.weight=0"], "weight_decays": ["*.bias=0.3"]}
+
+    agree(on_device, (2, 1), small(optimizer={**SGD, **own}, train={"steps": 2}))
+
+
+def test_weights_are_taken_from_a_device(on_device: Placing) -> None:
+    config = small(optimizer=SGD, train={"steps": 1}, precision="bf16")
+    taken: list[tuple[dict[str, Tensor], nn.Module]] = []
+
+    def take(trainer: Trainer) -> None:
+        state, model = trainer.state_dict(), trainer.model(trained=True)
+        if state is not None and model is not None:
+            taken.append((state, model))
+
+    for placement in (on_device, None):
+        train_in_process(
+            2, 1, tiny_gpt(config), config, token_data(), before=take, placement=placement
+        )
+
+    (state, model), (expected, expected_model) = taken
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected_model.get_parameter(name)), name
+        assert parameter.dtype == torch.bfloat16

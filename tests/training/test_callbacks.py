@@ -18,6 +18,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
 from axsparse.training.callbacks import OnCheckpoint, OnEvaluation, OnStep
 from axsparse.training.evaluation import Evaluation
+from axsparse.training.run_training import run_training
 
 Heard = tuple[str, int, object]
 
@@ -78,6 +79,30 @@ def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
     assert told.index(("checkpoint", 2)) > told.index(("evaluation", 2))
     assert told[-1] == ("checkpoint", 4)
     assert ("checkpoint", 2, "step-2") in heard[0]
+
+
+def test_a_whole_run_passes_them_on(tmp_path: Path) -> None:
+    config = tiny_config(train={"steps": 2, "eval_steps": 1}, checkpoint={"every": 1})
+    loaded = LoadedConfig(config.model_copy(update={"run_dir": str(tmp_path / "run")}), "tiny", {})
+    heard: list[tuple[str, int]] = []
+
+    run_training(
+        Job(LocalTransport(LocalWorld(1), 0)),
+        mlp(),
+        lambda: Datasets(vector_data(), vector_data()),
+        loaded,
+        on_step=lambda step, verdict: heard.append(("step", step)),
+        on_evaluation=lambda step, found: heard.append(("evaluation", step)),
+        on_checkpoint=lambda step, folder: heard.append(("checkpoint", step)),
+    )
+
+    assert sorted(heard) == [
+        ("checkpoint", 1),
+        ("checkpoint", 2),
+        ("evaluation", 2),
+        ("step", 1),
+        ("step", 2),
+    ]
 
 
 @pytest.mark.parametrize(
