@@ -90,7 +90,7 @@ def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Pat
     train(tmp_path / "a", config_of(), stop_after=4)
     first = str(tmp_path / "a" / "checkpoints" / "step-3")
 
-    train(tmp_path / "b", config_of(), resume=first)
+    train(tmp_path / "b", config_of(), {**LOSSES, 5: 1.5, 6: 1.7}, resume=first)
 
     assert saved_steps(tmp_path / "b" / "checkpoints") == [6, 5]
     train(tmp_path / "c", config_of(checkpoint={"keep_best": False}))
