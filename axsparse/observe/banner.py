@@ -63,7 +63,9 @@ def banner(
         for number, stage in enumerate(model.stages)
     )
     beside = f" · {planned}" if planned else ""
-    yield f"model state/rank: {_state(config, state)}{beside}"
+    is_shared = config.samo.shard_optimizer and grid.g_data > 1
+    shared = f", optimizer state shared by {grid.g_data} replicas" if is_shared else ""
+    yield f"model state/rank: {_state(config, state)}{shared}{beside}"
     batch = config.batch
     per_replica = batch.global_batch_size // grid.g_data
     yield (

@@ -172,6 +172,11 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
             f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
         )
+    if loaded.config.samo.shard_optimizer == "auto":
+        notes.append(
+            "samo.shard_optimizer: auto: where there are several replicas, they share masters and "
+            "moments"
+        )
     check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
         notes.append(_beside(loaded.config, cluster.host_memory_bytes))

@@ -73,7 +73,8 @@ def workload(
         moments=len(optimizer.moments),
         index=AUTO_INDEX if samo.index == "auto" else samo.index,
         split_master=samo.split_master,
-        shard_optimizer=samo.shard_optimizer,
+        # Where `auto` does not shard, the fullest share is as large as the whole.
+        shard_optimizer=bool(samo.shard_optimizer),
         offload=samo.offload,
         checkpoint_activations=config.pipeline.checkpoint_activations,
         checkpoint_buffer=copied_bytes(config) if on_host else 0.0,

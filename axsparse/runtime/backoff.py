@@ -1,34 +1,35 @@
-"""Waiting without burning a core: poll eagerly for a moment, then sleep between polls."""
+"""Waiting without burning a core: poll, and sleep longer and longer between polls."""
 
 from __future__ import annotations
 
 import time
 
-EAGER_POLLS = 20
-SHORT_SLEEPS = 20
-SHORT_SECONDS = 50e-6
-LONG_SECONDS = 200e-6
+OWN_CORE = (*[0.0] * 20, *[50e-6] * 20, 200e-6)
+"""Seconds of the pauses in a row of a rank that has a core of its own; the last one is repeated."""
+SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
+"""The same for ranks that are more than their cores."""
 
 
 class SleepingBackoff:
-    """A `Backoff` of 20 pauses without sleep, 20 of 50 µs, and then 200 µs each.
+    """A `Backoff` that sleeps, at once and longer if others need the core meanwhile.
 
-    Measured with four ranks on two cores and messages every 20 ms: about 5 % CPU per
-    waiting rank and 120 µs of delay, where a blocking receive took 49 % and slowed its
-    computing neighbours.
+    Linux adds 50 µs to a sleep, and a poll takes 15 µs of CPU. A rank that waits with a core of
+    its own takes 6 % of it and learns of a message after 0.2 ms; one that shares its core takes
+    2.5 % and learns of it after 0.35 ms (`benchmarks/waiting.py`, docs/decisions/041).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_core: bool = False) -> None:
+        """`shares_core` says whether the ranks of this machine are more than their cores."""
         self.pauses = 0
+        self._seconds = SHARED_CORE if shares_core else OWN_CORE
         self._in_a_row = 0
 
     def pause(self) -> None:
         self.pauses += 1
+        seconds = self._seconds[min(self._in_a_row, len(self._seconds) - 1)]
         self._in_a_row += 1
-        if self._in_a_row > EAGER_POLLS + SHORT_SLEEPS:
-            time.sleep(LONG_SECONDS)
-        elif self._in_a_row > EAGER_POLLS:
-            time.sleep(SHORT_SECONDS)
+        if seconds:
+            time.sleep(seconds)
 
     def reset(self) -> None:
         self._in_a_row = 0

@@ -120,3 +120,11 @@ def test_what_was_predicted_stands_beside_the_state() -> None:
     found = lines(config(), planned="peak of a rank ~1.2 GB")
 
     assert found[2] == ("model state/rank: dense 4.0 MB → SAMO 900 kB · peak of a rank ~1.2 GB")
+
+
+def test_optimizer_state_that_replicas_share_is_said() -> None:
+    _, _, state, *_ = lines(config(samo={"shard_optimizer": True}))
+    _, _, alone, *_ = lines(config(samo={"shard_optimizer": True}), grid=Grid(2, 1))
+
+    assert state.endswith("→ SAMO 900 kB, optimizer state shared by 2 replicas")
+    assert alone.endswith("→ SAMO 900 kB")

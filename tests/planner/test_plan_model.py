@@ -67,6 +67,14 @@ def test_a_run_is_planned_as_it_starts() -> None:
     assert pruned.notes == []
 
 
+def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_says_it() -> None:
+    shared, whole = asked(samo={"shard_optimizer": "auto"}), asked()
+
+    assert shared.notes[-1].startswith("samo.shard_optimizer: auto: where there are several ")
+    (one,), (other,) = (each.plan("start", MACHINE, 2).rows[0].loads for each in (shared, whole))
+    assert one.state.optimizer < 0.6 * other.state.optimizer
+
+
 def test_without_pruning_there_is_no_samo_to_compare() -> None:
     with pytest.raises(ConfigError, match="nothing is pruned, so that there is no SAMO to compare"):
         asked(samo={"enabled": False}).workload("samo")

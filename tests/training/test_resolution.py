@@ -58,6 +58,27 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
     assert run.gradient_dtype is (torch.bfloat16 if gradient == "half" else torch.float32)
 
 
+@pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, False)])
+def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
+    stages: int, shared: bool
+) -> None:
+    run = resolved(tiny_config(samo={"shard_optimizer": "auto"}, layout={"g_inter": stages}), 2)
+
+    assert run.config.samo.shard_optimizer is shared
+    whole = resolved(tiny_config(layout={"g_inter": stages}), 2)
+    there, alone = (
+        each.state_bytes(each.layers_of(0), each.kept_at_start) for each in (run, whole)
+    )
+    assert (there < alone) is shared
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_asked_of_the_optimizer_state_is_done(asked: bool) -> None:
+    config = tiny_config(samo={"shard_optimizer": asked}, layout={"g_inter": 1})
+
+    assert resolved(config, 2).config.samo.shard_optimizer is asked
+
+
 def test_fp32_training_accumulates_in_fp32_whatever_is_asked() -> None:
     run = resolved(tiny_config(samo={"gradient": "half"}))
 

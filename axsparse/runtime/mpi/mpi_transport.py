@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Backoff, Closable, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
+from axsparse.runtime.host_cores import own_share, share_cores
 from axsparse.runtime.launcher import flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
@@ -37,14 +38,18 @@ MPICH's did on a machine with more to do than cores."""
 class MpiTransport:
     """The ranks of an MPI job."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """All ranks of `comm` call this together."""
+    def __init__(self, comm: MPI.Intracomm, backoff: Backoff | None = None) -> None:
+        """All ranks of `comm` call this together.
+
+        `backoff` is how this rank waits; by default it depends on whether the ranks of this
+        machine are more than their cores.
+        """
         from axsparse.runtime.mpi.mpi_collective import MpiCollective
 
         self.name = f"mpi ({mpi_library()})"
         self.rank = comm.rank
         self.size = comm.size
-        self.backoff: Backoff = SleepingBackoff()
+        self.backoff: Backoff = backoff or SleepingBackoff(shares_core=_shares_core(comm))
         self._comm = comm
         self._world = MpiCollective(comm, self.backoff)
         self.world: Collective = self._world
@@ -102,6 +107,16 @@ class MpiTransport:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
+
+
+def _shares_core(comm: MPI.Intracomm) -> bool:
+    """Whether this rank's machine has fewer cores than ranks; all ranks call this together."""
+    from mpi4py import MPI
+
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    shares = here.allgather(own_share())
+    here.Free()
+    return share_cores(shares)
 
 
 def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
