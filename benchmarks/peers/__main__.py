@@ -7,10 +7,12 @@ that the same command goes on where it was cut off.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from host_machine import host_machine
 
 from peers.cap import Settings, measure_cap, trial_runs
 from peers.launch import CHECKOUT, EXTENSIONS
-from peers.measuring import Measuring, rounds_of
+from peers.measuring import Measuring, TimeIsUp, rounds_of
 from peers.report import write_report
 from peers.run_log import RunLog, code_digest
 from peers.slopes import measure_slopes, slope_runs
@@ -29,6 +31,8 @@ from peers.workload import SIZES, Case, Precision, Run, cases_for
 PARTS = ("times", "memory", "cap")
 LAYOUTS = ("1x1", "1x2", "2x1", "2x2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+UNFINISHED = 75
+"""The exit code if --minutes were over before all was measured."""
 WORK = CHECKOUT / ".bench-peers"
 QUICK_SKIPS = "resharded|gathered, bf16|DeepSpeed 1x2$|DeepSpeed 2|1F1B, masked|sharded 2x2"
 """Cases that the quick selection leaves out."""
@@ -60,10 +64,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-foreign", type=float, default=0.05, metavar="SHARE")
     parser.add_argument("--retries", type=int, default=1, help="if others took more than SHARE")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="end with 75 before; go on another time"
+    )
     parser.add_argument("--log", type=Path, default=WORK / "runs.jsonl")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks" / "results")
     parser.add_argument("--name", default="", help="of the files; peers, peers_quick, peers_tiny")
     arguments = parser.parse_args(argv)
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes {arguments.minutes:g}: give more than 0")
     for name, least in (("rounds", 1), ("steps", 2), ("warmup", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} {getattr(arguments, name)}: give at least {least}")
@@ -101,6 +110,7 @@ class Comparison:
             arguments.timeout,
             arguments.max_foreign,
             arguments.retries,
+            time.monotonic() + 60 * arguments.minutes,
         )
         prefix = "tiny-" if arguments.tiny else ""
         self._pair = (SIZES[f"{prefix}shallow"], SIZES[f"{prefix}deep"])
@@ -122,6 +132,11 @@ class Comparison:
                 measure()
                 written = write_report(self._result, self._asked.out, self._asked.name)
         return written
+
+    @property
+    def minutes_left(self) -> float:
+        """How long what is still to be measured will take."""
+        return self._measuring.minutes
 
     def _cases(self, precision: Precision) -> list[Case]:
         skip = self._asked.skip
@@ -204,7 +219,16 @@ def main() -> int:
     # A comparison that is ended ends what it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        written = Comparison(arguments).run()
+        comparison = Comparison(arguments)
+        written = comparison.run()
+    except TimeIsUp:
+        left = comparison.minutes_left
+        print(
+            f"peers: --minutes {arguments.minutes:g} are over; about {left:.0f} min are left, and "
+            "the same command goes on from here",
+            file=sys.stderr,
+        )
+        return UNFINISHED
     except LookupError as error:
         print(f"peers: error: {error.args[0]}; look at the failures above", file=sys.stderr)
         return 1

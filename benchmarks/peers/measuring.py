@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -21,6 +22,10 @@ FLOPS = 3e10
 Result = dict[str, Any] | Failure
 
 
+class TimeIsUp(Exception):  # noqa: N818 - it is no error
+    """The next run would not end in the time that was given."""
+
+
 @dataclass
 class Measuring:
     """Runs contenders one after the other."""
@@ -30,6 +35,8 @@ class Measuring:
     max_foreign: float
     """Share of the machine that others may use before a run is repeated."""
     retries: int
+    deadline: float = math.inf
+    """When the last run has to have ended, by `time.monotonic`."""
     left: list[Run] = field(default_factory=list)
     """All that is still to be done, for the estimate."""
     _pace: list[float] = field(default_factory=list)
@@ -40,11 +47,16 @@ class Measuring:
         self.left += [run for run, number in runs if self.log.get(run, number) is None]
 
     def result(self, run: Run, number: int) -> Result:
-        """The measures of a run in a round, from the log or taken now."""
+        """The measures of a run in a round, from the log or taken now.
+
+        Raises TimeIsUp for a run that would not end before the deadline.
+        """
         known = self.log.get(run, number)
         if known is not None:
             return known
         began = time.monotonic()
+        if began + self._expected(run) > self.deadline:
+            raise TimeIsUp
         best = launch(run, self.timeout)
         for _ in range(self.retries):
             if isinstance(best, Failure) or best["foreign_share"] <= self.max_foreign:
@@ -70,8 +82,12 @@ class Measuring:
         else:
             busy = result["foreign_share"]
             found = f"{1e3 * result['median_seconds']:.0f} ms a step, others took {busy:.0%}"
-        minutes = sum(self._expected(run) for run in self.left) / 60
-        print(f"{what}: {found}; about {minutes:.0f} min left", file=sys.stderr, flush=True)
+        print(f"{what}: {found}; about {self.minutes:.0f} min left", file=sys.stderr, flush=True)
+
+    @property
+    def minutes(self) -> float:
+        """How long all that is planned will take."""
+        return sum(self._expected(run) for run in self.left) / 60
 
     def _expected(self, run: Run) -> float:
         known = self.log.seconds(run)

@@ -21,7 +21,7 @@ from axsparse.samo.index.pieces import Array
 
 SIXTEEN, HALF_UNIT = np.uint32(16), np.uint32(0x8000)
 QUIET_NAN = np.uint16(0x7FC0)
-STRETCH = 8192
+STRETCH = 512
 """Entries that several loops go over in turn: their arrays fit the cache that is nearest."""
 ROOT_MODE = 0x2 | 0x140000 | 0x100
 """How torch calls MKL's vector functions: high accuracy, subnormal numbers kept, errors ignored."""

@@ -23,6 +23,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by its bytes."""
 
 
+def prefetch(array: NDArray[Any], at: int) -> None:
+    """Have the processor fetch an entry that will soon be read, which may lie beyond the end.
+
+    Does nothing outside of a compiled loop.
+    """
+
+
 @cache
 def compiled(loop: Loop) -> Loop | None:
     """A loop over arrays and numbers, compiled for each combination of types at its first call.
@@ -31,6 +38,7 @@ def compiled(loop: Loop) -> Loop | None:
     """
     try:
         numba = importlib.import_module("numba")
+        importlib.import_module("axsparse.samo.index.numba_prefetch")
     except ImportError:
         return None
     machine_code: Loop = numba.njit(nogil=True)(loop)
