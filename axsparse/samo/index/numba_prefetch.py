@@ -7,18 +7,19 @@ from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
-from numba.np.arrayobj import make_array
+from numba.np import arrayobj
 
 from axsparse.samo.index.numba_loops import prefetch
 
 READ, ALL_CACHES, DATA = 0, 3, 1
+_arrays: Any = arrayobj  # which is not typed
 
 
 def _fetch(_: Any, array: Any, at: Any) -> Any:
     """The processor's own instruction, which ignores addresses that are not there."""
 
     def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        entries = make_array(signature.args[0])(context, builder, arguments[0]).data
+        entries = _arrays.make_array(signature.args[0])(context, builder, arguments[0]).data
         address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", [address], kind)
