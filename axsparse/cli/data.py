@@ -14,6 +14,7 @@ from axsparse.cli.parser import CommandParser, arguments_of, run_command
 from axsparse.data.prepare.documents import Reading
 from axsparse.data.prepare.preparation import prepare
 from axsparse.data.prepare.request import Request
+from axsparse.data.prepare.text_sources import Filter
 from axsparse.data.prepare.tokenizers import SEPARATOR, in_folder
 from axsparse.runtime.console import make_console
 
@@ -59,6 +60,15 @@ def parser() -> CommandParser:
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the tokens go")
+    for name, which in (("include", "only"), ("exclude", "no")):
+        add(
+            f"--{name}",
+            metavar="PATTERN",
+            action="append",
+            default=[],
+            help=f"read {which} files of folders whose name or path below the folder fits, such as "
+            "'*.txt' or 'drafts/*'; may be repeated",
+        )
     _add_validation(arguments)
     _add_tokenizer(arguments)
     _add_reading(add)
@@ -180,6 +190,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     request = Request(
         inputs=tuple(arguments.inputs),
         out=arguments.out,
+        wanted=Filter(tuple(arguments.include), tuple(arguments.exclude)),
         validation=tuple(arguments.validation),
         validation_fraction=arguments.validation_fraction,
         train_bpe=arguments.train_bpe,

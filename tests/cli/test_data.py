@@ -58,6 +58,8 @@ def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path) -> None:
     said = prepare(tmp_path, "--train-bpe", "300", "--validation-fraction", "0.2")
     assert said.returncode == 0, said.stderr
+    [shown] = [line for line in said.stdout.splitlines() if line.startswith("train begins with 24")]
+    assert f" {TEXT[:40]}" in shown
 
     command = ["-m", "axsparse.train", "--config", "gpt_wikitext103.yaml", *SMALL]
     options = ["--set=data.path=words", "--set=model.vocab_size=300"]
@@ -104,8 +106,9 @@ def test_the_screen_says_what_was_done(tmp_path: Path) -> None:
     lines = said.stdout.splitlines()
     assert lines[0] == "30 files, 12.2 kB · bytes · 1 worker → words"
     assert lines[1] == "train: 30 documents, 12.3k tokens"
-    assert lines[2].startswith("12.2 kB in 00:0")
-    assert len(lines) == 3
+    assert lines[2] == "train begins with 24 tokens: '0 The cat sat on the mat'"
+    assert lines[3].startswith("12.2 kB in 00:0")
+    assert len(lines) == 4
 
 
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:

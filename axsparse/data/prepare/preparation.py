@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from axsparse.data.prepare.merge import MergeResult, merge
 from axsparse.data.prepare.part import EXAMPLES, FinishedPart, PartJob, make_part
 from axsparse.data.prepare.processes import in_order
@@ -23,7 +25,7 @@ from axsparse.data.prepare.request import (
     settings_of,
 )
 from axsparse.data.prepare.text_sources import Part, Sources, bytes_of, cut, find_sources
-from axsparse.data.prepare.tokenizers import TokenizerChoice, open_tokenizer
+from axsparse.data.prepare.tokenizers import Tokenizer, TokenizerChoice, open_tokenizer
 from axsparse.data.prepare.vocabulary import choose_tokenizer
 from axsparse.data.prepare.whole_files import (
     copy_file,
@@ -54,6 +56,8 @@ from axsparse.runtime.version import __version__
 PARTS = "parts-"
 """Prefix of the names of folders that hold finished parts."""
 MEGABYTE = 1_000_000
+BEGINNING = 24
+"""Number of tokens that are shown as text."""
 SHOWN = 10
 """Number of left-out documents that are shown on the screen."""
 
@@ -75,7 +79,7 @@ def prepare(request: Request, workers: int, console: Console) -> Sidecar:
     with locked(out) as is_locked:
         if not is_locked:
             console.line(f"{out}: no locks on this file system; let no other run prepare here")
-        found = find_sources(request.inputs, request.validation, out)
+        found = find_sources(request.inputs, request.validation, out, request.wanted)
         settings = settings_of(request)
         key = request_key(settings, found)
         if (out / SIDECAR).exists():
@@ -156,6 +160,7 @@ class _Run:
             unreadable=sources.unreadable,
         )
         self._report(merged)
+        self._show_beginning(tokenizer, form)
         if choice.path is not None:
             copy_file(choice.path, request.out / TOKENIZER)
         counts = SourceCounts(
@@ -237,6 +242,12 @@ class _Run:
                 max(1, size // MEGABYTE),
                 f"MB  {format_bytes(new / seconds)}/s  eta {format_seconds(eta)}",
             )
+
+    def _show_beginning(self, tokenizer: Tokenizer, form: TokenFormat) -> None:
+        """Show the first tokens as the text that they stand for, to be looked at."""
+        ids = np.fromfile(token_path(self._request.out, "train"), form.dtype, BEGINNING).tolist()
+        text = tokenizer.decode(ids[:BEGINNING])
+        self._console.line(f"train begins with {len(ids)} tokens: {text!r}")
 
     def _report(self, merged: MergeResult) -> None:
         console = self._console

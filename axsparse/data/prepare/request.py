@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from axsparse.data.prepare.documents import Reading, Splitter
-from axsparse.data.prepare.text_sources import Sources
+from axsparse.data.prepare.text_sources import ALL, Filter, Sources
 from axsparse.data.prepare.tokenizers import (
     LEAST_BPE,
     SEPARATOR,
@@ -40,6 +40,8 @@ class Request:
     """Files and folders of text."""
     out: Path
     """The folder that receives the tokens."""
+    wanted: Filter = ALL
+    """Which files of folders are read."""
     validation: tuple[Path, ...] = ()
     """Files and folders whose documents form the validation part."""
     validation_fraction: float = 0.0

@@ -10,7 +10,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from axsparse.data.prepare.documents import (
@@ -23,7 +24,7 @@ from axsparse.data.prepare.documents import (
     text_pieces,
 )
 from axsparse.data.prepare.tokenizers import WORD_END
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 JSONL_ENDINGS = (".jsonl", ".ndjson")
 WINDOW = 1 << 20
@@ -68,20 +69,50 @@ class Sources:
     """Names of files and folders that cannot be opened."""
 
 
-def find_sources(training: Sequence[Path], validation: Sequence[Path], out: Path) -> Sources:
+@dataclass(frozen=True)
+class Filter:
+    """Which files of a folder are read: patterns of the shell, such as *.txt or drafts/*.
+
+    Each is held against a file's name and against its path below the folder, in which * also
+    stands for slashes.
+    """
+
+    include: tuple[str, ...] = ()
+    """One of them has to fit, if there are any."""
+    exclude: tuple[str, ...] = ()
+    """None of them may fit."""
+
+    def takes(self, path: PurePath) -> bool:
+        """Whether the file at this path below a folder is read."""
+
+        def fits(pattern: str) -> bool:
+            return fnmatchcase(path.name, pattern) or fnmatchcase(path.as_posix(), pattern)
+
+        return (not self.include or any(map(fits, self.include))) and not any(
+            map(fits, self.exclude)
+        )
+
+
+ALL = Filter()
+
+
+def find_sources(
+    training: Sequence[Path], validation: Sequence[Path], out: Path, wanted: Filter = ALL
+) -> Sources:
     """The files that are named, and those below named folders in the order of their paths.
 
-    Hidden files, links to folders and the folder `out` are skipped. Each file is read once,
-    as validation data if it is named as both. Raises MissingInputError for a path that is
-    neither a file nor a folder.
+    Hidden files, links to folders, the folder `out` and files of folders that are not `wanted`
+    are skipped. Each file is read once, as validation data if it is named as both. Raises
+    MissingInputError for a path that is neither a file nor a folder, ConfigError if `wanted`
+    leaves no file.
     """
     unreadable: list[str] = []
-    held_out = list(_files(validation, out, unreadable))
+    held_out = list(_files(validation, out, unreadable, wanted))
     kept = {os.path.realpath(path) for path in held_out}
     named = [(path, True) for path in held_out]
     named += [
         (path, False)
-        for path in _files(training, out, unreadable)
+        for path in _files(training, out, unreadable, wanted)
         if os.path.realpath(path) not in kept
     ]
     found: dict[str, Source] = {}
@@ -98,13 +129,20 @@ def find_sources(training: Sequence[Path], validation: Sequence[Path], out: Path
             os.path.realpath(path), name, status.st_size, status.st_mtime_ns, is_validation
         )
         found.setdefault(source.path, source)
+    if wanted != ALL and not found:
+        raise ConfigError(
+            "input: no file is left by --include and --exclude; a pattern fits a file's name, such "
+            "as '*.txt', or its path below the folder, such as 'drafts/*'"
+        )
     return Sources(tuple(found.values()), tuple(unreadable))
 
 
-def _files(paths: Sequence[Path], out: Path, unreadable: list[str]) -> Iterator[Path]:
+def _files(
+    paths: Sequence[Path], out: Path, unreadable: list[str], wanted: Filter
+) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from _below(path, out.resolve(), unreadable)
+            yield from _below(path, out.resolve(), unreadable, wanted)
         elif path.is_file():
             yield path
         else:
@@ -114,7 +152,7 @@ def _files(paths: Sequence[Path], out: Path, unreadable: list[str]) -> Iterator[
             )
 
 
-def _below(root: Path, out: Path, unreadable: list[str]) -> Iterator[Path]:
+def _below(root: Path, out: Path, unreadable: list[str], wanted: Filter) -> Iterator[Path]:
     names = []
     lost = unreadable.append
     for folder, subfolders, files in os.walk(root, onerror=lambda error: lost(error.filename)):
@@ -123,7 +161,8 @@ def _below(root: Path, out: Path, unreadable: list[str]) -> Iterator[Path]:
             name for name in subfolders if not name.startswith(".") and (at / name).resolve() != out
         ]
         names += [(at / name).relative_to(root) for name in files if not name.startswith(".")]
-    yield from (root / name for name in sorted(names, key=lambda name: name.as_posix()))
+    ordered = sorted(names, key=lambda name: name.as_posix())
+    yield from (root / name for name in ordered if wanted.takes(name))
 
 
 def cut(sources: Sources, reading: Reading, part_bytes: int) -> tuple[list[Part], Sources]:

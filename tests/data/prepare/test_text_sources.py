@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from axsparse.data.prepare import text_sources as prepare_sources
 from axsparse.data.prepare.documents import UNREADABLE, Reading
 from axsparse.data.prepare.text_sources import (
+    Filter,
     Source,
     Sources,
     Stretch,
@@ -20,7 +21,7 @@ from axsparse.data.prepare.text_sources import (
     find_sources,
     pieces_of,
 )
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 
 def write(root: Path, **files: str) -> Path:
@@ -167,3 +168,39 @@ def test_a_large_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     path.unlink()
 
     assert cut(Sources((source,), ("b",)), Reading(), 10) == ([], Sources((), ("b", str(path))))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "read"),
+    [
+        ((), (), ["a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt"]),
+        (("*.txt",), (), ["a.txt", "drafts/c.txt", "drafts/old/d.txt"]),
+        (("*.txt", "*.md"), ("drafts/*",), ["a.txt", "b.md"]),
+        (("drafts/*",), ("drafts/old/*",), ["drafts/c.txt"]),
+    ],
+)
+def test_patterns_say_which_files_of_a_folder_are_read(
+    include: tuple[str, ...], exclude: tuple[str, ...], read: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "drafts" / "old").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt"):
+        (tmp_path / name).write_text("x")
+
+    found = find_sources([tmp_path], [], tmp_path / "out", Filter(include, exclude))
+
+    assert [Path(file.path).relative_to(tmp_path).as_posix() for file in found.files] == read
+
+
+def test_a_file_that_is_named_itself_is_read_whatever_the_patterns(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("x")
+
+    found = find_sources([tmp_path / "a.md"], [], tmp_path / "out", Filter(("*.txt",)))
+
+    assert len(found.files) == 1
+
+
+def test_patterns_that_leave_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("x")
+
+    with pytest.raises(ConfigError, match="no file is left by --include and --exclude; a pattern"):
+        find_sources([tmp_path], [], tmp_path / "out", Filter(("*.txt",)))
