@@ -6,7 +6,7 @@ The page loads nothing from elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from axsparse.config.validate import counted
@@ -21,10 +21,11 @@ from axsparse.planner.plan_report import (
     backward_cells,
     because,
     cells,
+    memory_cells,
     rejections,
     settings,
+    shown_stages,
 )
-from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans
 
 MOST_SPANS = 6_000
@@ -74,8 +75,7 @@ def _section(answer: MethodPlan) -> Iterator[str]:
 
 def _layouts(plan: Plan) -> Iterator[str]:
     rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
-    heads = [head for head in rows[0] if head not in STEP_PHASES]
-    yield from html_table(heads, ([row[head] for head in heads] for row in rows))
+    yield from html_table(list(rows[0]), (list(row.values()) for row in rows))
 
 
 def _timeline(row: Row) -> Iterator[str]:
@@ -92,10 +92,17 @@ def _memory(plan: Plan) -> Iterator[str]:
     """A bar for each stage, and a line at what a rank may take."""
     rows = [(f"stage {n}", stage) for n, stage in enumerate(plan.recommended.memory)]
     yield from memory_bars(rows, plan.memory_bytes, "limit")
+    best = plan.recommended
+    listed = [memory_cells(best, stage) for stage in shown_stages(best)]
+    heads = [f"{head}, GB" if head == "total" else head for head in listed[0]]
+    yield from html_table(heads, (list(row.values()) for row in listed))
 
 
 def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
-    """Seconds of a step over the number of devices, both logarithmic; one curve for each method."""
+    """Seconds of a step over the number of devices, both logarithmic; one curve for each method.
+
+    A dashed line shows what each method would do if twice the devices took half the time.
+    """
     methods = list(dict.fromkeys(answer.method for answer in answers))
     curves = [
         (
@@ -111,6 +118,7 @@ def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
     if len(curves[0][1]) > 1:
         yield "<h2>Strong scaling</h2>"
         yield from _curves(curves, "devices", logarithmic=True)
+        yield '<p class="note">Dashed: twice the devices in half the time.</p>'
 
 
 def _curves(
@@ -141,6 +149,8 @@ def _curves(
     for colour, (name, curve) in drawn:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        if logarithmic:
+            yield _ideal(place, curve, low, colour)
         for point in curve:
             x, y = place(*point)
             told = f"{name}, {shown(point[0])} {across}: {shown(point[1])} s"
@@ -149,6 +159,7 @@ def _curves(
                 f"<title>{escape(told)}</title></circle>"
             )
     yield from labels.first_free(across, (4, height - 8))
+    yield from labels.first_free("seconds a step", (4, 12))
     for colour, (name, curve) in drawn:
         x, y = place(*curve[-1])
         yield from labels.first_free(name, *((x + 80, y + by) for by in (4, 18, -10)), fill=colour)
@@ -159,3 +170,19 @@ def _curves(
         x, y = place(*point)
         yield from labels.first_free(f"{shown(point[1])} s", (x + 5, y - 6), (x + 5, y + 14))
     yield "</svg></div>"
+
+
+def _ideal(
+    place: Callable[[float, float], tuple[float, float]],
+    curve: Sequence[tuple[float, float]],
+    low: float,
+    colour: str,
+) -> str:
+    """The line of perfect scaling from a curve's first point, down to the value `low`."""
+    (x, y), (last, _) = curve[0], curve[-1]
+    end = min(last, x + y - low)
+    (a, b), (c, d) = place(x, y), place(end, y - (end - x))
+    return (
+        f'<line x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}" stroke="{colour}" '
+        'stroke-dasharray="4 4"><title>perfect scaling</title></line>'
+    )

@@ -61,7 +61,7 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
     yield f"because {because(plan)}"
     yield ""
     yield "memory of each stage, GB:"
-    yield from table([_memory_cells(best, stage) for stage in _shown(best)])
+    yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
     if plan.slack_curve:
         points = ", ".join(f"{p.slack}: {p.seconds:.4g} s" for p in plan.slack_curve)
         yield f"step over slack: {points}"
@@ -222,7 +222,8 @@ def cells(plan: Plan, row: Row) -> dict[str, str]:
     }
 
 
-def _memory_cells(row: Row, stage: int) -> dict[str, str]:
+def memory_cells(row: Row, stage: int) -> dict[str, str]:
+    """The columns of one stage's memory, in GB."""
     memory = row.memory[stage]
     return {
         "stage": str(stage),
@@ -232,7 +233,8 @@ def _memory_cells(row: Row, stage: int) -> dict[str, str]:
     }
 
 
-def _shown(row: Row) -> list[int]:
+def shown_stages(row: Row) -> list[int]:
+    """The stages whose memory is listed: all of few, else the first, the fullest and the last."""
     number = len(row.memory)
     if number <= MOST_STAGES:
         return list(range(number))

@@ -13,7 +13,7 @@ from support.planner_cases import cluster, formula
 from axsparse.planner.html_page import MOST_SPANS, page
 from axsparse.planner.layout_question import LayoutQuestion
 from axsparse.planner.layout_search import plan
-from axsparse.planner.plan_report import MethodPlan
+from axsparse.planner.plan_report import MethodPlan, lines
 from axsparse.planner.timeline import spans
 
 
@@ -74,6 +74,23 @@ def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> Non
     with_two_points = [c for c in curves if len((c.get("points") or "").split()) == 2]
     assert len(with_two_points) >= 2
     assert "Strong scaling" in two
+    dashed = [line for line in drawn(two).iter("line") if line.get("stroke-dasharray")]
+    assert len(dashed) == 2
+    for line in dashed:  # half the time is as far down as twice the devices is to the right
+        assert float(line.get("x2") or 0) > float(line.get("x1") or 0)
+        assert float(line.get("y2") or 0) > float(line.get("y1") or 0)
+    assert ">seconds a step<" in two
+
+
+def test_tables_have_the_phases_and_the_memory_of_the_terminal() -> None:
+    found = answer()
+    heads, *rows = ([cell.text for cell in row] for row in drawn(page([found], [])).iter("tr"))
+    printed = "\n".join(lines([found], []))
+
+    assert {"compute", "p2p", "bubble", "collective"} <= set(heads)
+    assert ["stage", "layers", "weight"] in [row[:3] for row in rows]
+    for row in rows:
+        assert all(str(cell) in printed for cell in row if cell != "total, GB")
 
 
 def test_a_long_timeline_is_cut() -> None:
