@@ -1,0 +1,99 @@
+"""Tries a Python and a torch: installs a wheel in a new environment, and uses it as a user would.
+
+    python scripts/try_versions.py --python python3.11 --torch 2.13.0
+    python scripts/try_versions.py --python python3.13 --without-torch
+
+The second installs all but torch, and tries what does without it: settings, schema, completion,
+job scripts. Where the package index offers torch with CUDA only, an environment takes gigabytes.
+Ends with the code of the first step that fails; the environment is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS_WITHOUT_TORCH = ("numpy", "mpi4py", "pyyaml", "pydantic", "xxhash")
+"""What the package depends on, but for torch and numba."""
+SMALL = ("--set", "model.num_layers=2", "--set", "model.hidden_size=32", "--set", "train.steps=2")
+TRAIN = ("train", "--config", "quickstart.yaml", *SMALL, "--set", "train.eval_steps=1")
+WITHOUT_TORCH = (
+    ("--version",),
+    ("config", "show", "--config", "quickstart.yaml"),
+    ("config", "schema"),
+    ("completion",),
+    ("train", "--help"),
+)
+WITH_TORCH = (
+    *WITHOUT_TORCH,
+    TRAIN,
+    (*TRAIN, "--set", "train.steps=3", "--resume", "auto"),
+    ("report", "runs/quickstart"),
+    ("evaluate", "runs/quickstart"),
+    ("generate", "runs/quickstart", "--prompt", "import ", "--tokens", "4"),
+    ("export", "runs/quickstart", "--to", "torch", "--out", "weights.safetensors"),
+    ("plan", "--config", "gpt3_xl.yaml", "--gpus", "64", "--cluster", "summit"),
+)
+
+
+def main() -> int:
+    """Try one combination; returns 0 if all of it works."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--python", default=sys.executable, help="an interpreter")
+    which = arguments.add_mutually_exclusive_group(required=True)
+    which.add_argument("--torch", help="the version of torch, such as 2.4.1")
+    which.add_argument("--without-torch", action="store_true")
+    asked = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        run(asked.python, "-m", "venv", folder / "env")
+        python = folder / "env" / "bin" / "python"
+        pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+        run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+        [wheel] = folder.glob("*.whl")
+        if asked.without_torch:
+            run(*pip, *RUNS_WITHOUT_TORCH)
+            run(*pip, "--no-deps", wheel)
+        else:
+            run(*pip, f"torch=={asked.torch}", f"{wheel}[mpich]")
+        tried = WITHOUT_TORCH if asked.without_torch else WITH_TORCH
+        for words in tried:
+            run(python, "-m", "axsparse", *words, cwd=folder)
+            print(f"works: axsparse {' '.join(words)}", flush=True)
+        if not asked.without_torch:
+            mpirun = folder / "env" / "bin" / "mpirun"
+            run(mpirun, "-n", "4", python, "-m", "axsparse", *TRAIN, "--run-dir=four", cwd=folder)
+            print("works: the same on four ranks", flush=True)
+        code = "import platform; print(platform.python_version())"
+        version = subprocess.check_output([python, "-c", code], text=True).strip()  # noqa: S603
+    with_torch = "without torch" if asked.without_torch else f"torch {asked.torch}"
+    print(f"Python {version}, {with_torch}: everything that was tried works")
+    return 0
+
+
+def run(*command: object, cwd: Path | None = None) -> None:
+    """Run a command; SystemExit with its code, and all that it said, if it fails."""
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(  # noqa: S603 - no shell
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(f"fails: {' '.join(map(str, command))}\n{done.stdout}", file=sys.stderr)
+        sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
