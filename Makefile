@@ -9,6 +9,7 @@
 # make bench-growth   measure how time, memory and messages grow with model and ranks
 # make bench-smollm2  prune SmolLM2 135M by three methods, judge it, train it on (hours on two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
+# make docs    set up and build the documentation site into site/
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
@@ -40,7 +41,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz check format clean \
+.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz docs check format clean \
   bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
@@ -80,6 +81,10 @@ bench-peers: $(PEERS)/peers.stamp
 bench-smollm2: $(SMOLLM2)/smollm2.stamp
 	PYTHONPATH=benchmarks $(SMOLLM2)/bin/python -m smollm2 $(ARGS)
 
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html; its search works under: $(BIN)/python -m http.server -d site"
+
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
@@ -108,6 +113,10 @@ $(VENV)/test.stamp: $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 # What only the comparison needs is in no extra of the package.

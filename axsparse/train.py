@@ -1,4 +1,4 @@
-"""`python -m axsparse.train`: trains what a configuration file describes, on all ranks."""
+"""`axsparse train`: trains what a configuration file describes, on all ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Train a pruned network over pipeline stages and replicas.
 
 Start it by itself, or on many ranks with an MPI launcher:
 
-  python -m axsparse.train --config quickstart.yaml
-  mpirun -n 4 python -m axsparse.train --config quickstart.yaml
-  mpirun -n 512 python -m axsparse.train --config my_run.yaml --set layout.g_inter=8
+  axsparse train --config quickstart.yaml
+  mpirun -n 4 axsparse train --config quickstart.yaml
+  mpirun -n 512 axsparse train --config my_run.yaml --set layout.g_inter=8
 """
 EPILOG = """\
 examples of --set (any key of the configuration, later ones win):

@@ -129,6 +129,21 @@ def loaded_by(code: str) -> list[str]:
     return answer
 
 
+def test_hints_name_extras_that_can_be_installed() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+    texts = [path.read_text(encoding="utf-8") for path in (*PACKAGE.rglob("*.py"), *PAGES)]
+    named = {
+        name
+        for text in texts
+        for found in re.findall(r"(?:axsparse|'\.)\[([a-z0-9,]+)\]", text)
+        for name in found.split(",")
+    }
+
+    assert {"mpich", "text", "images"} <= named <= extras
+
+
 def test_the_house_has_three_doors_and_twelve_rooms() -> None:
     doors = {name for name in sources() if "." not in name}
     rooms = {room(name) for name in sources()} - {"doors"}

@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Measure this machine for plans: a model in one stage on every rank at once, messages between two
 ranks, all-reduces, compression. Takes a minute.
 
-  mpirun -n 4 python -m axsparse calibrate --config my.yaml --out my_cluster.yaml
+  mpirun -n 4 axsparse calibrate --config my.yaml --out my_cluster.yaml
   axsparse plan --config my.yaml --gpus 4 --cluster my_cluster.yaml
 
 Start as many ranks as your runs will have on a node, and let nothing else run meanwhile.

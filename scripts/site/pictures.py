@@ -1,0 +1,96 @@
+"""Pictures of the site, drawn by what axsparse itself computes: its policies, its formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from axsparse.observe.timeline_picture import timeline
+from axsparse.observe.trace_file import Span
+from axsparse.observe.web_page import SERIES_COLOURS, legend, svg, text
+from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.simulator import Durations, MessageCost, simulate
+from axsparse.runtime.communication import Direction
+from axsparse.samo.state_bytes import StateFormat, TensorSize, tensor_bytes
+
+NUMEL = 4096 * 4096
+STAGES, MICROBATCHES = 4, 8
+SLOW = 3.0
+"""How much longer the one slow forward takes."""
+
+
+def draw(name: str) -> str:
+    """A picture as HTML in one line, which Markdown leaves alone."""
+    return f'<div class="picture">{"".join(_PICTURES[name]())}</div>'
+
+
+def _state_bytes() -> Iterator[str]:
+    """Bytes a parameter, by category, dense and pruned to a tenth."""
+    bars = {
+        "dense, as usual": (2.0, 0.0, 6.0, 4.0, 8.0),
+        "SAMO, as published": (2.0, 0.4, 0.6, 0.4, 0.8 + 0.2),
+        "axsparse": _stored(StateFormat(half=True, gradient_bytes=2, moments=2, index="uint16")),
+        "… mask, split master": _stored(
+            StateFormat(half=True, gradient_bytes=2, moments=2, index="mask", split_master=True)
+        ),
+    }
+    names = ("weight", "index", "gradient", "master", "optimizer")
+    yield legend(dict(zip(names, SERIES_COLOURS, strict=False)))
+    yield svg(720, 34 * len(bars) + 10)
+    for row, (name, parts) in enumerate(bars.items()):
+        y = 34 * row + 6
+        yield text(0, y + 15, name)
+        ends = [0.0, *accumulate(parts)]
+        for colour, begin, end in zip(SERIES_COLOURS, ends, ends[1:], strict=False):
+            yield (
+                f'<rect x="{150 + 25 * begin:.1f}" y="{y}" width="{25 * (end - begin):.1f}" '
+                f'height="22" fill="{colour}"></rect>'
+            )
+        yield text(156 + 25 * ends[-1], y + 15, f"{ends[-1]:.2f} bytes")
+    yield "</svg>"
+
+
+def _stored(form: StateFormat) -> tuple[float, ...]:
+    found = tensor_bytes(TensorSize(NUMEL, NUMEL // 10), form)
+    parts = (found.weight, found.index, found.gradient, found.master, found.optimizer)
+    return tuple(nbytes / NUMEL for nbytes in parts)
+
+
+def _schedules() -> Iterator[str]:
+    """One step under three schedules, with one slow forward on the second stage."""
+    names: Sequence[tuple[ScheduleName, str]] = (
+        ("gpipe", "GPipe"),
+        ("1f1b", "1F1B"),
+        ("message-driven", "message-driven, slack 1"),
+    )
+    forward = [[1.0] * MICROBATCHES for _ in range(STAGES)]
+    forward[1][2] = SLOW
+    backward = [[2.0] * MICROBATCHES for _ in range(STAGES)]
+    edges = [MessageCost(latency=0.1)] * (STAGES - 1)
+    runs = {}
+    for name, title in names:
+        schedule = Schedule(name, int(name == "message-driven"), "alternate")
+        runs[title] = simulate(
+            lambda stage, schedule=schedule: schedule.policy(
+                stage=stage, g_inter=STAGES, microbatches=MICROBATCHES
+            ),
+            Durations(forward, backward),
+            edges,
+        )
+    longest = max(run.seconds for run in runs.values())
+    for title, run in runs.items():
+        spans = []
+        for number, stage in enumerate(run.stages):
+            now = 0.0
+            for action, begin, end in zip(stage.actions, stage.begins, stage.ends, strict=True):
+                if begin > now:
+                    spans.append(Span(1, 0, number, "bubble", "bubble", now, begin))
+                phase = "compute" if action.direction is Direction.FORWARD else "p2p"
+                spans.append(Span(1, 0, number, phase, str(action), begin, end))
+                now = end
+        yield f"<p><strong>{title}</strong>: {run.seconds:.1f} times a forward</p>"
+        # The legend of phases does not suit actions; forwards and backwards differ in colour.
+        yield from list(timeline(spans, longest))[1:]
+
+
+_PICTURES = {"state-bytes": _state_bytes, "schedules": _schedules}

@@ -1,0 +1,119 @@
+"""What the documentation site is made of: generated pages, pictures, links; and the site itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from support.mpirun import LONGEST_SECONDS
+from support.page_blocks import PAGES, ROOT
+
+import axsparse as ax
+from axsparse.__main__ import COMMANDS
+from axsparse.config.messages import FIELDS
+
+SITE = ROOT / "scripts" / "site"
+
+
+@pytest.fixture(scope="module")
+def site() -> Any:
+    """The modules that build the site."""
+    sys.path.insert(0, str(SITE))
+    try:
+        import links  # type: ignore[import-not-found]
+        import pictures  # type: ignore[import-not-found]
+        import reference_pages  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(SITE))
+    return SimpleNamespace(links=links, pictures=pictures, pages=reference_pages)
+
+
+def test_the_reference_has_every_name_setting_and_command(site: Any) -> None:
+    api, settings, commands = (make() for make in site.pages.PAGES.values())
+
+    named = set(re.findall(r"^## ax\.(\w+)$", api, re.MULTILINE))
+    assert named == set(ax.__all__) - {"__version__"}
+    assert set(re.findall(r"^\| `([\w.]+)` \|", settings, re.MULTILINE)) == set(FIELDS)
+    assert set(re.findall(r"^## axsparse (\w+)", commands, re.MULTILINE)) == set(COMMANDS)
+
+
+def test_pictures_are_drawn_of_the_schedules_and_the_formulas(site: Any) -> None:
+    drawn = {
+        name
+        for page in PAGES
+        for name in re.findall(r"<!-- picture: ([\w-]+) -->", (ROOT / page).read_text())
+    }
+
+    assert drawn == {"schedules", "state-bytes"}
+    schedules = site.pictures.draw("schedules")
+    steps = [float(x) for x in re.findall(r"</strong>: ([\d.]+) times", schedules)]
+    assert len(steps) == 3 and steps[2] < steps[1] < steps[0]
+    assert schedules.count(">F7<") >= 8
+    assert ">3.60 bytes<" in site.pictures.draw("state-bytes")
+
+
+def test_links_out_of_docs_lead_to_files_of_the_site(site: Any) -> None:
+    def led(link: str, page: str) -> str:
+        led: str = site.links.rewritten(f"[x]({link})", page, ROOT)
+        return led
+
+    assert led("docs/howto/plan.md#a", "index.md") == "[x](howto/plan.md#a)"
+    assert led("../../CHANGELOG.md", "reference/deprecation.md") == "[x](changelog.md)"
+    assert led("../../examples/custom_model.py", "howto/python.md") == (
+        "[x](../files/examples/custom_model.py)"
+    )
+    assert led("configs/", "index.md") == "x"
+    assert led("docs/decisions/", "index.md") == "[x](decisions/README.md)"
+    with pytest.raises(FileNotFoundError, match=r"a page links to none\.txt"):
+        led("../../none.txt", "howto/plan.md")
+
+
+def test_every_page_has_a_place_on_the_site(site: Any) -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    made = {*site.pages.PAGES, *site.links.ROOT_PAGES}
+    own = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    listed = set(re.findall(r"([\w/-]+\.md)$", config, re.MULTILINE))
+
+    assert listed == made | {page for page in own if not page.startswith("decisions/0")}
+    assert yaml.safe_load(config)["strict"] is True
+
+
+class Fetched(HTMLParser):
+    """Collects what a page fetches from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            is_fetched = name == "src" or (name == "href" and tag == "link")
+            if is_fetched and value and re.match(r"(https?:)?//", value):
+                self.found.append(value)
+
+
+@pytest.mark.exhaustive
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material: pip install 'axsparse[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for path in pages:
+        page = Fetched()
+        page.feed(path.read_text(encoding="utf-8"))
+        assert page.found == [], path
+    assert "<svg" in (tmp_path / "explanation" / "scheduling.html").read_text(encoding="utf-8")
+    assert "<!-- not run" not in (tmp_path / "index.html").read_text(encoding="utf-8")
