@@ -17,7 +17,6 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
-from axsparse.models.start_weights import FromFile
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.pipeline.schedules import Schedule
@@ -61,6 +60,7 @@ from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind, StateFormat
 from axsparse.training.parameter_groups import ParameterGroups, parameter_groups
+from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
@@ -187,10 +187,10 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     decides what. ConfigError for what this transport, number of ranks or model cannot run.
     """
     config, survey = loaded.config, inputs.survey
-    _check_transport(loaded, inputs.transport, on_host=inputs.on_host)
+    check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     wanted, ticket = what_is_pruned(config, survey)
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
-        _check_weights_are_loaded(loaded, inputs.model, wanted)
+        check_weights_are_loaded(loaded, inputs.model, wanted)
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
     optimizer = optimizer_of(config.optimizer)
     subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
@@ -365,41 +365,6 @@ def _microbatches(config: Config, grid: Grid) -> int:
     """The microbatches of a replica's step."""
     batch = config.batch
     return batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-
-
-def _check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
-    wanted = loaded.config.transport
-    if wanted == "local" and transport.name != "local":
-        raise ConfigError(
-            f"{loaded.where('transport')}: local is for one process without MPI, but "
-            f"{transport.size} MPI ranks are running; choose auto or mpi"
-        )
-    if wanted not in ("auto", "local") and transport.name == "local":
-        raise ConfigError(
-            f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
-            "install axsparse[mpich], or choose auto"
-        )
-    # One rank on a GPU has nobody to talk to and keeps MPI's transport.
-    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi") and on_host:
-        raise ConfigError(
-            f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
-            "compute on CPUs; choose auto or mpi"
-        )
-
-
-def _check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Targets) -> None:
-    start, method = model.start, loaded.config.pruning.method
-    if start is None:
-        raise ConfigError(
-            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and none are "
-            "loaded; set model.from or model.weights"
-        )
-    anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
-    if anew:
-        raise ConfigError(
-            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
-            "begins anew; name it in pruning.exclude, or choose another method"
-        )
 
 
 def _value(config: Config, key: str) -> Any:
