@@ -53,6 +53,7 @@ class SleepingStage:
     def __init__(self, place: Place, durations: Durations, unit_seconds: float) -> None:
         self._forward = durations.forward[place.stage]
         self._backward = durations.backward[place.stage]
+        self._weight = durations.weight[place.stage] if durations.weight else ()
         self._unit = unit_seconds
 
     def forward(self, microbatch: int, *_: object) -> tuple[torch.Tensor, ...]:
@@ -62,6 +63,9 @@ class SleepingStage:
     def backward(self, microbatch: int, *_: object) -> list[torch.Tensor | None]:
         time.sleep(self._unit * self._backward[microbatch])
         return [torch.zeros(())]
+
+    def weight_gradients(self, microbatch: int) -> None:
+        time.sleep(self._unit * self._weight[microbatch])
 
 
 class GivenPolicies:

@@ -1,8 +1,10 @@
 """How long steps take whose backwards are split, by schedule: published times, jitter, chunks.
 
     python benchmarks/zero_bubble.py --save benchmarks/results/zero_bubble.json     (5 minutes)
+    chrt --rr 5 mpirun -n 4 python -m mpi4py benchmarks/zero_bubble.py --save …      (5 minutes)
 
-All of it is simulated with the package's own policies. `published` repeats table 5 of the
+The second command emulates stages that sleep, over the real engine and MPI, and adds its part to
+the file. All else is simulated with the package's own policies. `published` repeats table 5 of the
 zero-bubble paper (Qi et al., 2024) from the times of its table 6. `jitter` draws a random factor
 for each action and compares step times. `chunks` asks whether several pieces of the model on each
 stage, as in Megatron-LM's interleaved order, still pay beside weight gradients. The Markdown of
@@ -17,16 +19,18 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from chunked_stages import chunked_seconds
+from emulated import machine
 from schedules import LAWS
 
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.pipeline.zero_bubble import PATIENCES, Times
+from axsparse.runtime.launcher import started_by_launcher
 
 TIMES = Times(1.0, 1.0, 0.8, 0.05)
 JITTER_LAWS = ("none", "exponential", "lognormal", "stalls")
@@ -35,6 +39,8 @@ MEANS = {"none": 1.0, "exponential": 1.0, "lognormal": 1.1331, "stalls": 1.2}
 SIZES = {(4, 16): 20, (8, 32): 20, (16, 64): 10}
 """Stages and microbatches, and how many sets of delays are drawn."""
 SLACKS = (0, 1, 2)
+UNIT_SECONDS = 0.008
+"""Of the emulated stages: long against the back-off's 0.2 ms."""
 OURS, STATIC = "ours", "zb-1p"
 CHUNKED = ("interleaved", "interleaved, split", "ours, 1p", "ours, 2p")
 PUBLISHED = """\
@@ -66,11 +72,7 @@ def run(
     """One step. `parts` are durations of split backwards; whole ones take the sum."""
     stages, microbatches = len(parts.forward), len(parts.forward[0])
     if not schedule.split_backward:
-        whole = [
-            [first + second for first, second in zip(*rows, strict=True)]
-            for rows in zip(parts.backward, parts.weight, strict=True)
-        ]
-        parts = Durations(parts.forward, whole)
+        parts = whole_backwards(parts)
 
     def new_policy(stage: int) -> Policy:
         return schedule.policy(stage=stage, g_inter=stages, microbatches=microbatches)
@@ -81,6 +83,15 @@ def run(
         [MessageCost(times.message)] * (stages - 1),
         (expected or parts) if schedule.uses_forecasts else None,
     )
+
+
+def whole_backwards(parts: Durations) -> Durations:
+    """The same work without splitting."""
+    whole = [
+        [first + second for first, second in zip(*rows, strict=True)]
+        for rows in zip(parts.backward, parts.weight, strict=True)
+    ]
+    return Durations(parts.forward, whole)
 
 
 # -- published ------------------------------------------------------------------------------
@@ -246,6 +257,63 @@ def partial_factor(law: str, chance: random.Random) -> Callable[[], float]:
     return lambda: LAWS[law](chance)
 
 
+# -- emulated -----------------------------------------------------------------------------
+
+
+def emulated(repeats: int) -> list[dict[str, Any]] | None:
+    """Step times over ours, on the ranks of this job; the result on rank 0, None elsewhere.
+
+    The engine announces nothing, so ours is the rule without patience.
+    """
+    from emulated import emulate
+    from mpi4py import MPI
+
+    from axsparse.runtime.grid import Grid
+    from axsparse.runtime.mpi.mpi_transport import MpiTransport
+
+    transport = MpiTransport(MPI.COMM_WORLD)
+    size = transport.size, 4 * transport.size
+    place = Grid(size[0], 1).place(transport.rank)
+    link = transport.link(place)
+    rows = []
+    for slack in SLACKS:
+        for law in JITTER_LAWS:
+            tried = contenders(slack, usual_times(law))
+            names = ("1f1b", "message-driven, whole", STATIC, "greedy")
+            seconds: dict[str, list[float]] = {name: [] for name in names}
+            for key in range(repeats + 1):  # the first warms up
+                parts = drawn(law, size, key)
+                order = list(names)
+                random.Random(f"{key} {law} {slack}").shuffle(order)  # noqa: S311
+                for name in order:
+                    schedule = tried[name]
+                    durations = parts if schedule.split_backward else whole_backwards(parts)
+                    step = emulate(
+                        transport, place, link, schedule.policy, durations, UNIT_SECONDS
+                    ).step
+                    if key:
+                        seconds[name].append(step)
+            ours = seconds["greedy"]
+            ratios = {
+                name: median(other / own for other, own in zip(found, ours, strict=True))
+                for name, found in seconds.items()
+            }
+            rows.append(
+                {
+                    "stages": size[0],
+                    "microbatches": size[1],
+                    "slack": slack,
+                    "law": law,
+                    "ours_ms": round(1e3 * median(ours), 1),
+                    "over_ours": {name: round(ratio, 3) for name, ratio in ratios.items()},
+                }
+            )
+            if place.rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+    transport.close()
+    return rows if place.rank == 0 else None
+
+
 # -- Markdown -------------------------------------------------------------------------------
 
 
@@ -279,6 +347,11 @@ def markdown(results: Mapping[str, Any]) -> str:
         + [f"{row['over_ours'][n]:.3f}" for n in CHUNKED]
         for row in results["chunks"]
     ]
+    real = [
+        [row["slack"], row["law"], row["ours_ms"]]
+        + [f"{row['over_ours'][n]:.3f}" for n in ("1f1b", "message-driven, whole", STATIC)]
+        for row in results.get("emulated", [])
+    ]
     return (
         "# Split backwards, simulated\n\nWritten by `benchmarks/zero_bubble.py`.\n\n"
         "## Bubble rates on published times\n\n"
@@ -302,6 +375,10 @@ def markdown(results: Mapping[str, Any]) -> str:
             "stages × microbatches|pieces|law|held|interleaved|split, too|ours, 1p|ours, 2p",
             pieces,
         )
+        + "\n## Emulated over MPI\n\nFour stages that sleep, 16 microbatches, the real engine and "
+        "links; step times over the rule without patience, since the engine announces nothing: "
+        "medians of ratios under equal delays.\n\n"
+        + table("slack|law|ours, ms|1f1b|message-driven, whole|zb-1p", real)
     )
 
 
@@ -309,11 +386,18 @@ def main() -> None:
     """Run all parts and save them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--only", choices=["published", "jitter", "chunks"])
     arguments = parser.parse_args()
     parts = {"published": published, "jitter": jitter, "chunks": chunks}
     saved = arguments.save
     results = json.loads(saved.read_text()) if saved is not None and saved.exists() else {}
+    if started_by_launcher():
+        found = emulated(arguments.repeats)
+        if found is None:
+            return
+        results["emulated"], parts = found, {}
+        results["machine of the emulated part"] = machine()
     for name, part in parts.items():
         if arguments.only in (None, name):
             results[name] = part()
