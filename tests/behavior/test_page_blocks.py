@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -122,6 +123,7 @@ def test_a_page_runs_from_its_first_block_to_its_last(page: str, tmp_path: Path)
     if any("transformers" in block.code for block in found):
         pytest.importorskip("transformers", reason="the page needs transformers")
     (tmp_path / "quickstart.yaml").write_text(SMALL)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for block in found:
         if block.title is not None:
             (tmp_path / block.title).write_text(block.code)
