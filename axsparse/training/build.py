@@ -278,7 +278,7 @@ def _build_state(
     replicas = Replicas(
         transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
         transport.backoff,
-        shard=run.is_sharded,
+        shard=bool(run.config.samo.shard_optimizer),
     )
     options = _state_options(run, replicas, placement)
     own = [run.model.layers[number] for number in run.stages[place.stage]]

@@ -145,11 +145,6 @@ class RunSpec:
         return starts_pruned(self.config, self.targets, self.ticket)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether replicas share the optimizer state."""
-        return bool(self.config.samo.shard_optimizer)
-
-    @property
     def memory_is_tight(self) -> bool:
         """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
         room = self.config.layout.memory_per_rank
@@ -169,7 +164,7 @@ class RunSpec:
                 moments=len(self.optimizer.moments),
                 index=self.index,
                 split_master=self.config.samo.split_master,
-                replicas=self.place.grid.g_data if self.is_sharded else 1,
+                replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
                 offload=self.config.samo.offload,
             ),
         ).total
@@ -221,7 +216,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     )
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
-    run = _with_shards(run, shard=_shards(run))
+    run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
     return replace(run, prediction=_predicted(run, replace(subject, split=sizes), cluster, choice))
 
 
@@ -268,28 +263,16 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInput
 
 
 def _shards(run: RunSpec) -> bool:
-    """Whether replicas share the optimizer state.
+    """Whether replicas share the optimizer state: for `auto` if that makes a rank's state smaller.
 
-    For `auto` they do if that makes the state of a stage smaller on its fullest rank. The time of a
-    step does not decide: as many bytes are sent, and each replica updates less (measured within 2 %
-    of whole state, docs/decisions/041-waiting-and-start-up.md).
+    Time does not decide (docs/decisions/041-waiting-and-start-up.md).
     """
     asked = run.config.samo.shard_optimizer
     if asked != "auto":
         return asked
-
-    def state(*, shard: bool) -> list[int]:
-        tried = _with_shards(run, shard=shard)
-        return [
-            tried.state_bytes(run.layers_of(stage), run.kept_at_start)
-            for stage in range(len(run.stages))
-        ]
-
-    return state(shard=True) != state(shard=False)
-
-
-def _with_shards(run: RunSpec, *, shard: bool) -> RunSpec:
-    return replace(run, config=_with(run.config, {"samo.shard_optimizer": shard}))
+    whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
+    layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
+    return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
 
 
 def _predicted(
