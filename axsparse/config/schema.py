@@ -171,9 +171,8 @@ class SamoConfig(Section):
     """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
     same bits in 2 bytes fewer a kept entry."""
     shard_optimizer: bool | Literal["auto"] = False
-    """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1
-    over compressed state). The same losses, and as many bytes sent. `auto` does so where the shares
-    take less memory than the whole, which is so with two replicas and more."""
+    """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1):
+    the same losses, as many bytes sent. `auto`: where there are replicas to share with."""
     offload: bool = False
     """On GPUs: master weights and moments stay in the host's memory, and are on the GPU only while
     their layer is updated. The same losses; every step moves them there and back."""
