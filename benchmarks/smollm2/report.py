@@ -17,6 +17,7 @@ from smollm2.cases import (
     TRAINED_AT,
     TRAINING,
     Case,
+    all_cases,
 )
 
 TEXTS = ("english", "code", "GPL-3")
@@ -42,6 +43,7 @@ def write_report(records: Records, out: Path) -> None:
     }
     (out / "smollm2.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     lines = ["# SmolLM2 135M, pruned and trained on", "", NOTE, "", *table(records), ""]
+    lines += [*remarks(records), ""]
     (out / "smollm2.md").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), flush=True)
     plot(records, out / "smollm2.png")
@@ -62,6 +64,20 @@ def table(records: Records) -> Iterator[str]:
         gigabytes = f"{size / 1e9:.3f} GB" if size else ""
         cells = (case.method, str(case.percent), steps, *values, gigabytes, share)
         yield f"| {' | '.join(cells)} |"
+
+
+def remarks(records: Records) -> Iterator[str]:
+    """How the losses of the two layouts compare, and what was not run."""
+    for case, found in records.items():
+        other = records.get(Case(case.method, case.percent, 2))
+        if case.stages == 1 and other is not None:
+            count = len(found["losses"])
+            same = found["losses"] == other["losses"][:count]
+            verdict = "the same numbers as" if same else "other numbers than"
+            yield f"The first {count} losses of {case.name} are {verdict} on two stages."
+    missing = [case.name for case in all_cases() if case not in records]
+    if missing:
+        yield f"Not run: {', '.join(missing)}."
 
 
 def _rounded(value: float | None) -> str:
@@ -103,6 +119,7 @@ def plot(records: Records, path: Path) -> None:
             axes.axhline(untouched["perplexity"][text], color=COLORS["dense"], linestyle=":")
         axes.set(xlabel="% of the blocks' matrices pruned", title=text, yscale="log")
         axes.set_xticks(SPARSITIES)
+        axes.set_xlim(min(SPARSITIES) - 3, max(SPARSITIES) + 3)
     panels[0].set_ylabel("perplexity")
     panels[0].legend(fontsize=8, title="hollow: trained on; dotted: dense", title_fontsize=7)
     figure.tight_layout()

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from smollm2.cases import Case, all_cases
 from smollm2.gguf_folder import make_tokenizer, turned
 from smollm2.judge import perplexity
-from smollm2.report import table
+from smollm2.report import remarks, table
 from smollm2.texts import parted
 
 
@@ -78,6 +78,7 @@ def test_the_table_has_a_line_for_each_case_that_is_judged() -> None:
         Case("wanda", 60): {**judged, "state_bytes": 1.4e9},
         Case("wanda", 60, 2): {"perplexity": {"english": 1234.5}, "losses": [2.0, 1.0]},
         few: {"losses": [2.0]},
+        Case("sparsegpt", 60, 2): {"losses": [2.0, 1.0]},
     }
 
     lines = list(table(records))[2:]
@@ -87,4 +88,10 @@ def test_the_table_has_a_line_for_each_case_that_is_judged() -> None:
         "| wanda | 60 | no | 15.6 | 4.1 |  | 1.400 GB | 0.700 |",
         "| wanda | 60 | 2 steps, 2×1 | 1,234 |  |  | 1.400 GB | 0.700 |",
     ]
+    same, missing = remarks(records)
+    assert same == "The first 1 losses of sparsegpt-60-1x1 are the same numbers as on two stages."
     assert few in all_cases()
+    assert "magnitude-70" in missing
+    assert "wanda-60-2x1" not in missing
+    records[few] = {"losses": [2.5]}
+    assert "are other numbers than" in next(remarks(records))
