@@ -27,16 +27,12 @@ class PipelineConfig(Section):
     """Compute the gradients of weights apart from the backward, while nothing that a neighbour
     waits for can run; activations are held longer. Linear and convolution layers are split.
     Changes no bit. `auto` splits large layers where stages wait for each other: with two or more
-    stages and microbatches, under message-driven, without `compile`; with `layout.cluster`, where
-    the simulated step says that it pays."""
+    stages and microbatches, under message-driven, with slack, without `compile`; with
+    `layout.cluster`, where the simulated step says that it pays."""
     held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
     """split_backward: the memory that a stage may hold of microbatches in flight and of those that
     wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
     flight; with `layout.cluster`, more where that shortens the simulated step and fits."""
-    patience: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
-    """split_backward: how far away an announced message may be to be waited for, in times that a
-    microbatch's weight gradients take. `auto` is 0.5; with `layout.cluster`, what is simulated to
-    shorten the step most."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.split_policy import GREEDY
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import StageMemory
@@ -38,8 +39,7 @@ class LayoutQuestion:
     memory_bytes: float | None = None
     """What a rank may take; None: the whole memory of a device."""
     schedule: Schedule | None = None
-    """None: message-driven, with what pays (see `PAYS`): split backwards, slack, bound and
-    patience."""
+    """None: message-driven, with what pays (see `PAYS`): split backwards, slack and bound."""
     split_backward: bool | None = None
     """Without a `schedule`: whether backwards are split; None: whichever pays."""
     g_inter: Sequence[int] | None = None
@@ -60,7 +60,7 @@ class LayoutQuestion:
             return [self.schedule]
         is_split = self.split_backward is True
         return [
-            Schedule("message-driven", slack, "alternate", split_backward=is_split)
+            Schedule("message-driven", slack, "alternate", is_split, patience=GREEDY)
             for slack in (DEFAULT_SLACK, 0)
         ]
 

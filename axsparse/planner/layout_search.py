@@ -57,8 +57,7 @@ class Plan:
     with the same delays; empty if the schedule was given."""
     tried: Sequence[SchedulePoint]
     """What whole backwards would give the recommended layout, with the slack that pays, and what
-    split ones would with each bound and patience that was tried; empty if the schedule was
-    given."""
+    split ones would with each bound that was tried; empty if the schedule was given."""
 
     @property
     def recommended(self) -> Row:

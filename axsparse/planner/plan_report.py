@@ -8,7 +8,6 @@ from typing import Any
 
 from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.split_policy import PATIENCE
 from axsparse.planner.layout_question import Row
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
@@ -87,8 +86,6 @@ def settings(row: Row) -> str:
     }
     if schedule.held is not None and schedule.split_backward:
         keys["pipeline.held"] = f"{schedule.held:g}"
-    if schedule.uses_forecasts and schedule.patience != PATIENCE:
-        keys["pipeline.patience"] = schedule.patience
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
 
 
@@ -110,9 +107,9 @@ def backward_cells(plan: Plan) -> list[dict[str, str]]:
 
 def _split_cells(schedule: Schedule, g_inter: int) -> dict[str, str]:
     if not schedule.split_backward:
-        return {"held": "–", "patience": "–"}
+        return {"held": "–"}
     held = max(schedule.bounds(stage, g_inter).held for stage in range(g_inter))
-    return {"held": f"{held:.3g}", "patience": f"{schedule.patience:g}"}
+    return {"held": f"{held:.3g}"}
 
 
 def because(plan: Plan) -> str:

@@ -13,7 +13,7 @@ from axsparse.config.pipeline_config import PipelineConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import ZERO_BUBBLE, Schedule
-from axsparse.pipeline.split_policy import PATIENCE
+from axsparse.pipeline.split_policy import GREEDY
 from axsparse.planner.calibration_memory import CalibrationPlan
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.layout import Layout
@@ -129,25 +129,26 @@ def configured_schedule(
         pipeline.prefer,
         split_backward=is_split,
         held=None if pipeline.held == "auto" else pipeline.held,
-        patience=PATIENCE if pipeline.patience == "auto" else pipeline.patience,
+        patience=GREEDY,
     )
 
 
 def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
     """The schedules to try until one fits; None is message-driven with what pays.
 
-    That needs predicted times, so without them (`has_times`) two fixed slacks are tried.
+    That needs predicted times, so without them (`has_times`) two fixed slacks are tried. Split
+    backwards without slack are slower than whole ones, so `auto` does not take them.
     """
     pipeline = config.pipeline
-    by_time = (pipeline.slack, pipeline.held, pipeline.patience, pipeline.prefer)
-    is_free = by_time == ("auto", "auto", "auto", "alternate")
+    is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
     if has_times and pipeline.schedule == "message-driven" and is_free:
         return [None]
     slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
     return [
         configured_schedule(pipeline, slack=slack, is_split=is_split)
-        for is_split in backwards(pipeline)
         for slack in slacks
+        for is_split in backwards(pipeline)
+        if slack or not is_split or only_backward(pipeline)
     ]
 
 

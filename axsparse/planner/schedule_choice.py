@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.zero_bubble import PATIENCES
 from axsparse.planner.layout import Layout
 from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row, with_schedule
 
@@ -43,7 +42,7 @@ class Search:
 
 
 def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
-    """A message-driven layout with the kind of backward, slack, bound and patience that pay.
+    """A message-driven layout with the kind of backward, the slack and the bound that pay.
 
     Everything is simulated with the same delays, as far as the memory goes. A single stage or
     microbatch has nothing that weight gradients could fill, and is split only if the question says
@@ -87,7 +86,7 @@ def _with_slack_that_pays(question: LayoutQuestion, row: Row, *, is_split: bool)
 
 
 def _with_bound_that_pays(question: LayoutQuestion, search: Search) -> Search:
-    """A split layout with more memory for weight gradients that wait, and with each patience.
+    """A split layout with more memory for weight gradients that wait.
 
     The least bound is taken whose step is at most `PAYS` longer than the shortest.
     """
@@ -97,14 +96,12 @@ def _with_bound_that_pays(question: LayoutQuestion, search: Search) -> Search:
     best: list[Row] = []
     for more in (0, -(-grid.g_inter // 2), grid.g_inter):
         held = math.ceil(least) + more if more else None
-        rows = [
-            with_schedule(question.cluster, row, replace(schedule, held=held, patience=patience))
-            for patience in PATIENCES
-        ]
-        if rows[0].most_bytes > question.room:
+        found = with_schedule(question.cluster, row, replace(schedule, held=held))
+        if found.most_bytes > question.room:
             break
-        tried += [_point(each) for each in rows if each.layout.schedule != schedule]
-        best.append(min(rows, key=lambda each: each.seconds))
+        if more:
+            tried.append(_point(found))
+        best.append(found)
     shortest = min(each.seconds for each in best)
     pays = next(each for each in best if each.seconds <= (1 + PAYS) * shortest)
     return replace(search, row=pays, tried=tried)

@@ -20,7 +20,6 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.split_policy import PATIENCE
 from axsparse.planner.auto_layout import (
     Choice,
     balanced,
@@ -245,11 +244,10 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInput
     pruning, steps = config.pruning, config.train.steps
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     schedule = None if choice is None else choice.row.layout.schedule
-    automatic = {
+    automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
         "pipeline.split_backward": _splits_backward(config, grid, inputs, schedule),
-        "pipeline.patience": PATIENCE if schedule is None else schedule.patience,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
@@ -334,14 +332,17 @@ def _splits_backward(
 ) -> bool:
     """Whether weight gradients can fill time in which a stage waits for its neighbours.
 
-    What the planner chose counts no overhead, so it is followed for large gradients only.
+    What the planner chose counts no overhead, so it is followed for large gradients only. Without
+    slack a stage that has begun weight gradients holds up its neighbours.
     """
     must = only_backward(config.pipeline)
     if must is not None:
         return must
     waits = min(grid.g_inter, _microbatches(config, grid)) > 1
     is_large = are_large(config, inputs.survey, on_host=inputs.on_host)
-    return waits and is_large and (chosen is None or chosen.split_backward)
+    if chosen is None:
+        return waits and is_large and config.pipeline.slack != 0
+    return waits and is_large and chosen.split_backward
 
 
 def _microbatches(config: Config, grid: Grid) -> int:

@@ -58,15 +58,16 @@ def test_where_nothing_fits_the_last_is_given_back_with_its_reason() -> None:
     assert " GB of 0.0000" in found.reason
 
 
-def test_slack_falls_to_nothing_where_memory_asks_for_it() -> None:
+def test_split_backwards_and_then_slack_go_where_memory_asks_for_it() -> None:
     config = tiny_config(model={"num_layers": 6}, layout={"split": [2, 2, 2, 2]})
-    held = fewest(config, [4], 1e9)
-    assert isinstance(held, Choice)
-    most = max(stage.total for stage in held.row.memory)
-    less = fewest(config, [4], most - 1)
-    assert isinstance(less, Choice)
+    found, room = [], 1e9
+    for _ in range(3):
+        choice = fewest(config, [4], room)
+        assert isinstance(choice, Choice)
+        found.append((choice.row.layout.schedule.split_backward, choice.row.layout.schedule.slack))
+        room = max(stage.total for stage in choice.row.memory) - 1
 
-    assert (held.row.layout.schedule.slack, less.row.layout.schedule.slack) == (1, 0)
+    assert found == [(True, 1), (False, 1), (False, 0)]
 
 
 def test_with_times_slack_is_what_the_simulation_gains_by() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
 
-from axsparse.pipeline.zero_bubble import PATIENCES
+from axsparse.pipeline.split_policy import GREEDY
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan, plan
@@ -253,7 +253,7 @@ def test_backwards_are_split_where_that_pays_and_the_plan_says_what_each_way_giv
         <= best.seconds
         <= (1 + PAYS) * min(point.seconds for point in split)
     )
-    assert {point.schedule.patience for point in split} == set(PATIENCES)
+    assert {point.schedule.patience for point in split} == {GREEDY}
     assert len({point.schedule.held for point in split}) == 3
 
 

@@ -12,6 +12,7 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.split_policy import GREEDY
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.run_workload import (
     backwards,
@@ -39,9 +40,8 @@ def subject(config: Config) -> SurveyedModel:
 def test_a_slack_that_is_given_is_kept(pipeline: dict[str, Any]) -> None:
     found = schedules(tiny_config(pipeline=pipeline), has_times=True)
 
-    whole = Schedule(
-        pipeline.get("schedule", "message-driven"), 3, pipeline.get("prefer", "alternate")
-    )
+    name, prefer = pipeline.get("schedule", "message-driven"), pipeline.get("prefer", "alternate")
+    whole = Schedule(name, 3, prefer, patience=GREEDY)
     split = replace(whole, split_backward=True)
     assert found == ([whole] if whole.name == "1f1b" else [split, whole])
 
@@ -66,14 +66,23 @@ def test_which_backwards_a_configuration_allows(
     assert only_backward(found) == (None if len(expected) == 2 else expected[0])
 
 
-def test_bounds_and_patience_of_a_configuration_are_those_of_its_schedule() -> None:
-    pipeline = {"slack": 2, "split_backward": True, "held": 9.5, "patience": 0.25}
+def test_bounds_of_a_configuration_are_those_of_its_schedule() -> None:
+    pipeline = {"slack": 2, "split_backward": True, "held": 9.5}
 
     found = configured_schedule(tiny_config(pipeline=pipeline).pipeline)
 
     assert found == Schedule(
-        "message-driven", 2, "alternate", split_backward=True, held=9.5, patience=0.25
+        "message-driven", 2, "alternate", split_backward=True, held=9.5, patience=GREEDY
     )
+
+
+def test_backwards_are_not_split_without_slack_unless_that_is_asked_for() -> None:
+    tight = schedules(tiny_config(), has_times=False)
+    asked = schedules(tiny_config(pipeline={"slack": 0, "split_backward": True}), has_times=True)
+
+    tried = [(each.slack, each.split_backward) for each in tight if each is not None]
+    assert tried == [(1, True), (1, False), (0, False)]
+    assert [each is not None and each.split_backward for each in asked] == [True]
 
 
 def test_other_schedules_go_without_a_search() -> None:
