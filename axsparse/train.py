@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from axsparse.cli.early_checks import refuse_early
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
@@ -76,11 +75,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
     overrides = overrides_of(arguments)
-    refuse_early(arguments.config, overrides)
-    stop = StopRequest()
-    stop.listen()
-    # Imported late, so that --help loads neither torch nor MPI.
+    # Imported late, so that --help loads neither torch nor MPI, and a host that lacks a package
+    # says so in one line.
     try:
+        from axsparse.cli.early_checks import refuse_early
+
+        refuse_early(arguments.config, overrides)
+        stop = StopRequest()
+        stop.listen()
         from axsparse.config.load import load_config
         from axsparse.data.sources import open_datasets
         from axsparse.models.zoo.model_registry import named_model

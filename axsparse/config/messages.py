@@ -123,7 +123,8 @@ def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False
         text = f"{len(fixed)} {items}" if fixed else items
         return text if bounds else f"a list of {text}"
     if kind in ("boolean", "string", "null"):
-        return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
+        text = "non-empty text" if "minLength" in schema else "text"
+        return {"boolean": "true or false", "string": text, "null": "null"}[kind]
 
     noun = "whole number" if kind == "integer" else "number"
     named = _BOUNDS.items() if bounds else ()

@@ -42,6 +42,8 @@ class LayoutQuestion:
     """None: message-driven, with what pays (see `PAYS`): split backwards, slack and bound."""
     split_backward: bool | None = None
     """Without a `schedule`: whether backwards are split; None: whichever pays."""
+    least_split_samples: int = 1
+    """Without a `schedule` and `split_backward`: the smallest microbatch that is split."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
     microbatch_sizes: Sequence[int] | None = None

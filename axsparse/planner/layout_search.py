@@ -20,7 +20,7 @@ from axsparse.planner.schedule_choice import (
     Search,
     SlackPoint,
     faster_split,
-    has_nothing_to_fill,
+    may_split,
     with_schedule_that_pays,
 )
 from axsparse.planner.stage_memory import needed
@@ -145,7 +145,7 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         return Rejection(grid.g_inter, grid.g_data, size, reason)
     for schedule in question.schedules:
         layout = Layout(grid, schedule, size, share // size)
-        if question.split_backward is None and has_nothing_to_fill(layout):
+        if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
         found = _split(question, layout)
         if not isinstance(found, Rejection):

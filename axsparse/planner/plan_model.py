@@ -22,6 +22,7 @@ from axsparse.planner.run_workload import (
     configured_schedule,
     copied_bytes,
     has_costs,
+    least_split_samples,
     only_backward,
     schedules,
     workload,
@@ -98,6 +99,7 @@ class Subject:
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
             split_backward=only_backward(self.loaded.config.pipeline),
+            least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
         failure: ConfigError | None = None
         for schedule in schedules(self.loaded.config, has_times=True):

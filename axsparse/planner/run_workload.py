@@ -105,15 +105,15 @@ def backwards(pipeline: PipelineConfig) -> list[bool]:
     )
 
 
-def are_large(config: Config, survey: Survey, *, on_host: bool) -> bool:
-    """Whether the gradients of weights are large enough to be worth taking out of backwards."""
+def least_split_samples(survey: Survey, *, on_host: bool) -> int:
+    """The smallest microbatch whose weight gradients are worth taking out of backwards."""
     matrices = sum(
         len(parameter.shape) > 1 and parameter.trained
         for layer in survey.layers
         for parameter in layer.parameters
     )
     least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
-    return survey.flops * config.batch.microbatch_size >= least * matrices
+    return math.ceil(least * matrices / max(survey.flops, 1.0))
 
 
 def configured_schedule(

@@ -44,15 +44,13 @@ class Search:
 def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
     """A message-driven layout with the kind of backward, the slack and the bound that pay.
 
-    Everything is simulated with the same delays, as far as the memory goes. A single stage or
-    microbatch has nothing that weight gradients could fill, and is split only if the question says
-    so.
+    Everything is simulated with the same delays, as far as the memory goes. Backwards that nothing
+    is gained by splitting are split only if the question says so.
     """
-    is_alone = has_nothing_to_fill(row.layout)
     found: list[Search] = []
     if question.split_backward is not True:
         found.append(_with_slack_that_pays(question, row, is_split=False))
-    if question.split_backward is True or (question.split_backward is None and not is_alone):
+    if question.split_backward is True or may_split(question, row.layout):
         try_split = _with_slack_that_pays(question, row, is_split=True)
         if try_split.slack_curve:
             found.append(_with_bound_that_pays(question, try_split))
@@ -109,16 +107,19 @@ def _with_bound_that_pays(question: LayoutQuestion, search: Search) -> Search:
 
 def faster_split(question: LayoutQuestion, row: Row) -> Row:
     """The same layout with split backwards, if these are allowed, fit and pay; else unchanged."""
-    if question.split_backward is not None or has_nothing_to_fill(row.layout):
+    if not may_split(question, row.layout):
         return row
     split = with_schedule(question.cluster, row, replace(row.layout.schedule, split_backward=True))
     fits = split.most_bytes <= question.room
     return split if fits and split.seconds <= (1 - PAYS) * row.seconds else row
 
 
-def has_nothing_to_fill(layout: Layout) -> bool:
-    """Whether no stage ever waits for another one, so that splitting brings nothing."""
-    return 1 in (layout.grid.g_inter, layout.microbatches)
+def may_split(question: LayoutQuestion, layout: Layout) -> bool:
+    """Whether stages wait for each other, weight gradients are large enough to fill that time, and
+    the question leaves open whether they do."""
+    waits = 1 not in (layout.grid.g_inter, layout.microbatches)
+    is_large = layout.microbatch_size >= question.least_split_samples
+    return question.split_backward is None and waits and is_large
 
 
 def _point(row: Row) -> SchedulePoint:

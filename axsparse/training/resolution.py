@@ -34,8 +34,8 @@ from axsparse.planner.layout_question import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     AUTO_INDEX,
     Prediction,
-    are_large,
     has_costs,
+    least_split_samples,
     only_backward,
     predict,
     workload,
@@ -339,7 +339,8 @@ def _splits_backward(
     if must is not None:
         return must
     waits = min(grid.g_inter, _microbatches(config, grid)) > 1
-    is_large = are_large(config, inputs.survey, on_host=inputs.on_host)
+    least = least_split_samples(inputs.survey, on_host=inputs.on_host)
+    is_large = config.batch.microbatch_size >= least
     if chosen is None:
         return waits and is_large and config.pipeline.slack != 0
     return waits and is_large and chosen.split_backward

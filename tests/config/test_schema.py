@@ -95,7 +95,7 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "boolean":
             return st.booleans()
         case "string":
-            return _TEXT
+            return _TEXT.filter(lambda text: len(text) >= schema.get("minLength", 0))
         case "integer":
             return st.integers(schema["minimum"], schema.get("maximum"))
         case "number":

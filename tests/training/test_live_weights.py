@@ -193,6 +193,7 @@ def test_a_notebook_gets_the_trained_module_back(tmp_path: Path) -> None:
     )
     data = ax.Datasets(vector_data(), vector_data())
     threads, state = torch.get_num_threads(), torch.get_rng_state()
+    handler = signal.getsignal(signal.SIGINT)
 
     def main(job: ax.Job) -> ax.Trainer:
         trainer = ax.build(job, own_model(config), lambda: data, config)
@@ -206,4 +207,4 @@ def test_a_notebook_gets_the_trained_module_back(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("0.weight"), saved["0.weight"])
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -298,7 +298,8 @@ def test_weights_that_are_missing_misshapen_or_too_many_are_named(tmp_path: Path
     assert refusal(saved(tmp_path, {qkv: torch.zeros(32, 97)})) == (
         f"{file}: {qkv!r} has shape (32, 97), which is read as (97, 32), "
         "block1.attention.qkv.weight of the model has (96, 32); make the model's settings those "
-        "of the file"
+        "of the file, or let it begin anew (model.new: [block1.attention.qkv.weight], in Python "
+        "new=)"
     )
     assert "'transformer.wpe.weight' has shape (12, 31), embed.position.weight" in refusal(
         saved(tmp_path, {"transformer.wpe.weight": torch.zeros(12, 31)})
