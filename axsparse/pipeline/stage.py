@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
-from axsparse.pipeline.weight_split import Plan, WeightSplit
+from axsparse.pipeline.splittable_weights import Plan, WeightSplit
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 

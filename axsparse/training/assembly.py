@@ -19,8 +19,8 @@ from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.splittable_weights import WeightSplit
 from axsparse.pipeline.stage import Stage
-from axsparse.pipeline.weight_split import WeightSplit
 from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.splittable_weights import WeightSplit
 from axsparse.pipeline.stage import Key, Stage
-from axsparse.pipeline.weight_split import WeightSplit
 from axsparse.runtime.errors import ConfigError
 
 KEY = Key(0, 0)

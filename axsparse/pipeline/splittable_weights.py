@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from axsparse.pipeline.late_weights import LateWeights
-from axsparse.pipeline.split_weight import StandIn, stand_in
+from axsparse.pipeline.weight_stand_in import StandIn, stand_in
 
 _PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}
 """Autograd's nodes of a linear call, and which of their inputs is the transposed weight."""
