@@ -341,8 +341,9 @@ def _splits_backward(
     waits = min(grid.g_inter, _microbatches(config, grid)) > 1
     least = least_split_samples(inputs.survey, on_host=inputs.on_host)
     is_large = config.batch.microbatch_size >= least
-    if chosen is None:
-        return waits and is_large and config.pipeline.slack != 0
+    if chosen is None:  # Nobody has looked whether what waits fits a limit of memory.
+        is_free = config.layout.memory_per_rank == "auto" and config.pipeline.slack != 0
+        return waits and is_large and is_free
     return waits and is_large and chosen.split_backward
 
 
