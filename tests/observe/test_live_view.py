@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from support.records import STEP_RECORD
 from support.terminal import Terminal
 
 from axsparse.observe.live_view import LiveView, fitted, sparkline
@@ -22,26 +23,14 @@ SECONDS = dict.fromkeys([f"{name}_seconds" for name in PHASES], 0.0)
 def record(step: int, loss: float = 2.0) -> StepRecord:
     """A step of one second: six tenths of computing, three of waiting, one of messages."""
     times = {**SECONDS, "compute_seconds": 0.6, "bubble_seconds": 0.3, "p2p_seconds": 0.1}
-    return StepRecord(
+    return replace(
+        STEP_RECORD,
         step=step,
-        time=0.0,
         loss=loss,
-        learning_rate=0.1,
         grad_norm=1.25,
-        loss_scale=1.0,
-        skipped=False,
-        skip_reason=None,
-        skipped_steps=0,
-        tokens=1000,
         step_seconds=1.0,
-        **times,
         tokens_per_second=1000.0,
-        model_flops_per_second=1.0,
-        mfu=0.5,
-        model_state_bytes=1,
-        gradient_bytes_sent=1,
-        p2p_bytes_sent=1,
-        peak_memory_bytes=1,
+        **times,
     )
 
 

@@ -11,6 +11,7 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
+from axsparse.planner import run_workload
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -277,3 +278,41 @@ def test_fewer_activations_leave_the_work_balanced(limit: str, sections: dict[st
 def test_fixed_orders_that_hold_every_microbatch_need_more() -> None:
     with pytest.raises(ConfigError, match="no split of 10 layers"):
         limited(3e-4, pipeline={"schedule": "gpipe"})
+
+
+# -- split backwards ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def any_size_is_worth_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1.0)
+
+
+@pytest.mark.usefixtures("any_size_is_worth_splitting")
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, True),
+        ({"pipeline": {"slack": 0}}, False),
+        ({"layout": {"g_inter": 2, "memory_per_rank": 1.0}}, False),
+        ({"layout": {"g_inter": 1}}, False),
+    ],
+)
+def test_auto_splits_backwards_where_there_is_slack_and_nobody_limits_what_waits(
+    sections: dict[str, Any], expected: bool
+) -> None:
+    assert resolved(tiny_config(**sections), 2).config.pipeline.split_backward is expected
+
+
+@pytest.mark.usefixtures("any_size_is_worth_splitting")
+def test_auto_leaves_backwards_whole_where_what_waits_does_not_fit() -> None:
+    def with_limit(limit: float) -> RunSpec:
+        layout = {"split": [2, 2, 2, 2], "memory_per_rank": limit}
+        return resolved(tiny_config(model={"num_layers": 6}, layout=layout), 4)
+
+    roomy = with_limit(1.0)
+    assert roomy.prediction is not None
+    tight = with_limit((roomy.prediction.memory_bytes - 1) / 1e9)
+
+    assert roomy.config.pipeline.split_backward is True
+    assert (tight.config.pipeline.split_backward, tight.config.pipeline.slack) == (False, 1)
