@@ -25,6 +25,8 @@ class ModelLayout:
     grid: Grid
     transport: str
     """What carries messages between the ranks, such as "mpi (MPICH 4.2)"."""
+    arithmetic: str = ""
+    """How this machine computes, where that is not what the precision says."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ def banner(
     survey, grid = model.survey, model.grid
     parameters = f"{format_count(survey.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
+    precision = " ".join(filter(None, [config.precision, model.arithmetic]))
     yield (
         f"axsparse {__version__} · {model.name} {parameters} · {_pruning(config)} · "
-        f"{config.precision} · {ranks} = {grid} · {model.transport}"
+        f"{precision} · {ranks} = {grid} · {model.transport}"
     )
     yield "   ".join(
         f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"

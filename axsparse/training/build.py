@@ -28,6 +28,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.grid import Grid
+from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once
 from axsparse.runtime.provenance import checkout_commit, versions
@@ -211,6 +212,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
+    if run.on_host:
+        multiply_in_fp32(run.dtype)
     if run.memory_is_tight:
         give_back_at_once()
 

@@ -20,6 +20,7 @@ from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
+from axsparse.runtime.half_products import lacking_types
 from axsparse.runtime.process_memory import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
@@ -63,7 +64,14 @@ def make_recorder(
     metrics = run_dir / METRICS_FILE
     lines = banner(
         config,
-        ModelLayout(run.model.name, survey, run.stages, run.place.grid, transport.name),
+        ModelLayout(
+            run.model.name,
+            survey,
+            run.stages,
+            run.place.grid,
+            transport.name,
+            "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
+        ),
         ModelStateSize(
             dense=max(
                 run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
