@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def _kernel(
     # torch's own kernel stays behind the operator that is given its output.
     own: Any = getattr(torch.ops.aten, name).out
 
-    def kernel(*tensors: Tensor, **factors: float) -> Tensor:
+    def kernel(*tensors: Tensor, **factors: Any) -> Tensor:
         dtype = tensors[0].dtype
         if dtype in lacking and all(tensor.dtype == dtype for tensor in tensors):
             return wide(*tensors, **factors)
@@ -88,38 +88,44 @@ def _kernel(
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
     def product(rows: slice, columns: slice) -> Tensor:
-        return torch.mm(left[rows].float(), right[:, columns].float())
+        return _wide(torch.mm, (left[rows], right[:, columns]))
 
     return _in_pieces(left, right, product)
 
 
-def _addmm(added: Tensor, left: Tensor, right: Tensor, **factors: float) -> Tensor:
+def _addmm(added: Tensor, left: Tensor, right: Tensor, **factors: Any) -> Tensor:
     whole = added.expand(left.shape[0], right.shape[1])
 
     def product(rows: slice, columns: slice) -> Tensor:
-        return torch.addmm(
-            whole[rows, columns].float(), left[rows].float(), right[:, columns].float(), **factors
-        )
+        tensors = whole[rows, columns], left[rows], right[:, columns]
+        return _wide(torch.addmm, tensors, factors)
 
     return _in_pieces(left, right, product)
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     def product(batch: slice) -> Tensor:
-        return torch.bmm(left[batch].float(), right[batch].float())
+        return _wide(torch.bmm, (left[batch], right[batch]))
 
     return _in_batches(left, right, product)
 
 
-def _baddbmm(added: Tensor, left: Tensor, right: Tensor, **factors: float) -> Tensor:
+def _baddbmm(added: Tensor, left: Tensor, right: Tensor, **factors: Any) -> Tensor:
     whole = added.expand(left.shape[0], left.shape[1], right.shape[2])
 
     def product(batch: slice) -> Tensor:
-        return torch.baddbmm(
-            whole[batch].float(), left[batch].float(), right[batch].float(), **factors
-        )
+        return _wide(torch.baddbmm, (whole[batch], left[batch], right[batch]), factors)
 
     return _in_batches(left, right, product)
+
+
+def _wide(
+    product: Callable[..., Tensor],
+    tensors: Iterable[Tensor],
+    factors: Mapping[str, float] | None = None,
+) -> Tensor:
+    """The product of copies in fp32."""
+    return product(*(tensor.float() for tensor in tensors), **(factors or {}))
 
 
 def _in_pieces(left: Tensor, right: Tensor, product: Callable[[slice, slice], Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
@@ -51,8 +52,7 @@ def evaluate_saved(
         vocab_size=training.vocab_size or 0,
         num_samples=len(training),
     )
-    torch.set_num_threads(config.train.threads)
-    multiply_in_fp32(DTYPES[config.precision])
+    _prepare_process(config)
     transport = LocalTransport(LocalWorld[object](1), 0)
     place = Grid(1, 1).place(0)
     stage = Stage(
@@ -87,3 +87,9 @@ def evaluate_saved(
         )
     finally:
         batches.close()
+
+
+def _prepare_process(config: Config) -> None:
+    """Compute as the ranks of the run do."""
+    torch.set_num_threads(config.train.threads)
+    multiply_in_fp32(DTYPES[config.precision])

@@ -152,11 +152,14 @@ def test_kernels_are_replaced_once_and_only_for_a_run_that_needs_them(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: bool
 ) -> None:
     made: list[tuple[torch.dtype, ...]] = []
+
+    def replaced_types(lacking: tuple[torch.dtype, ...]) -> object:
+        made.append(lacking)
+        return made
+
     monkeypatch.setattr(half_products, "_library", None)
     monkeypatch.setattr(half_products, "lacking_types", lambda: (torch.bfloat16,))
-    monkeypatch.setattr(
-        half_products, "replaced_kernels", lambda lacking: made.append(lacking) or made
-    )
+    monkeypatch.setattr(half_products, "replaced_kernels", replaced_types)
 
     assert [multiply_in_fp32(dtype), multiply_in_fp32(dtype)] == [expected, expected]
     assert made == [(torch.bfloat16,)] * expected
