@@ -99,12 +99,57 @@ def _linear(
 ) -> Tensor:
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         return F.linear(input, weight, bias)
-    own, shape = weight.own, input.shape
-    apply: Callable[..., Tensor] = _Linear.apply
+    shape = input.shape
     if len(shape) == 2:
-        return apply(input, own, bias, _anchor(input, weight))
-    rows = apply(input.view(-1, shape[-1]), own, bias, _anchor(input, weight))
-    return rows.view(*shape[:-1], -1)
+        return _product(input, weight, bias)
+    return _product(input.view(-1, shape[-1]), weight, bias).view(*shape[:-1], -1)
+
+
+def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
+    """y = x Wᵀ + b, whose backward leaves the gradient of W.
+
+    Where autograd makes a gradient of x or b, it knows nothing of W, and what it hands to its own
+    backward is noted: that is quicker than a function of ours. What is noted is kept until then,
+    which is more than a part that is recomputed may keep.
+    """
+    own = weight.own
+    if (rows.requires_grad or (bias is not None and bias.requires_grad)) and _saves_as_usual():
+        product = F.linear(rows, own.alias, bias)
+        node = product.grad_fn
+        assert node is not None, "an input requires a gradient"
+        node.register_prehook(_note_of(own, rows.detach()))
+        return product
+    apply: Callable[..., Tensor] = _Linear.apply
+    return apply(rows, own, bias, _anchor(rows, weight))
+
+
+def _saves_as_usual() -> bool:
+    """Whether autograd keeps what backwards need as it is: nothing there is recomputed or moved."""
+    return _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is None
+
+
+_saved_tensors_hooks: Callable[[bool], object] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""Gives the innermost hooks on what autograd saves. Not every version of torch has it."""
+
+
+def _note_of(own: Own, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
+    """A hook of a product's backward that leaves the gradient of its weight for later."""
+    version = rows._version
+
+    def leave(gradients: Sequence[Tensor | None]) -> None:
+        outer = gradients[0]
+        if outer is None:
+            return
+        if rows._version != version:
+            raise RuntimeError(
+                f"the input of a linear call with {own.name} was modified by an inplace operation "
+                "before its backward, which needs it"
+            )
+        own.leave((rows, outer), _weight_gradient)
+
+    return leave
 
 
 def _anchor(inputs: Tensor, weight: StandIn) -> Tensor | None:
