@@ -30,7 +30,7 @@ from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
-from axsparse.runtime.process_memory import give_back_at_once
+from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
@@ -216,6 +216,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
         multiply_in_fp32(run.dtype)
     if run.memory_is_tight:
         give_back_at_once()
+    elif run.on_host:
+        keep_freed_blocks()
 
 
 # -- the run directory --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,34 @@ with mmap(-1, 50_000_000) as held:
 print(resident_memory_bytes() - before)
 """
 """In a process of its own: one that has run tests gives memory back in between."""
+
+
+COMING_AND_GOING = """
+import resource
+import torch
+from axsparse.runtime.process_memory import keep_freed_blocks
+
+def pages_taken():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(500_000) for _ in range(50)]
+    del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first = max(pages_taken() for _ in range(5))
+assert keep_freed_blocks()
+pages_taken()
+print(first, max(pages_taken() for _ in range(5)))
+"""
+"""A hundred megabytes in blocks of two, again and again."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
+def test_freed_blocks_that_are_kept_are_not_taken_from_the_system_again() -> None:
+    done = run_alone(["-c", COMING_AND_GOING])
+
+    by_itself, kept = map(int, done.stdout.split())
+    assert by_itself > 10_000, str(done)
+    assert kept < by_itself / 20
 
 
 def test_resident_memory_is_what_is_held_now_and_the_peak_stays() -> None:
