@@ -34,7 +34,7 @@ from axsparse.training.run_recorder import matrix_peak
 from axsparse.training.trainer import Trainer
 
 MICROBATCHES = 4
-PARTS = 4
+PARTS = 5
 """How many times `calibrate` says what it measures next."""
 OTHER_SIZE = 1
 """A second microbatch size, which separates the time that depends on the size from the rest."""
@@ -53,6 +53,8 @@ class Profile:
     """Median seconds a step computes."""
     compress: float
     """Median seconds a step compresses gradients."""
+    weight: float
+    """Median seconds a step computes gradients of weights that split backwards have left."""
     forwards: list[float]
     """Seconds of every single forward."""
     overhead: float
@@ -79,6 +81,8 @@ def calibrate(
     config = profile.trainer.config
     begins(f"{counted(steps, 'step')} with microbatches of {other}")
     compute_of_other = _profile(loaded, steps, other).compute
+    begins(f"{counted(steps, 'step')} with split backwards")
+    weight = _weight_seconds(loaded, steps, size)
     begins("products of matrices, and a copy in memory")
     own = [
         profile.compute,
@@ -86,10 +90,11 @@ def calibrate(
         profile.compress,
         matrix_peak(DTYPES[config.precision]),
         _copy_bandwidth(),
+        weight,
         profile.overhead,
     ]
     rows = sum_by_owner(transport.world, transport.backoff, own)
-    compute, of_other, compress, peak, copy, _ = (
+    compute, of_other, compress, peak, copy, weight, _ = (
         fmean(column) for column in zip(*rows, strict=True)
     )
     begins("messages and all-reduces between ranks")
@@ -104,12 +109,13 @@ def calibrate(
     seen = Measurements(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
-        overhead_bytes=max(row[5] for row in rows),
+        overhead_bytes=max(row[-1] for row in rows),
         peak=peak,
         copy_bandwidth=copy,
         compute_seconds=compute,
         compute_of_other=(other, of_other),
         compress_seconds=compress,
+        weight_seconds=weight,
         microbatches=MICROBATCHES,
         microbatch_size=size,
         forwards=profile.forwards,
@@ -130,9 +136,17 @@ def _refuse_several_hosts(transport: Transport) -> None:
         )
 
 
-def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
+def _weight_seconds(loaded: LoadedConfig, steps: int, size: int) -> float:
+    """Median seconds of a step's weight gradients; 0 where backwards cannot be split."""
+    if loaded.config.pipeline.compile:
+        return 0.0
+    return _profile(loaded, steps, size, is_split=True).weight
+
+
+def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = False) -> Profile:
     """Train in one stage with microbatches of `size`; each rank by itself, all at the same time."""
     config = loaded.config
+    split = {"schedule": "message-driven", "split_backward": is_split, "held": "auto"}
     alone = config.model_copy(
         update={
             "batch": config.batch.model_copy(
@@ -144,6 +158,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
                     **{"split": "auto", "memory_per_rank": "auto"},
                 }
             ),
+            "pipeline": config.pipeline.model_copy(update=split),
             "spikes": SpikesConfig(),  # nothing is saved that a run could go back to
             "transport": "auto",
         }
@@ -157,7 +172,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
     phases = trainer.parts.phases
     trainer.step()  # not timed, since it allocates and compiles
-    compute, compress, forwards = [], [], []
+    compute, compress, weight, forwards = [], [], [], []
     for _ in range(steps):
         phases.start_spans()
         phases.begin_step()
@@ -165,13 +180,15 @@ def _profile(loaded: LoadedConfig, steps: int, size: int) -> Profile:
         seconds = phases.end_step()
         compute.append(seconds["compute"])
         compress.append(seconds["compress"])
-        forwards += [
-            end - begin
+        spans = [
+            (action, end - begin)
             for phase, action, begin, end in phases.take_spans()
-            if phase == "compute" and action.startswith("F")
+            if phase == "compute"
         ]
+        forwards += [length for action, length in spans if action.startswith("F")]
+        weight.append(sum(length for action, length in spans if action.startswith("W")))
     trainer.close()
-    return Profile(trainer, median(compute), median(compress), forwards, overhead)
+    return Profile(trainer, median(compute), median(compress), median(weight), forwards, overhead)
 
 
 def _copy_bandwidth() -> float:

@@ -13,6 +13,9 @@ from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.errors import TrainingError
 
+LEAST_SHARE = 0.1
+"""Of the time that arithmetic takes elsewhere, weight gradients take at least so much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
@@ -35,6 +38,9 @@ class Measurements:
     None if only one size was measured."""
     compress_seconds: float
     """Seconds of all compression of a step; 0 for a dense model."""
+    weight_seconds: float = 0.0
+    """Seconds of all weight gradients of a step with split backwards, without compression; 0 if
+    that was not measured."""
     microbatches: int
     microbatch_size: int
     forwards: Sequence[float]
@@ -106,7 +112,23 @@ def _compute_constants(
         "efficiency": _Constant(reached / peak, "fitted", f"{source}: its compute"),
         "memory_bandwidth": _Constant(seen.copy_bandwidth, "measured", "a copy, all ranks at once"),
         "gpus_per_node": _Constant(seen.ranks, "measured", "ranks of this run"),
+        **_weight_constants(load, seen, reached, source),
     }
+
+
+def _weight_constants(
+    load: StageLoad, seen: Measurements, rate: float, source: str
+) -> dict[str, _Constant]:
+    """How much longer weight gradients take than other products, which reach `rate` flop/s.
+
+    On a busy machine the pass over the weights may be measured as longer than all of them.
+    """
+    passed = seen.microbatches * _size_independent_seconds(seen) / 3
+    flops = seen.microbatches * seen.microbatch_size * load.weight_flops
+    if not seen.weight_seconds or not flops:
+        return {}
+    share = max(LEAST_SHARE, (seen.weight_seconds - passed) * rate / flops)
+    return {"weight_share": _Constant(share, "fitted", f"{source}, with split backwards")}
 
 
 def _message_constants(seen: Measurements) -> dict[str, _Constant]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.mpirun import run_mpirun
 
-from axsparse.cli.machine_timing import _profile, calibrate
+from axsparse.cli.machine_timing import _profile, _weight_seconds, calibrate
 from axsparse.config.load import load_config
 from axsparse.planner.cluster import load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_OUTPUT, ConfigError
@@ -36,7 +36,10 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
         assert getattr(machine, name) > 0
     assert "axsparse: wrote mine.yaml" in done.stdout
     said = [line.split(": ")[1] for line in done.stderr.splitlines() if " measures " in line]
-    assert said == ["measures 1/4", "measures 2/4", "measures 3/4", "measures 4/4"]
+    assert said == [f"measures {part}/5" for part in range(1, 6)]
+    assert kinds["weight_share"] == "fitted"
+    assert machine.weight_share is not None
+    assert 0 < machine.weight_share < 10
 
     plan = ["-m", "axsparse", "plan", *SMALL, "--gpus", "2", "--cluster", "mine.yaml", "--json"]
     done = run_mpirun(1, plan, cwd=tmp_path)
@@ -79,6 +82,17 @@ def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
     profile = _profile(loaded, steps=1, size=1)
 
     assert profile.trainer.steps_done == 2
+    assert profile.weight == 0
+
+
+def test_weight_gradients_are_timed_whatever_the_schedule() -> None:
+    asked = ["model.hidden_size=64", "model.num_layers=1", "pipeline.schedule=1f1b"]
+    loaded = load_config("quickstart.yaml", [*asked, "pipeline.split_backward=false"])
+
+    profile = _profile(loaded, steps=2, size=1, is_split=True)
+
+    assert 0 < profile.weight < profile.compute
+    assert _weight_seconds(load_config("quickstart.yaml", ["pipeline.compile=true"]), 1, 1) == 0
 
 
 @pytest.mark.exhaustive

@@ -58,6 +58,37 @@ def test_the_cost_model_gives_back_what_was_measured() -> None:
     assert 0 < machine.efficiency <= 1
 
 
+@pytest.mark.parametrize("passed", [0.0, 3e-5])
+def test_weight_gradients_take_what_was_measured_of_them(passed: float) -> None:
+    seen = replace(
+        SEEN,
+        compute_seconds=SEEN.compute_seconds + passed,
+        compute_of_other=(1, SEEN.compute_seconds / 2 + passed),
+        weight_seconds=4e-5,
+    )
+    split = replace(load(), weight_flops=9e3)
+    machine = fitted("mine", split, "fp32", seen, "a test")
+    stage = stage_seconds(MODEL, split, machine, 2)
+
+    assert 3 * (stage.weight - stage.compress) == pytest.approx(4e-5)
+    assert machine.origins["weight_share"].source == "a test, with split backwards"
+    assert parse_cluster(to_yaml(machine), "mine.yaml") == machine
+
+
+def test_weight_gradients_that_seem_shorter_than_a_pass_over_the_weights_have_a_share() -> None:
+    seen = replace(SEEN, compute_seconds=1.3e-4, compute_of_other=(1, 8e-5), weight_seconds=1e-7)
+
+    machine = fitted("mine", replace(load(), weight_flops=9e3), "fp32", seen, "a test")
+
+    assert machine.weight_share == 0.1
+
+
+def test_without_weight_gradients_their_share_is_not_known() -> None:
+    for split, seconds in ((load(), 4e-5), (replace(load(), weight_flops=9e3), 0.0)):
+        seen = replace(SEEN, weight_seconds=seconds)
+        assert fitted("mine", split, "fp32", seen, "a test").weight_share is None
+
+
 @pytest.mark.parametrize("other", [1, 4])
 def test_two_sizes_tell_what_does_not_depend_on_size(other: int) -> None:
     slower = SEEN.compute_seconds / 2 * other + 3e-5
