@@ -37,8 +37,8 @@ def parser() -> CommandParser:
     form.add_argument(
         "--to",
         choices=("hf", "torch"),
-        help="hf: a folder that from_pretrained of transformers loads; torch: a safetensors file "
-        "of dense tensors, named as axsparse names them",
+        help="hf: a folder that from_pretrained of transformers loads, with the tokenizer of the "
+        "data; torch: a safetensors file of dense tensors, named as axsparse names them",
     )
     form.add_argument(
         "--sparse",

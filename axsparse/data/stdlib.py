@@ -29,6 +29,11 @@ EXCLUDED_FOLDERS = frozenset(
 )
 
 
+def split_name(split: Split) -> str:
+    """The name of the data set of one split."""
+    return f"stdlib {split}"
+
+
 def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
     """One split of the standard library of the running interpreter.
 
@@ -36,7 +41,7 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
     """
     tokens, fingerprint = stdlib_tokens(split)
     return TokenDataset(
-        name=f"stdlib {split}",
+        name=split_name(split),
         fingerprint=fingerprint,
         vocab_size=VOCAB_SIZE,
         tokens=tokens,

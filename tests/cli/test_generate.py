@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.images import image_data
@@ -12,7 +13,7 @@ from support.preparing import LINE, run
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.cli import evaluate, generate
+from axsparse.cli import evaluate, export, generate
 from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig
 from axsparse.data.prepare.request import Request
@@ -72,6 +73,22 @@ def test_it_recites_what_it_has_learnt(recited: Path, capsys: pytest.CaptureFixt
         capsys, generate.main, recited, "--prompt", LINE + "The cat", "--tokens", 60, "--top-k", 1
     )
     assert likeliest == (0, screen, "")
+
+
+def test_transformers_recites_what_was_exported(
+    recited: Path, tmp_path: Path, transformers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No longer than what the model sees, which is where transformers ends."""
+    told(capsys, export.main, recited, "--to", "hf", "--out", tmp_path / "hf")
+    words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    writer = transformers.pipeline("text-generation", model=str(tmp_path / "hf"))
+
+    [theirs] = writer(LINE[:11], **words)
+    ours = told(capsys, generate.main, recited, "--prompt", LINE[:11], "--tokens", 12)
+    assert ours == (0, theirs["generated_text"] + "\n", "")
+    assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (0, LENGTH)
 
 
 def test_a_seed_draws_the_same_text_again_and_another_seed_another(

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.schema import Config
+from axsparse.data.exported_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.data.prepare.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfModel, hf_model
@@ -93,9 +94,12 @@ def export(
     notes: Sequence[str] = ()
     with _new(path) as unfinished:
         if model is not None:
-            folder = HfFolder(unfinished, weights.config().model, model, weights.dtype, headers)
+            tokenizer, untold = _tokenizer(weights)
+            folder = HfFolder(
+                unfinished, weights.config().model, model, weights.dtype, headers, tokenizer
+            )
             folder.settings()  # refuses what transformers has not
-            notes = folder.notes
+            notes = folder.notes or ([] if folder.source is not None else untold)
             unfinished.mkdir()
             folder.write_weights(WHOLE_FILE, list(headers), weights.values(groups), metadata)
             folder.write_description(dict.fromkeys(headers, WHOLE_FILE))
@@ -232,6 +236,15 @@ def _hf_model(weights: Weights) -> HfModel:
             "configuration; choose --to torch"
         )
     return model
+
+
+def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
+    """The tokenizer of the run's data, if it is known, and a note if it cannot be read any more."""
+    data = weights.checkpoint.manifest.data
+    try:
+        return exported_tokenizer(weights.config().data, data.name, data.fingerprint), []
+    except (DataError, MissingInputError) as reason:
+        return None, [f"the folder has no tokenizer: {reason}"]
 
 
 def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:

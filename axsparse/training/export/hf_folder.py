@@ -4,7 +4,8 @@
     model.safetensors                            all weights in one file
     model-00001-of-00002.safetensors, …          or a file a stage,
     model.safetensors.index.json                 and which of them holds which tensor
-    tokenizer.json, generation_config.json, …    copies of what `model.from` had beside its weights
+    tokenizer.json, generation_config.json, …    the tokenizer: copies of what `model.from` had
+                                                 beside its weights, else that of the data
 
 `axsparse.models.zoo.hf_models` knows the names and shapes of transformers.
 """
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from axsparse.config.hf_config import config_json, model_settings, refuse_other_sizes
 from axsparse.config.hf_json import CONFIG_FILE, read_json
-from axsparse.config.model_config import Family
+from axsparse.config.model_config import Family, TextFamily
+from axsparse.data.exported_tokenizer import ExportedTokenizer
 from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfModel
 from axsparse.runtime.files.durable import sync_folder, write_new
@@ -56,6 +58,8 @@ class HfFolder:
     """The type that config.json names."""
     headers: Mapping[str, TensorHeader]
     """All parameters by global name and in the model's shapes; a tied weight once."""
+    tokenizer: ExportedTokenizer | None = None
+    """That of the training data, if it is known; it is written unless `model.from` has another."""
 
     @property
     def source(self) -> Path | None:
@@ -67,7 +71,7 @@ class HfFolder:
     @property
     def notes(self) -> list[str]:
         """What the user should know of the folder."""
-        if self.config.from_ is None or self.source is not None:
+        if self.config.from_ is None or self.source is not None or self.tokenizer is not None:
             return []
         return [
             f"model.from {self.config.from_} is there no more: config.json says nothing of the "
@@ -82,7 +86,8 @@ class HfFolder:
         """
         dtype = str(self.dtype).removeprefix("torch.")
         if self.source is None:
-            return config_json(self.config, dtype)
+            ids = {} if self.tokenizer is None else self.tokenizer.ids
+            return config_json(self.config, dtype) | ids
         path = self.source / CONFIG_FILE
         refuse_other_sizes(path, model_settings(path), self.config)
         theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
@@ -116,6 +121,10 @@ class HfFolder:
             texts[INDEX_FILE] = index_text(
                 {self.model.named(name): file for name, file in files.items()}, total
             )
+        if self.source is None and self.tokenizer is not None:
+            assert isinstance(self.config, TextFamily), "transformers has these models only"
+            files_of_text = self.tokenizer.files(self.config.sequence_length)
+            texts |= {name: json.dumps(held, indent=2) for name, held in files_of_text.items()}
         for name, text in texts.items():
             write_new(self.path / name, f"{text}\n".encode())
         for name in COMPANIONS:

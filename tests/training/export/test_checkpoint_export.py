@@ -558,6 +558,19 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     assert json.loads((out / "config.json").read_text())["bos_token_id"] is None
 
 
+def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
+    tmp_path: Path,
+) -> None:
+    gone = tmp_path / "gone"
+    ran((1, 1), config_of(data={"source": "tokens", "path": str(gone)}), tmp_path / "run")
+
+    [note] = export(newest(tmp_path / "run"), "hf", tmp_path / "out").notes
+
+    assert note.startswith(f"the folder has no tokenizer: data.path: {gone}/tokens.json")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["config.json", "model.safetensors"]
+
+
 def test_a_folder_of_somebody_else_with_a_tokenizer_is_never_replaced(
     run: Path, tmp_path: Path
 ) -> None:
