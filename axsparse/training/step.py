@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -58,12 +58,13 @@ class Step:
         refuse_unequal_weights(digest, parts.replicas, parts.place)
         self._agreement = self._make_agreement()
 
-    def train_step(self, notice: Notice = NOTHING) -> Verdict:
+    def train_step(self, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
         If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
-        All ranks receive `notice` with the agreement. TrainingError on all ranks once too many
-        steps in a row could not update, or once replicas are found to have other weights.
+        All ranks receive what `notice` returns with the agreement; it is called when everything
+        else is computed. TrainingError on all ranks once too many steps in a row could not update,
+        or once replicas are found to have other weights.
         """
         batch = self._next_batch()
         self._begin_step()
@@ -127,7 +128,10 @@ class Step:
             return weights_digest(self._parts.layers)
 
     def _agree(
-        self, losses: Sequence[Tensor], notice: Notice = NOTHING, digest: int = 0
+        self,
+        losses: Sequence[Tensor],
+        notice: Callable[[], Notice] = lambda: NOTHING,
+        digest: int = 0,
     ) -> Verdict:
         """Tell all ranks the loss, the norm, and whether both are finite."""
         parts = self._parts
@@ -143,7 +147,7 @@ class Step:
         scale = parts.loss_scale.scale
         with parts.phases("collective"):
             return self._agreement.reach(
-                loss, partials, scale, notice, is_finite=is_finite, digest=digest
+                loss, partials, scale, notice(), is_finite=is_finite, digest=digest
             )
 
     def _clip_and_update(self, verdict: Verdict) -> None:

@@ -93,9 +93,10 @@ class Trainer:
     def step(self) -> Verdict:
         """One training step (`Step.train_step`), in which all ranks also learn whether any of
         them was told to stop or still writes a checkpoint."""
-        saver = self._saver
-        stop = self._stop is not None and self._stop.is_set
-        verdict = self._step.train_step(Notice(stop, saver is not None and saver.is_writing))
+        stop, saver = self._stop, self._saver
+        verdict = self._step.train_step(
+            lambda: Notice(stop is not None and stop.is_set, saver is not None and saver.is_writing)
+        )
         self._is_stopped = verdict.notice.stop
         if saver is not None:
             saver.advance(any_writing=verdict.notice.writing)
