@@ -7,10 +7,15 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported: the bits of sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# On a busy machine any example may take long, and speed is no matter of tests.
+settings.register_profile("axsparse", deadline=None)
+settings.load_profile("axsparse")
 
 LONGEST = (
     *("test_train.py", "test_failures.py", "test_mpirun.py", "test_checkpoint_faults.py"),

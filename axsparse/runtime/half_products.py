@@ -1,8 +1,8 @@
-"""Products of half-precision matrices on CPUs that have no instructions for them.
+"""Products of matrices and convolutions in half precision on CPUs without instructions for them.
 
-Where oneDNN has no kernel for a type, torch multiplies with plain loops, 10 to 70 times slower than
+Where oneDNN has no kernel for a type, torch computes with plain loops, 10 to 70 times slower than
 in fp32; most laptops have such CPUs. `multiply_in_fp32` puts other kernels in their place, which
-convert both matrices, multiply in fp32 and round the result once. That is what instructions for
+convert what is multiplied, compute in fp32 and round the result once. That is what instructions for
 half precision do as well, which add up in fp32.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
@@ -23,6 +24,7 @@ PIECE = 1 << 20
 piece, since the copies in fp32 should stay in a cache and be in no plan of memory."""
 LEAST_LINES = 64
 """A piece has at least so many rows or columns: narrower products are slow."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _library: Library | None = None
 """Holds the kernels, which torch forgets with it."""
 
@@ -44,10 +46,11 @@ def lacking_types() -> tuple[torch.dtype, ...]:
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> bool:
-    """Multiply matrices on the CPU in fp32 if their type is `dtype` and this CPU lacks it.
+    """Multiply and convolve on the CPU in fp32 if `dtype` is a type that this CPU lacks.
 
-    Returns whether it does. It holds for the rest of the process, for all types that the CPU
-    lacks. Convolutions and attention in one kernel are torch's own as before.
+    Returns whether it is. It holds for the rest of the process, for all types that the CPU lacks.
+    Attention in one kernel, and convolutions that are dilated, transposed or of three dimensions,
+    are torch's own as before.
     """
     global _library
     lacking = lacking_types()
@@ -66,6 +69,8 @@ def replaced_kernels(lacking: tuple[torch.dtype, ...]) -> Library:
         warnings.simplefilter("ignore")
         for name, wide in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
             library.impl(name, _kernel(name, wide, lacking), "CPU")
+        library.impl("_slow_conv2d_forward", _convolution(lacking), "CPU")
+        library.impl("_slow_conv2d_backward.output_mask", _convolution_backward(lacking), "CPU")
     return library
 
 
@@ -153,3 +158,59 @@ def _in_batches(left: Tensor, right: Tensor, product: Callable[[slice], Tensor])
         piece = slice(start, start + step)
         result[piece] = product(piece)
     return result
+
+
+def _convolution(lacking: tuple[torch.dtype, ...]) -> Callable[..., Tensor]:
+    """The kernel of convolutions of one and two dimensions that oneDNN does not take."""
+    own: Any = torch.ops.aten._slow_conv2d_forward.output
+
+    def kernel(
+        inputs: Tensor,
+        weight: Tensor,
+        size: Sequence[int],
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+    ) -> Tensor:
+        if inputs.dtype in lacking and weight.dtype == inputs.dtype:
+            wide = None if bias is None else bias.float()
+            found = F.conv2d(inputs.float(), weight.float(), wide, stride, padding)
+            return found.to(inputs.dtype)
+        output = inputs.new_empty(0)
+        own(inputs, weight, size, bias, stride, padding, output=output)
+        return output
+
+    return kernel
+
+
+def _convolution_backward(lacking: tuple[torch.dtype, ...]) -> Callable[..., Gradients]:
+    """The kernel of its gradients, of inputs, weight and bias, of which a mask says the wanted."""
+    own: Any = torch.ops.aten._slow_conv2d_backward.grad_input
+
+    # Reason: torch calls it with these.
+    def kernel(
+        gradient: Tensor,
+        inputs: Tensor,
+        weight: Tensor,
+        size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        found: Sequence[Tensor | None]
+        if gradient.dtype in lacking:
+            tensors = (gradient.float(), inputs.float(), weight.float())
+            kind = ([weight.shape[0]], stride, padding, [1, 1], False, [0, 0], 1)
+            wide = torch.ops.aten.convolution_backward(*tensors, *kind, wanted)
+            found = [None if each is None else each.to(gradient.dtype) for each in wide]
+        else:
+            found = [gradient.new_empty(0) for _ in wanted]
+            names = ("grad_input", "grad_weight", "grad_bias")
+            outputs = dict(zip(names, found, strict=True))
+            own(gradient, inputs, weight, size, stride, padding, **outputs)
+        first, second, third = (
+            each if asked else None for each, asked in zip(found, wanted, strict=True)
+        )
+        return first, second, third
+
+    return kernel

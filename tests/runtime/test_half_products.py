@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,68 @@ def test_gradients_are_products_too() -> None:
     flat = wide.flatten(0, 1)
     check(inputs.grad, wide @ weight.detach().float(), torch.bfloat16)
     check(weight.grad, flat.t() @ inputs.detach().float().flatten(0, 1), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("shape", "weight", "has_bias", "settings"),
+    [
+        ((2, 4, 9, 8), (6, 4, 3, 3), True, {"padding": 1, "stride": (2, 1)}),
+        ((1, 4, 5, 5), (6, 4, 1, 1), False, {}),
+        ((2, 4, 6, 6), (6, 2, 3, 3), True, {"groups": 2}),
+        ((2, 4, 11), (5, 4, 3), True, {"padding": 2}),
+    ],
+)
+def test_convolutions_and_their_gradients_too(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    has_bias: bool,
+    settings: dict[str, Any],
+) -> None:
+    convolve: Any = F.conv2d if len(shape) == 4 else F.conv1d
+
+    def computed(wide: bool) -> list[Tensor]:
+        shapes = (shape, weight, weight[:1])[: 2 + has_bias]
+        tensors = [drawn(*each, dtype=dtype) for each in shapes]
+        tensors = [(each.float() if wide else each).requires_grad_() for each in tensors]
+        outputs = convolve(*tensors, **settings)
+        outputs.backward(torch.ones_like(outputs))
+        return [outputs.detach(), *(each.grad for each in tensors if each.grad is not None)]
+
+    for found, wanted in zip(computed(wide=False), computed(wide=True), strict=True):
+        check(found, wanted, dtype)
+
+
+@pytest.mark.usefixtures("replaced")
+def test_a_convolution_computes_only_the_gradients_that_are_wanted() -> None:
+    inputs, weight = drawn(2, 3, 5, 5), drawn(4, 3, 3, 3).requires_grad_()
+    F.conv2d(inputs, weight).sum().backward()
+
+    assert inputs.grad is None and weight.grad is not None
+
+
+def test_convolutions_of_other_types_keep_their_bits() -> None:
+    def computed() -> list[Tensor]:
+        tensors = [drawn(*each, dtype=torch.float64) for each in ((2, 4, 7, 7), (6, 4, 3, 3), (6,))]
+        for each in tensors:
+            each.requires_grad_()
+        outputs = F.conv2d(tensors[0], tensors[1], tensors[2], padding=1)
+        outputs.square().sum().backward()
+        frozen = F.conv2d(tensors[0].detach(), tensors[1].detach())
+        return [outputs.detach(), frozen, *(each.grad for each in tensors if each.grad is not None)]
+
+    before = computed()
+    library = replaced_kernels(HALVES)
+    try:
+        after = computed()
+    finally:
+        library._destroy()
+
+    assert len(before) == len(after) == 5
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
 
 
 def test_other_types_keep_their_bits_and_errors() -> None:
