@@ -55,6 +55,8 @@ def usage() -> str:
 def main() -> NoReturn:
     """Hand over to the command that is named, which loads no library of another one."""
     word, *others = sys.argv[1:] or ["--help"]
+    if word == "help" and others:
+        word, others = others[0], [*others[1:], "--help"]
     if word in COMMANDS:
         import_module(COMMANDS[word].module).main(others)
     if word in HELP:

@@ -62,6 +62,14 @@ def test_every_command_has_help_of_its_own(say: Say, command: str) -> None:
     assert screen.startswith(f"usage: axsparse {command}")
 
 
+@pytest.mark.parametrize("words", [["plan"], ["data", "prepare"], ["checkpoint", "show"]])
+def test_help_of_a_command_is_had_by_its_name_as_well(say: Say, words: list[str]) -> None:
+    told = say("help", *words)
+
+    assert told == say(*words, "--help")
+    assert told[1].startswith(f"usage: axsparse {' '.join(words)}")
+
+
 def test_the_version_is_the_packages(say: Say) -> None:
     assert say("--version") == (0, f"axsparse {axsparse.__version__}\n", "")
 
@@ -71,6 +79,7 @@ def test_the_version_is_the_packages(say: Say) -> None:
     [
         (["tran"], "no command 'tran'; did you mean train? see axsparse --help"),
         (["chekpoint"], "no command 'chekpoint'; did you mean checkpoint? see axsparse --help"),
+        (["help", "tran"], "no command 'tran'; did you mean train? see axsparse --help"),
         (["xyzzy"], "no command 'xyzzy'; see axsparse --help"),
         (
             ["data", "prepar"],

@@ -99,7 +99,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     from axsparse.planner.timeline import spans
 
     asked = subject(loaded, cluster)
-    answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+    try:
+        answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+    except ConfigError as error:
+        if arguments.cluster is not None:
+            raise
+        assumed = f"{DEFAULT_CLUSTER} was taken, since no --cluster is named"
+        raise ConfigError(f"{error}; {assumed}") from error
     notes = list(asked.notes)
     if arguments.cluster is None:
         notes.append(

@@ -63,6 +63,16 @@ def test_without_a_cluster_it_says_which_one_it_took(capsys: pytest.CaptureFixtu
     )
 
 
+def test_nor_is_it_silent_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    limit = ("--set", "layout.memory_per_rank=1e-6")
+    with pytest.raises(SystemExit):
+        main(["--config", "quickstart.yaml", "--gpus", "1", *limit])
+
+    said = "; laptop was taken, since no --cluster is named\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert said not in told(capsys, "--gpus", "1", *limit)[2]
+
+
 def test_a_cluster_that_was_named_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
     _, screen, _ = told(capsys, "--gpus", "2")
 
