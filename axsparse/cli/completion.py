@@ -23,25 +23,36 @@ is made once, so that completing starts no Python:
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 SCRIPT = """\
 # Completes axsparse in bash and zsh; written by `axsparse completion`.
-if [ -n "${ZSH_VERSION-}" ]; then
-  autoload -U +X compinit && compinit -u
-  autoload -U +X bashcompinit && bashcompinit
-fi
-_axsparse() {
-  local word="${COMP_WORDS[COMP_CWORD]}" last="${COMP_WORDS[COMP_CWORD-1]}" words=
-  case "$last" in
-    --config) words=@configs@ ;;
-    --cluster) words=@clusters@ ;;
-    --set) words=@keys@; [ -n "${ZSH_VERSION-}" ] || compopt -o nospace ;;
+_axsparse_found() {  # of the last word but one, the first two after axsparse, and the word's place
+  found= end=' '
+  case "$1" in
+    --config) found=@configs@ ;;
+    --cluster) found=@clusters@ ;;
+    --set) found=@keys@ end= ;;
     *)
-      case "${COMP_WORDS[1]-} ${COMP_WORDS[2]-}" in
+      case "$2 $3" in
 @options@
       esac
-      [ "$COMP_CWORD" -gt 1 ] || words=@commands@ ;;
+      [ "$4" -gt 1 ] || found=@commands@ ;;
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
 }
-complete -o default -F _axsparse axsparse
+if [ -n "${ZSH_VERSION-}" ]; then
+  _axsparse() {
+    local found end
+    _axsparse_found "${words[CURRENT-1]}" "${words[2]-}" "${words[3]-}" $((CURRENT - 1))
+    compadd -S "$end" -- ${=found} || _files
+  }
+  whence compdef > /dev/null || { autoload -U +X compinit && compinit -u; }
+  compdef _axsparse axsparse
+else
+  _axsparse() {
+    local found end at="$COMP_CWORD"
+    _axsparse_found "${COMP_WORDS[at-1]}" "${COMP_WORDS[1]-}" "${COMP_WORDS[2]-}" "$at"
+    [ -n "$end" ] || compopt -o nospace
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[at]}"))
+  }
+  complete -o default -F _axsparse axsparse
+fi
 """
 
 
@@ -75,7 +86,7 @@ def script() -> str:
     # The longest first, since a shell takes the first pattern that fits.
     options = "\n".join(
         f"        {shlex.quote(words)}{'' if ' ' in words else chr(92) + ' *'}) "
-        f"words={_quoted(followers[words])} ;;"
+        f"found={_quoted(followers[words])} ;;"
         for words in sorted(followers, key=lambda words: -words.count(" "))
     )
     values = {

@@ -21,6 +21,7 @@ from axsparse.observe.phases import PHASES
 from axsparse.observe.run_records import Record, number, step_of
 from axsparse.observe.run_view import RunView
 from axsparse.observe.web_page import PHASE_COLOURS
+from axsparse.runtime.console import Unit
 
 MOST_POINTS = 200
 """Of a curve; with several runs fewer, so that the page stays below 1 MB."""
@@ -80,8 +81,14 @@ def training_charts(runs: Sequence[RunView], colours: Mapping[str, str]) -> Iter
     scales = of_steps("loss_scale")
     if any(y != 1 for curve in scales for _, y in curve.points):
         yield from line_chart(scales, Chart("loss scale", logarithmic=True))
-    unit = "tokens" if has_tokens or not any(run.records.evaluations for run in runs) else "samples"
-    yield from line_chart(of_steps("tokens_per_second"), Chart(f"{unit} a second"))
+    yield from line_chart(of_steps("tokens_per_second"), Chart(f"{unit_of(runs)} a second"))
+
+
+def unit_of(runs: Sequence[RunView]) -> Unit:
+    """What rates count: tokens where a run has perplexities, or has not been evaluated yet."""
+    evaluations = [record for run in runs for record in run.records.evaluations]
+    has_tokens = any(number(record, "perplexity") is not None for record in evaluations)
+    return "tokens" if has_tokens or not evaluations else "samples"
 
 
 # Reason: a curve is these six things, and only this function knows them all.

@@ -16,6 +16,7 @@ from axsparse.observe.run_charts import (
     most_of,
     phase_chart,
     training_charts,
+    unit_of,
 )
 from axsparse.observe.run_records import number, step_of
 from axsparse.observe.run_view import RunView
@@ -26,7 +27,7 @@ from axsparse.observe.web_page import (
     legend,
     page,
 )
-from axsparse.runtime.console import format_bytes, format_count
+from axsparse.runtime.console import Unit, format_bytes, format_count
 
 GENERATOR = "axsparse report"
 MOST_RUNS = len(SERIES_COLOURS)
@@ -89,12 +90,15 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
 
 def _summary(runs: Sequence[RunView]) -> Iterator[str]:
     """A row for each run, with columns for what at least one of them has."""
-    rows = [_figures(run) for run in runs]
-    heads = [head for head in rows[0] if any(row[head] for row in rows)]
-    yield from html_table(heads, ([row[head] or "–" for head in heads] for row in rows))
+    unit = unit_of(runs)
+    rows = [_figures(run, unit) for run in runs]
+    # Runs of other models have other metrics; the row of most columns has them in their place.
+    every = dict.fromkeys(head for row in sorted(rows, key=len, reverse=True) for head in row)
+    heads = [head for head in every if any(row.get(head) for row in rows)]
+    yield from html_table(heads, ([row.get(head) or "–" for head in heads] for row in rows))
 
 
-def _figures(run: RunView) -> dict[str, str]:
+def _figures(run: RunView, unit: Unit) -> dict[str, str]:
     """The columns of the summary; a text is empty where the run has no such figure."""
     records = run.records
     last = records.steps[-1] if records.steps else {}
@@ -113,7 +117,7 @@ def _figures(run: RunView) -> dict[str, str]:
         "perplexity": _shown(number(evaluated, "perplexity"), "{:.3f}".format),
         **{name: f"{100 * value:.2f} %" for name, value in metrics_of(evaluated).items()},
         "median step": f"{statistics.median(seconds):.3g} s" if seconds else "",
-        "tokens/s": format_count(statistics.median(rates)) if rates else "",
+        f"{unit}/s": format_count(statistics.median(rates)) if rates else "",
         "model state of a rank": _shown(number(last, "model_state_bytes"), format_bytes),
         "peak of a rank": _shown(number(last, "peak_memory_bytes"), format_bytes),
         "skipped": _shown(number(last, "skipped_steps") or None, "{:,.0f}".format),

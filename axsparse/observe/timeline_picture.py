@@ -15,8 +15,8 @@ HEIGHT = 18
 """Of a row, in pixels."""
 
 
-def timeline(spans: Sequence[Span], length: float) -> Iterator[str]:
-    """The spans of one replica, of which the step begins at 0 and takes `length` seconds."""
+def timeline(spans: Sequence[Span], length: float, unit: str = " s") -> Iterator[str]:
+    """The spans of one replica, of which the step begins at 0 and takes `length` of a unit."""
     seen = {span.phase for span in spans}
     stages = 1 + max(span.stage for span in spans)
     yield legend({name: colour for name, colour in PHASE_COLOURS.items() if name in seen})
@@ -36,7 +36,7 @@ def timeline(spans: Sequence[Span], length: float) -> Iterator[str]:
             x = LEFT + scale * span.begin + 3
             yield text(x, HEIGHT * span.stage + 13, span.name, fill="#111")
     yield text(LEFT, HEIGHT * stages + 14, "0")
-    yield text(WIDTH - 10, HEIGHT * stages + 14, f"{length:.3g} s", anchor="end")
+    yield text(WIDTH - 10, HEIGHT * stages + 14, f"{length:.3g}{unit}", anchor="end")
     yield "</svg></div>"
 
 

@@ -27,6 +27,17 @@ SERIES_COLOURS = (
     *("#2f7f5f", "#d98cb3", "#7a5230", "#8fb8e8", "#6b6b6b", "#c0d060"),
 )
 """The colours of curves: each stands for one run."""
+PICTURE_STYLE = """
+svg { font: 11px system-ui, sans-serif; display: block; margin: .3em 0 1.2em; max-width: 100%;
+  height: auto; }
+.wide { overflow-x: auto; }
+.wide svg { max-width: none; }
+.key { display: inline-block; max-width: 100%; margin-right: 1em; overflow-wrap: anywhere; }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
+.point { opacity: 0; }
+.point:hover { opacity: 1; }
+"""
+"""Of pictures and their legends; pages of others that show them need it, too."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ddd; --soft: #666; }
 @media (prefers-color-scheme: dark) {
@@ -34,10 +45,6 @@ STYLE = """
 }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1em; max-width: 1240px;
   color: var(--ink); background: var(--paper); }
-svg { font: 11px system-ui, sans-serif; display: block; margin: .3em 0 1.2em; max-width: 100%;
-  height: auto; }
-.wide { overflow-x: auto; }
-.wide svg { max-width: none; }
 .charts { display: grid; gap: 0 1.5em;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); }
 .charts > figure { margin: 0; min-width: 0; }
@@ -46,14 +53,13 @@ table { border-collapse: collapse; margin: .5em 0 1.5em; font-variant-numeric: t
 td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid var(--rule); }
 td:first-child, th:first-child { text-align: left; }
 h1, h2, h3, li, p, td { overflow-wrap: anywhere; }
-.wide td { overflow-wrap: normal; }
-.note { color: var(--soft); }
-.key { white-space: nowrap; margin-right: 1em; }
-.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
-.point { opacity: 0; }
-.point:hover { opacity: 1; }
+.wide td { overflow-wrap: normal; white-space: nowrap; }
+.wide td.long { white-space: normal; overflow-wrap: anywhere; min-width: 16em; }
+.note, summary { color: var(--soft); }
 pre { overflow-x: auto; }
 """
+LONG = 32
+"""Letters from which on the text of a cell is broken into lines."""
 
 
 def page(title: str, lines: Iterable[str], generator: str) -> str:
@@ -65,7 +71,7 @@ def page(title: str, lines: Iterable[str], generator: str) -> str:
             f'<meta name="generator" content="{escape(generator)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}</style></head><body>",
+            f"<style>{STYLE}{PICTURE_STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             *lines,
             "</body></html>",
@@ -79,8 +85,13 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[
     yield '<div class="wide"><table><tr>'
     yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
     for row in rows:
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        yield "<tr>" + "".join(map(_cell, row)) + "</tr>"
     yield "</table></div>"
+
+
+def _cell(text: str) -> str:
+    long = ' class="long"' if len(text) >= LONG else ""
+    return f"<td{long}>{escape(text)}</td>"
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -116,17 +127,14 @@ class Labels:
     def __init__(self) -> None:
         self._boxes: list[tuple[float, float, float, float]] = []
 
-    def first_free(
-        self, words: str, *places: tuple[float, float], fill: str = "", anchor: str = "start"
-    ) -> Iterator[str]:
+    def first_free(self, words: str, *places: tuple[float, float]) -> Iterator[str]:
         """Draw the text at the first of these places that is free, if one is."""
         width = LETTER * len(words)
-        before = {"start": 0.0, "middle": width / 2, "end": width}[anchor]
         for x, y in places:
-            left, top, right, bottom = box = (x - before, y - 10, x - before + width, y + 3)
+            left, top, right, bottom = box = (x, y - 10, x + width, y + 3)
             if all(
                 right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in self._boxes
             ):
                 self._boxes.append(box)
-                yield text(x, y, words, anchor=anchor, fill=fill)
+                yield text(x, y, words)
                 return

@@ -12,7 +12,7 @@ from html import escape
 from axsparse.config.validate import counted
 from axsparse.observe import web_page
 from axsparse.observe.timeline_picture import LEFT, WIDTH, timeline
-from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, svg
+from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, legend, svg
 from axsparse.planner.layout_question import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.memory_picture import memory_bars
@@ -30,6 +30,9 @@ from axsparse.planner.timeline import spans
 
 MOST_SPANS = 6_000
 """A longer timeline is cut off after so many spans, since browsers get slow."""
+
+MOST_LAYOUTS = 6
+"""Of a table that stands open."""
 
 
 def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
@@ -74,8 +77,14 @@ def _section(answer: MethodPlan) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
+    """The best layouts, and the others folded away."""
     rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
-    yield from html_table(list(rows[0]), (list(row.values()) for row in rows))
+    heads, listed = list(rows[0]), [list(row.values()) for row in rows]
+    yield from html_table(heads, listed[:MOST_LAYOUTS])
+    if more := listed[MOST_LAYOUTS:]:
+        yield f"<details><summary>{counted(len(more), 'more layout')}</summary>"
+        yield from html_table(heads, more)
+        yield "</details>"
 
 
 def _timeline(row: Row) -> Iterator[str]:
@@ -143,9 +152,11 @@ def _curves(
             height - 30 - (height - 60) * (y - low) / ((high - low) or 1),
         )
 
-    yield f'<div class="wide">{svg(WIDTH, height)}'
-    labels = Labels()
     drawn = list(zip(SERIES_COLOURS * len(curves), curves, strict=False))
+    if len(curves) > 1:
+        yield legend({name: colour for colour, (name, _) in drawn})
+    yield f'<div class="wide">{svg(LEFT + WIDTH / 2 + 80, height)}'
+    labels = Labels()
     for colour, (name, curve) in drawn:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
@@ -160,9 +171,6 @@ def _curves(
             )
     yield from labels.first_free(across, (4, height - 8))
     yield from labels.first_free("seconds a step", (4, 12))
-    for colour, (name, curve) in drawn:
-        x, y = place(*curve[-1])
-        yield from labels.first_free(name, *((x + 80, y + by) for by in (4, 18, -10)), fill=colour)
     for x in sorted({x for x, _ in points}):
         yield from labels.first_free(shown(x), (place(x, low)[0] - 4, height - 8))
     # Labels are set from the right, so that the right end keeps its own if room is short.

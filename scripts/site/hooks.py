@@ -25,6 +25,7 @@ def on_files(files: Any, config: Any) -> Any:
     made = {page: make() for page, make in reference_pages.PAGES.items()}
     for page, name in links.ROOT_PAGES.items():
         made[page] = (ROOT / name).read_text(encoding="utf-8")
+    made[config.extra_css[0]] = pictures.STYLE
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     for path in links.outside(ROOT, made):

@@ -7,12 +7,14 @@ from itertools import accumulate
 
 from axsparse.observe.timeline_picture import timeline
 from axsparse.observe.trace_file import Span
-from axsparse.observe.web_page import SERIES_COLOURS, legend, svg, text
+from axsparse.observe.web_page import PICTURE_STYLE, SERIES_COLOURS, legend, svg, text
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.runtime.communication import Direction
 from axsparse.samo.state_bytes import StateFormat, TensorSize, tensor_bytes
 
+STYLE = f".picture {{{PICTURE_STYLE}}}\n"
+"""What the site's pages need beside their own style."""
 NUMEL = 4096 * 4096
 STAGES, MICROBATCHES = 4, 8
 SLOW = 3.0
@@ -36,7 +38,7 @@ def _state_bytes() -> Iterator[str]:
     }
     names = ("weight", "index", "gradient", "master", "optimizer")
     yield legend(dict(zip(names, SERIES_COLOURS, strict=False)))
-    yield svg(720, 34 * len(bars) + 10)
+    yield f'<div class="wide">{svg(760, 34 * len(bars) + 10)}'
     for row, (name, parts) in enumerate(bars.items()):
         y = 34 * row + 6
         yield text(0, y + 15, name)
@@ -47,7 +49,7 @@ def _state_bytes() -> Iterator[str]:
                 f'height="22" fill="{colour}"></rect>'
             )
         yield text(156 + 25 * ends[-1], y + 15, f"{ends[-1]:.2f} bytes")
-    yield "</svg>"
+    yield "</svg></div>"
 
 
 def _stored(form: StateFormat) -> tuple[float, ...]:
@@ -90,7 +92,7 @@ def _schedules() -> Iterator[str]:
                 now = end
         yield f"<p><strong>{title}</strong>: {run.seconds:.1f} times a forward</p>"
         # The legend of phases does not suit actions; forwards and backwards differ in colour.
-        yield from list(timeline(spans, longest))[1:]
+        yield from list(timeline(spans, longest, ""))[1:]
 
 
 _PICTURES = {"state-bytes": _state_bytes, "schedules": _schedules}

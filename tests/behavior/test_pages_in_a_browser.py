@@ -1,46 +1,253 @@
-"""The page of a run in a browser, if one is installed: pip install PyQt6-WebEngine."""
+"""Reports, the plan page and the documentation site in a headless Chromium: `make test-browser`.
+
+Of every page: nothing is complained of in the console, no request fails, nothing is wider than a
+window of 1,200 or 400 pixels, pictures are painted and their texts are readable, in light and dark.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from PIL import Image
+from support.browser import PAINTED, WISH, Browser, Tab, find_browser
 from support.mpirun import LONGEST_SECONDS
+from support.page_blocks import ROOT
 from support.pages import step_line
 
-from axsparse.cli.report import main
+pytestmark = pytest.mark.exhaustive
 
-pytest.importorskip("PyQt6", reason="PyQt6-WebEngine, a browser for tests, is not installed")
-BROWSER = Path(__file__).parents[1] / "support" / "browser.py"
+WIDTHS = (1200, 400)
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+LEAST_LETTERS = 9.0
+"""Pixels of a picture's letters, as they are shown."""
+LEAST_CONTRAST = 3.0
+"""Between a picture's letters and what is behind them (WCAG: graphics, and large letters)."""
+MOST_OF_ONE_COLOUR = 0.995
+"""The part of a picture that one colour may have; the rest is what was painted."""
+ON_SITE = "article .picture svg, article img"
+"""The pictures of the site; its signs are left out."""
+SEARCH = """new Promise(done => {
+  const field = document.querySelector('[data-md-component=search-query]');
+  field.focus();
+  field.value = WORDS;
+  field.dispatchEvent(new Event('keyup'));
+  const look = () =>
+    document.querySelector('.md-search-result__item') ? done(true) : setTimeout(look, 100);
+  look();
+})"""
+ASK = """(() => {
+  const channels = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => {
+    const [r, g, b] = channels(colour).map(
+      c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const paper = getComputedStyle(document.body).backgroundColor;
+  const contrast = text => {
+    const box = text.getBBox(), x = box.x + box.width / 2, y = box.y + box.height / 2;
+    let behind = paper;
+    for (const r of text.ownerSVGElement.querySelectorAll('rect')) {
+      const b = r.getBBox();
+      if (b.x <= x && x <= b.x + b.width && b.y <= y && y <= b.y + b.height)
+        behind = getComputedStyle(r).fill;
+    }
+    const [low, high] = [getComputedStyle(text).fill, behind].map(light).sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const shown = [...document.querySelectorAll('PICTURES')].filter(
+    one => !one.closest('details:not([open])'));
+  const texts = shown.flatMap(one => [...one.querySelectorAll('text')]);
+  const worst = (figures, name) => {
+    const found = texts.map((text, n) => [figures[n], text.textContent]);
+    return found.sort((a, b) => a[0] - b[0])[0] ?? null;
+  };
+  return {
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    paper: light(paper),
+    letters: worst(texts.map(text =>
+      parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a)),
+    contrast: worst(texts.map(contrast)),
+    cut: texts.filter(text => {
+      const b = text.getBBox(), all = text.ownerSVGElement.viewBox.baseVal;
+      return all.width && (b.x < -1 || b.y < -1 || b.x + b.width > all.width + 1
+        || b.y + b.height > all.height + 1);
+    }).map(text => text.textContent),
+    keys: [...document.querySelectorAll('.key i')].filter(
+      key => key.getBoundingClientRect().width < 5).length,
+    pictures: shown.map(one => {
+      const box = one.getBoundingClientRect();
+      return [box.x + scrollX, box.y + scrollY, box.width, box.height];
+    }),
+  };
+})()"""
 
 
-@pytest.mark.parametrize("width", [1200, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_its_window_and_is_readable(tmp_path: Path, width: int, scheme: str) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(step_line(n) for n in range(1, 40)))
-    (run / "config.yaml").write_text("# torch 2.0\nseed: 1\n")
-    with pytest.raises(SystemExit):
-        main([str(run)])
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    path = find_browser()
+    if path is None:
+        pytest.skip(f"no Chromium: `make test-browser` installs one, {WISH} names one")
+    browser = Browser(path)
+    yield browser.open()
+    browser.close()
 
+
+def faults(tab: Tab, address: str, pictures: str) -> list[str]:
+    """What is wrong with a page in any window; `pictures` selects its pictures."""
+    tab.prefer("light")
+    tab.resize(WIDTHS[0])
+    tab.go(address)
+    found = []
+    for scheme in SCHEMES:
+        tab.prefer(scheme)
+        for width in WIDTHS:
+            tab.resize(width)
+            found += [f"{scheme}, {width} px: {fault}" for fault in _faults(tab, scheme, pictures)]
+    return tab.complaints + found
+
+
+def _faults(tab: Tab, scheme: str, pictures: str) -> Iterator[str]:
+    tab.ask(PAINTED)
+    found = tab.ask(ASK.replace("PICTURES", pictures))
+    if found["overflow"] > 0:
+        yield f"{found['overflow']} pixels wider than the window"
+    if not (found["paper"] < 0.1 if scheme == "dark" else found["paper"] > 0.8):
+        yield f"the paper has {found['paper']:.2f} of the light of white"
+    if found["cut"]:
+        yield f"texts go beyond their pictures: {found['cut'][:3]}"
+    if found["keys"]:
+        yield f"{found['keys']} keys of legends have no colour"
+    for name, least in (("letters", LEAST_LETTERS), ("contrast", LEAST_CONTRAST)):
+        if found[name] is not None and found[name][0] < least:
+            yield f"{name}: {found[name][0]:.1f} of {found[name][1]!r}"
+    for box in found["pictures"]:
+        if box[2] < 100 or box[3] < 15:
+            yield f"a picture of {box[2]:.0f} × {box[3]:.0f} pixels"
+        elif (part := _of_one_colour(tab.picture(box))) > MOST_OF_ONE_COLOUR:
+            yield f"{100 * part:.1f} % of the picture at {box} have one colour"
+
+
+def _of_one_colour(png: bytes) -> float:
+    """The part of a picture that its most frequent colour has."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    counts = image.getcolors(image.width * image.height)
+    assert counts is not None
+    return max(count for count, _ in counts) / (image.width * image.height)
+
+
+def axsparse(*words: object) -> None:
+    command = [sys.executable, "-m", "axsparse", *map(str, words)]
     done = subprocess.run(
-        [sys.executable, BROWSER, run / "report.html", str(width), scheme, tmp_path / "shot.png"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LONGEST_SECONDS,
+        command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The pages of axsparse's commands: of a run that was pruned and traced, and of others."""
+    folder = tmp_path_factory.mktemp("pages")
+    run, other = folder / "run", folder / ("a-long-name-of-a-run_" * 5)
+    small = ["--steps", "12", "--set", "train.trace=2", "--set", "pruning.at_step=4"]
+    small += ["--set", "train.eval_every=4", "--set", "train.peak_flops=1e12"]
+    axsparse("train", "--config", "digits_cnn.yaml", *small, "--run-dir", run)
+    other.mkdir()
+    lines = [step_line(n, skipped=n == 20, loss=None if n == 20 else 3 / n) for n in range(1, 400)]
+    (other / "metrics.jsonl").write_text("".join(lines))
+    (other / "config.yaml").write_text(f"# torch 2.0\nseed: {'1' * 200}\n")
+    made = {name: folder / f"{name}.html" for name in ("one", "several", "plan")}
+    axsparse("report", run, "--out", made["one"])
+    axsparse("report", run, other, "--out", made["several"])
+    plan = ["plan", "--config", "gpt3_xl.yaml", "--gpus", "32,64", "--cluster", "summit"]
+    axsparse(*plan, "--compare", "dense,samo", "--html", made["plan"])
+    return made
+
+
+@pytest.mark.parametrize(("name", "least"), [("one", 9), ("several", 9), ("plan", 8)])
+def test_pages_of_commands_fit_are_painted_and_readable(
+    name: str, least: int, tab: Tab, pages: dict[str, Path]
+) -> None:
+    assert faults(tab, pages[name].as_uri(), "svg") == []
+
+    assert tab.ask("document.querySelectorAll('svg').length") >= least
+
+
+def test_what_is_wrong_with_a_page_is_seen(tab: Tab, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<!DOCTYPE html><body style='background: #888'><div style='width: 500px'>x</div>"
+        "<svg width='300' height='50'><text y='20' font-size='6' fill='#999'>x</text></svg>"
+        "<svg width='300' height='50'></svg><svg width='0' height='0'></svg>"
+        "<svg viewBox='0 0 200 50'><text x='150' y='20'>words words</text></svg>"
+        "<span class='key'><i style='background: red'></i>words</span>"
+        "<img src='none.png'><script>console.warn('oh'); none()</script>"
     )
 
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["console"] == []
-    assert found["overflow"] <= 0
-    assert found["dark"] == (scheme == "dark")
-    assert found["background"] == ("rgb(22, 24, 29)" if scheme == "dark" else "rgb(255, 255, 255)")
-    assert found["letters"] >= 9
-    assert len(found["pictures"]) >= 5
-    assert all(300 <= wide <= width and high >= 150 for wide, high in found["pictures"])
-    assert (tmp_path / "shot.png").stat().st_size > 10_000
+    found = "\n".join(faults(tab, page.as_uri(), "svg"))
+    for words in (
+        *("none.png failed: net::ERR_FILE_NOT_FOUND", "console.warning: oh", "none is not defined"),
+        *("light, 1200 px: the paper has", "dark, 1200 px: the paper has"),
+        *("letters: 6.0 of 'x'", "contrast: 1.2 of 'x'"),
+        *("100.0 % of the picture at", "a picture of 0 × 0 pixels"),
+        *("texts go beyond their pictures: ['words words']", "1 keys of legends have no colour"),
+    ):
+        assert words in found
+    assert "400 px: 108 pixels wider" in found and "1200 px: 108" not in found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """The address of the documentation site, and all of its pages."""
+    if WISH not in os.environ:  # where a browser is asked for, the site is, too
+        pytest.importorskip("material", reason="mkdocs-material: pip install 'axsparse[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield (
+        f"http://127.0.0.1:{server.server_port}",
+        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html")),
+    )
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_every_page_of_the_site_is_whole(tab: Tab, site: tuple[str, list[str]]) -> None:
+    address, names = site
+    found = []
+    for name in names:
+        found += [f"{name}: {fault}" for fault in faults(tab, f"{address}/{name}", ON_SITE)]
+
+    assert found == []
+
+
+def test_the_search_of_the_site_finds_a_setting(tab: Tab, site: tuple[str, list[str]]) -> None:
+    tab.resize(WIDTHS[0])
+    tab.go(f"{site[0]}/index.html")
+
+    tab.ask(SEARCH.replace("WORDS", json.dumps("keep_best")))
+
+    assert "keep_best" in tab.ask("document.querySelector('.md-search-result__list').innerText")
+    assert tab.complaints == []

@@ -178,6 +178,17 @@ def test_the_table_of_differences_has_the_settings_that_differ_and_no_others(
     assert "In no setting and no version." in alike
 
 
+def test_runs_of_other_models_have_other_metrics(tmp_path: Path) -> None:
+    evaluated = json.dumps({"step": 3, "eval_loss": 0.5, "top1": 0.25}) + "\n"
+    plain = view(tmp_path, text_of(3), "plain")
+    runs = [plain, view(tmp_path, text_of(3) + evaluated, "images")]
+
+    [first, second] = rows_of(report_page(runs), "top1")
+
+    assert [len(first), first[0]] == [len(second), "plain"]
+    assert "25.00 %" in second and "25.00 %" not in first
+
+
 def test_skipped_steps_are_marked_and_nulls_interrupt_curves(tmp_path: Path) -> None:
     text = step_line(1) + step_line(2)
     text += step_line(3, loss=None, grad_norm=None, skipped=True, skip_reason="loss is not finite")
