@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -14,14 +15,15 @@ from axsparse.runtime.launcher import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
 """What a rate counts."""
-COLUMNS = 80
-"""The width that a terminal is taken to have if it does not report one."""
+SIZE = os.terminal_size((80, 24))
+"""Columns and lines that a terminal is taken to have if it does not report them."""
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", "orterun"})
 """Names of processes that write all ranks' output to the user's screen, as the kernel shows
 them: cut to 15 letters."""
 DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
 """Names of processes that start ranks on a node for a launcher, which may run elsewhere."""
-_CLEAR = "\r\x1b[J"
+_ERASE = "\x1b[J"
+_CLEAR = f"\r{_ERASE}"
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _FULL, _EMPTY = re.compile("^█+"), re.compile("░+")
 PLAIN_TERMINALS = ("dumb", "unknown")
@@ -47,14 +49,20 @@ class Console:
 
     The cursor rests at the beginning of an empty row above these rows. So what other processes
     print stands by itself, and a terminal that has become narrower, and may have folded the rows,
-    is clean once everything below the cursor is erased.
+    is clean once everything below the cursor is erased. Rows that the terminal is too low for are
+    left out, since what has left it at the top cannot be erased any more.
     """
 
-    def __init__(self, stream: TextIO, bar: bool, columns: int | Callable[[], int] = 100) -> None:
-        """`bar` says whether rows are kept; `columns` is, or gives, the width of the terminal."""
+    def __init__(
+        self,
+        stream: TextIO,
+        bar: bool,
+        size: os.terminal_size | Callable[[], os.terminal_size] = SIZE,
+    ) -> None:
+        """`bar` says whether rows are kept; `size` is, or gives, that of the terminal."""
         self._stream = stream
         self._bar = bar
-        self._columns = columns
+        self._size = size
         self._colour = bar and not os.environ.get("NO_COLOR")
         self._rows: Rows = _no_rows
         self._lost = False
@@ -84,8 +92,8 @@ class Console:
 
     def _drawn(self) -> str:
         """The rows below an empty one, to whose beginning the cursor returns."""
-        columns = self._columns if isinstance(self._columns, int) else self._columns()
-        rows = list(self._rows(columns))
+        size = self._size() if callable(self._size) else self._size
+        rows = list(self._rows(size.columns))[: max(0, size.lines - 1)]
         if not rows:
             return ""
         if self._colour:
@@ -115,16 +123,30 @@ def make_console(stream: TextIO) -> Console:
             f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
             "set bar or plain, or unset it to let the terminal decide"
         )
+    # The terminal is asked every time, since its user may change its size.
+    return Console(stream, bar=_keeps_rows(wish), size=lambda: launcher_terminal() or SIZE)
+
+
+def erase_rows(stream: TextIO) -> None:
+    """Erase rows that a console of this job may have left below the cursor, if it keeps any.
+
+    For a rank that ends the job, whose first rank has no time to do so. Nothing else is erased,
+    whether other output comes before or after.
+    """
+    if _keeps_rows(os.environ.get("AXSPARSE_PROGRESS", "")):
+        with contextlib.suppress(OSError):
+            stream.write(_ERASE)
+            stream.flush()
+
+
+def _keeps_rows(wish: str) -> bool:
     if wish != "bar" and os.environ.get("TERM") in PLAIN_TERMINALS:
-        wish = "plain"
-    terminal = None if wish == "plain" else launcher_terminal()
-    has_rows = wish == "bar" or terminal is not None
-    # The terminal is asked every time, since its user may change its width.
-    return Console(stream, bar=has_rows, columns=lambda: launcher_terminal() or COLUMNS)
+        return False
+    return wish == "bar" or (wish == "" and launcher_terminal() is not None)
 
 
-def launcher_terminal(proc: Path = Path("/proc")) -> int | None:
-    """Columns of the terminal that the user looks at, or None if the output goes to a log.
+def launcher_terminal(proc: Path = Path("/proc")) -> os.terminal_size | None:
+    """Size of the terminal that the user looks at, or None if the output goes to a log.
 
     Under mpirun a rank's own stdout says nothing: it is a pipe (MPICH) or a
     pseudo-terminal that mpirun copies from (Open MPI). What counts is mpirun's stdout.
@@ -135,13 +157,13 @@ def launcher_terminal(proc: Path = Path("/proc")) -> int | None:
             return None  # this rank writes to a file, wherever its launcher writes to
         launchers = _launchers(proc)
         if not launchers:
-            return _own_columns()
+            return _own_size()
         pid, name = launchers[-1]
         screen = (proc / str(pid) / "fd/1").readlink()
     except OSError:
         # The system does not show its processes. Our own stdout counts if no launcher copies it.
-        return None if started_by_launcher() else _own_columns()
-    return _device_columns(screen) if name in LAUNCHERS and _is_terminal(screen) else None
+        return None if started_by_launcher() else _own_size()
+    return _device_size(screen) if name in LAUNCHERS and _is_terminal(screen) else None
 
 
 def _launchers(proc: Path) -> list[tuple[int, str]]:
@@ -172,30 +194,31 @@ def _is_terminal(device: Path) -> bool:
     return str(device).startswith(("/dev/pts/", "/dev/tty"))
 
 
-def _own_columns() -> int | None:
-    """Columns of this process's own terminal; None if its stdout is no terminal."""
-    return _columns(sys.stdout.fileno()) if sys.stdout.isatty() else None
+def _own_size() -> os.terminal_size | None:
+    """Size of this process's own terminal; None if its stdout is no terminal."""
+    return _size(sys.stdout.fileno()) if sys.stdout.isatty() else None
 
 
-def _device_columns(device: Path) -> int:
-    """Columns of a terminal that this process has not opened."""
+def _device_size(device: Path) -> os.terminal_size:
+    """Size of a terminal that this process has not opened."""
     try:
         # Without O_NOCTTY this process would get the terminal's signals if a launcher has made it
         # a session leader. Without O_NONBLOCK a serial line would wait for its carrier.
         descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
-        return COLUMNS
+        return SIZE
     try:
-        return _columns(descriptor)
+        return _size(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _columns(descriptor: int) -> int:
+def _size(descriptor: int) -> os.terminal_size:
     try:
-        return os.get_terminal_size(descriptor).columns or COLUMNS
+        found = os.get_terminal_size(descriptor)
     except OSError:
-        return COLUMNS
+        return SIZE
+    return os.terminal_size((found.columns or SIZE.columns, found.lines or SIZE.lines))
 
 
 def format_bytes(n: float) -> str:

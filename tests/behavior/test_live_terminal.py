@@ -1,4 +1,4 @@
-"""A training of two ranks under mpirun in a pseudo-terminal that becomes narrower in mid-run."""
+"""Trainings of two ranks under mpirun in a pseudo-terminal that changes its size in mid-run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,22 @@ from support.terminal import Terminal
 STEPS = 40
 
 
-def watched(terminal: Terminal, run: Path, **environment: str) -> tuple[list[list[str]], list[str]]:
-    """Train in the terminal, which narrows from 100 to 60 columns after ten steps.
+def watched(
+    terminal: Terminal,
+    run: Path,
+    becomes: tuple[int, int] = (60, 24),
+    program: Sequence[str] = ("-m", "axsparse.train", "--config", "digits_cnn.yaml"),
+    **environment: str,
+) -> tuple[list[list[str]], list[str], int]:
+    """Train in the terminal, which has other columns and lines after ten steps.
 
-    Returns what the screen showed again and again, and what it shows in the end.
+    Returns what the screen showed again and again, what it shows in the end, and the exit code.
     """
-    command = [mpirun_path(), "-n", "2", sys.executable, "-m", "axsparse.train"]
-    command += [
-        "--config",
-        "digits_cnn.yaml",
-        "--steps",
-        str(STEPS),
-        "--run-dir",
-        str(run),
-        "--set",
-        "pruning.at_step=0",
-    ]
+    command = [mpirun_path(), "-n", "2", sys.executable, *program]
+    command += ["--steps", str(STEPS), "--run-dir", str(run), "--set", "pruning.at_step=0"]
     process = subprocess.Popen(
         command,
+        cwd=run.parent,
         stdin=subprocess.DEVNULL,
         stdout=terminal.slave,
         stderr=terminal.slave,
@@ -40,44 +39,100 @@ def watched(terminal: Terminal, run: Path, **environment: str) -> tuple[list[lis
         start_new_session=True,
     )
     pictures: list[list[str]] = []
+    begins = terminal.screen.columns
     deadline = time.monotonic() + LONGEST_SECONDS
     while process.poll() is None:
         assert time.monotonic() < deadline
         pictures.append(list(terminal.read()))
         metrics = run / "metrics.jsonl"
         steps = metrics.read_text().count('"loss"') if metrics.exists() else 0
-        if steps >= 10 and terminal.screen.columns == 100:
-            terminal.resize(60)
+        if steps >= 10 and terminal.screen.columns == begins:
+            terminal.resize(*becomes)
         time.sleep(0.05)
-    assert process.returncode == 0, terminal.read()
-    return pictures, terminal.read()
+    return pictures, terminal.read(), process.returncode
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("folds_anew", [True, False])
-def test_what_mpirun_copies_stays_clean_while_the_terminal_narrows(
-    folds_anew: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("begins", "becomes", "folds_anew"),
+    [(100, (60, 24), True), (100, (60, 24), False), (60, (100, 24), True), (60, (100, 6), True)],
+)
+def test_what_mpirun_copies_stays_clean_while_the_terminal_changes(
+    begins: int, becomes: tuple[int, int], folds_anew: bool, tmp_path: Path
 ) -> None:
-    terminal = Terminal(100, folds_anew=folds_anew)
+    terminal = Terminal(begins, folds_anew=folds_anew)
     try:
-        pictures, end = watched(terminal, tmp_path / "run")
+        pictures, end, code = watched(terminal, tmp_path / "run", becomes)
     finally:
         terminal.close()
 
     text = "".join(end)
+    assert code == 0, text
     assert "saved in" in text
     assert "slowest rank" not in text  # the live rows are gone
     for picture in pictures:
         assert sum("slowest rank" in row for row in picture) <= 1, picture
     widths = [max(map(len, p[-4:])) for p in pictures if any("slowest rank" in row for row in p)]
-    assert max(widths) > 60 > widths[-1]
+    first, last = (widths[0], widths[-1]) if begins > becomes[0] else (widths[-1], widths[0])
+    assert first > 60 > last
+
+
+FAILING = """
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import axsparse as ax
+
+
+def main(job):
+    data = ax.ArrayDataset(torch.randn(96, 4), torch.randn(96, 1))
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    model = ax.from_sequential(layers, lambda out, y: ((out.float() - y) ** 2).sum())
+
+    def on_step(step, verdict):
+        if step == 12 and job.transport.rank == 0:
+            drawn.touch()
+            while True:  # the other rank ends this one
+                signal.pause()
+        while step == 12 and not drawn.exists():
+            pass
+        if step == 12:
+            raise RuntimeError("on purpose")
+
+    drawn = Path("drawn")
+    settings = {"precision": "fp32", "train": {"steps": 40}, "run_dir": sys.argv[4]}
+    datasets = ax.Datasets(data, data)
+    ax.run_training(job, model, lambda: datasets, ax.configure(settings), on_step=on_step)
+
+
+ax.run(main)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_fails_leaves_no_rows_below(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    terminal = Terminal(100)
+    try:
+        program = [str(tmp_path / "failing.py")]
+        pictures, end, code = watched(terminal, tmp_path / "run", (100, 24), program)
+    finally:
+        terminal.close()
+
+    assert code == 70, end
+    assert any("slowest rank" in row for picture in pictures for row in picture)
+    assert any("on purpose" in row for row in end)
+    assert not any(words in row for row in end for words in ("slowest rank", "  median ")), end
 
 
 @pytest.mark.exhaustive
 def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
     terminal = Terminal(100)
     try:
-        pictures, end = watched(terminal, tmp_path / "run", TERM="dumb")
+        pictures, end, _ = watched(terminal, tmp_path / "run", TERM="dumb")
     finally:
         terminal.close()
 

@@ -50,10 +50,10 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 
 def console_of(terminal: Terminal) -> Console:
-    def columns() -> int:
-        return os.get_terminal_size(terminal.slave).columns
+    def size() -> os.terminal_size:
+        return os.get_terminal_size(terminal.slave)
 
-    return Console(terminal.open(), bar=True, columns=columns)
+    return Console(terminal.open(), bar=True, size=size)
 
 
 def test_all_that_is_shown_fits_at_a_hundred_columns(terminal: Terminal) -> None:
@@ -103,6 +103,23 @@ def test_a_terminal_that_changes_in_mid_run_stays_clean(terminal: Terminal) -> N
     assert shown[5].endswith("40/80  eta 00:40  1.0k tokens/s")
     console.close()
     assert terminal.read() == ["line 10", "line 20", "line 30", "line 40"]
+
+
+def test_a_terminal_that_is_too_low_has_as_many_rows_as_fit(terminal: Terminal) -> None:
+    console, view = console_of(terminal), LiveView(80, "tokens", PLACES)
+    heights = {10: 3, 20: 1, 30: 24}
+    for step in range(1, 41):
+        view.add(record(step), [0.5, 0.5, 0.75, 0.4], 40.0)
+        console.live(view.rows)
+        if step % 10 == 5:
+            console.line(f"line {step}")
+            assert sum("eta" in row for row in terminal.read()) == (step != 25)
+        if step in heights:
+            terminal.resize(100, heights[step])
+
+    assert terminal.read()[:4] == ["line 5", "line 15", "line 25", "line 35"]
+    console.close()
+    assert terminal.read() == ["line 5", "line 15", "line 25", "line 35"]
 
 
 def test_what_other_processes_print_stands_by_itself(terminal: Terminal) -> None:

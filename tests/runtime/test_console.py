@@ -16,6 +16,7 @@ import pytest
 from axsparse.runtime import console
 from axsparse.runtime.console import (
     Console,
+    erase_rows,
     format_bytes,
     format_count,
     format_rate,
@@ -29,6 +30,10 @@ from axsparse.runtime.launcher import LAUNCHER_VARIABLES
 CLEAR = "\r\x1b[J"
 UP = "\x1b[1A\r"
 """Back to the empty row above one row."""
+
+
+def sized(columns: int, lines: int = 24) -> os.terminal_size:
+    return os.terminal_size((columns, lines))
 
 
 class FlushedStream(io.StringIO):
@@ -86,14 +91,14 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
 def test_a_terminal_gets_a_bar_with_its_step_and_text() -> None:
     stream = FlushedStream()
 
-    Console(stream, bar=True, columns=40).progress(3, 10, "loss 3.9")
+    Console(stream, bar=True, size=sized(40)).progress(3, 10, "loss 3.9")
 
     assert stream.seen == f"{CLEAR}\n███░░░░░░░ 3/10  loss 3.9{UP}"
 
 
 def test_the_bar_is_redrawn_in_place() -> None:
     stream = FlushedStream()
-    screen = Console(stream, bar=True, columns=10)
+    screen = Console(stream, bar=True, size=sized(10))
 
     screen.progress(1, 2, "a")
     screen.progress(2, 2, "b")
@@ -103,7 +108,7 @@ def test_the_bar_is_redrawn_in_place() -> None:
 
 def test_a_line_goes_above_the_bar() -> None:
     stream = FlushedStream()
-    screen = Console(stream, bar=True, columns=40)
+    screen = Console(stream, bar=True, size=sized(40))
     screen.progress(10, 10, "done")
     bar = stream.seen.removeprefix(CLEAR)
 
@@ -123,7 +128,7 @@ def test_a_line_before_the_first_bar_clears_nothing() -> None:
 def test_the_bar_never_reaches_the_last_column() -> None:
     stream = FlushedStream()
 
-    Console(stream, bar=True, columns=40).progress(1, 10, "x" * 200)
+    Console(stream, bar=True, size=sized(40)).progress(1, 10, "x" * 200)
 
     assert len(stream.seen.removeprefix(f"{CLEAR}\n").removesuffix(UP)) == 39
 
@@ -144,7 +149,7 @@ def test_the_bar_is_bold_and_dim_where_colour_is_wanted(monkeypatch: pytest.Monk
     monkeypatch.delenv("NO_COLOR")
     stream = FlushedStream()
 
-    Console(stream, bar=True, columns=10).progress(1, 2, "a")
+    Console(stream, bar=True, size=sized(10)).progress(1, 2, "a")
 
     assert stream.seen == f"{CLEAR}\n\x1b[1m█\x1b[0m\x1b[2m░\x1b[0m 1/2  a{UP}"
 
@@ -198,7 +203,7 @@ def test_the_terminal_of_the_topmost_launcher_counts(
     *lower, top = names
     processes = [(name, "pipe:[8]") for name in lower] + [(top, terminal), ("bash", "/dev/null")]
 
-    assert launcher_terminal(chain(proc, *processes)) == 132
+    assert launcher_terminal(chain(proc, *processes)) == sized(132)
 
 
 @pytest.mark.parametrize("stdout", ["/home/log", "pipe:[9]", "/dev/null"])
@@ -245,26 +250,29 @@ def test_the_terminal_does_not_stay_open(proc: FakeProc, terminal: str) -> None:
 
 
 def test_a_terminal_that_cannot_be_opened_has_eighty_columns(proc: FakeProc) -> None:
-    assert launcher_terminal(chain(proc, ("mpirun", "/dev/pts/no-such"))) == 80
+    assert launcher_terminal(chain(proc, ("mpirun", "/dev/pts/no-such"))) == sized(80)
 
 
 def test_a_terminal_that_does_not_tell_has_eighty_columns(proc: FakeProc) -> None:
     master, slave = os.openpty()  # its size is 0 × 0 until somebody sets it
 
-    columns = launcher_terminal(chain(proc, ("mpirun", os.ttyname(slave))))
+    size = launcher_terminal(chain(proc, ("mpirun", os.ttyname(slave))))
 
     os.close(slave)
     os.close(master)
-    assert columns == 80
+    assert size == sized(80)
 
 
-@pytest.mark.parametrize(("stdout", "columns"), [(TerminalStdout(), 80), (io.StringIO(), None)])
+@pytest.mark.parametrize(("stdout", "size"), [(TerminalStdout(), sized(80)), (io.StringIO(), None)])
 def test_without_a_launcher_our_own_stdout_counts(
-    proc: FakeProc, stdout: io.StringIO, columns: int | None, monkeypatch: pytest.MonkeyPatch
+    proc: FakeProc,
+    stdout: io.StringIO,
+    size: os.terminal_size | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdout", stdout)
 
-    assert launcher_terminal(chain(proc, ("bash", "/dev/pts/1"), own="/dev/pts/1")) == columns
+    assert launcher_terminal(chain(proc, ("bash", "/dev/pts/1"), own="/dev/pts/1")) == size
 
 
 def test_without_proc_our_own_stdout_counts(
@@ -272,7 +280,7 @@ def test_without_proc_our_own_stdout_counts(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", TerminalStdout())
 
-    assert launcher_terminal(tmp_path) == 80
+    assert launcher_terminal(tmp_path) == sized(80)
 
 
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
@@ -292,7 +300,8 @@ def drawn(wish: str | None, terminal: int | None, monkeypatch: pytest.MonkeyPatc
     """What a console shows of a bar, given AXSPARSE_PROGRESS and the terminal's columns."""
     if wish is not None:
         monkeypatch.setenv("AXSPARSE_PROGRESS", wish)
-    monkeypatch.setattr(console, "launcher_terminal", lambda: terminal)
+    size = None if terminal is None else sized(terminal)
+    monkeypatch.setattr(console, "launcher_terminal", lambda: size)
     stream = FlushedStream()
     make_console(stream).progress(1, 2, "x" * 200)
     return stream.seen.removeprefix(f"{CLEAR}\n").removesuffix(UP)
@@ -329,7 +338,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
 
 def test_the_width_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = iter([90, 50, 30])
-    monkeypatch.setattr(console, "launcher_terminal", lambda: next(widths))
+    monkeypatch.setattr(console, "launcher_terminal", lambda: sized(next(widths)))
     stream = FlushedStream()
 
     screen = make_console(stream)  # this takes the first
@@ -338,6 +347,22 @@ def test_the_width_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     rows = [text.removesuffix(UP) for text in stream.seen.split(f"{CLEAR}\n")[1:]]
     assert list(map(len, rows)) == [49, 29]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "seen"),
+    [(sized(50), "xterm", "\x1b[J"), (sized(50), "dumb", ""), (None, "xterm", "")],
+)
+def test_a_rank_that_ends_the_job_erases_rows_where_there_may_be_any(
+    terminal: os.terminal_size | None, term: str, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(console, "launcher_terminal", lambda: terminal)
+    stream = FlushedStream()
+
+    erase_rows(stream)
+
+    assert stream.seen == seen
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A terminal's screen, as far as this package writes to it, that can change its width."""
+"""A terminal's screen, as far as this package writes to it, that can change its size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
 @dataclass
 class Screen:
-    """All rows that were ever written, the newest below; the window is as high as you like."""
+    """All rows that were ever written, the newest below, of which a window shows the last."""
 
     columns: int
     folds_anew: bool
@@ -33,6 +33,8 @@ class Screen:
     at: int = 0
     """The row of the cursor."""
     column: int = 0
+    lines: int = 24
+    """The height of the window, above which the cursor cannot go."""
 
     def feed(self, text: str) -> None:
         """Take what a program writes; AssertionError for a sequence that no test has seen yet."""
@@ -101,7 +103,8 @@ class Screen:
 
     def _obey(self, number: int, letter: str) -> None:
         if letter == "A":
-            self.at = max(0, self.at - (number or 1))
+            top = max(0, len(self.rows) - self.lines)
+            self.at = max(top, self.at - (number or 1))
         elif letter == "J":
             assert number == 0, "only what is below is ever erased"
             self.rows[self.at] = Row(self.rows[self.at].text[: self.column])
@@ -125,11 +128,12 @@ class Terminal:
         self._streams.append(stream)
         return stream
 
-    def resize(self, columns: int) -> None:
-        """Change its width, after all that was written before is on the screen."""
+    def resize(self, columns: int, lines: int = 24) -> None:
+        """Change its size, after all that was written before is on the screen."""
         self.read()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.screen.resize(columns)
+        self.screen.lines = lines
 
     def read(self) -> list[str]:
         """The lines on the screen now."""
