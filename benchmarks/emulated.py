@@ -18,6 +18,7 @@ import torch
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
+from axsparse.pipeline.actions import Kind, action
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.simulator import Durations
@@ -50,29 +51,33 @@ class Emulated:
 class SleepingStage:
     """Takes the place of `pipeline.stage.Stage`: sleeps, and sends a scalar."""
 
-    def __init__(self, place: Place, durations: Durations, unit_seconds: float) -> None:
-        self._forward = durations.forward[place.stage]
-        self._backward = durations.backward[place.stage]
-        self._weight = durations.weight[place.stage] if durations.weight else ()
+    def __init__(self, place: Place, unit_seconds: float) -> None:
+        self.durations = Durations((), ())
+        """Of the step under way."""
+        self._place = place
         self._unit = unit_seconds
 
     def forward(self, microbatch: int, *_: object) -> tuple[torch.Tensor, ...]:
-        time.sleep(self._unit * self._forward[microbatch])
+        self._sleep(Kind.FORWARD, microbatch)
         return (torch.zeros(()),)
 
     def backward(self, microbatch: int, *_: object) -> list[torch.Tensor | None]:
-        time.sleep(self._unit * self._backward[microbatch])
+        self._sleep(Kind.BACKWARD, microbatch)
         return [torch.zeros(())]
 
     def weight_gradients(self, microbatch: int) -> None:
-        time.sleep(self._unit * self._weight[microbatch])
+        self._sleep(Kind.WEIGHT, microbatch)
+
+    def _sleep(self, kind: Kind, microbatch: int) -> None:
+        time.sleep(self._unit * self.durations.of(self._place.stage, action(kind, microbatch)))
 
 
 class GivenPolicies:
     """Takes the place of `pipeline.schedules.Schedule`."""
 
-    def __init__(self, new: Callable[..., Policy]) -> None:
+    def __init__(self, new: Callable[..., Policy], *, uses_forecasts: bool) -> None:
         self._new = new
+        self.uses_forecasts = uses_forecasts
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         return self._new(stage=stage, g_inter=g_inter, microbatches=microbatches)
@@ -90,6 +95,51 @@ def machine() -> dict[str, Any]:
     }
 
 
+class EmulatedRank:
+    """A rank whose stage sleeps; between steps it keeps what an engine has learnt."""
+
+    def __init__(
+        self,
+        transport: MpiTransport,
+        place: Place,
+        link: Link,
+        new_policy: Callable[..., Policy],
+        unit_seconds: float,
+        *,
+        uses_forecasts: bool = False,
+    ) -> None:
+        """`uses_forecasts`: whether stages announce results to each other."""
+        self._transport = transport
+        self._phases = Phases()
+        self._stage = SleepingStage(place, unit_seconds)
+        stage: Any = self._stage
+        schedule: Any = GivenPolicies(new_policy, uses_forecasts=uses_forecasts)
+        self._engine = Engine(
+            Rank(place, transport.backoff, self._phases),
+            stage,
+            link,
+            schedule=schedule,
+            while_idle=lambda: None,
+        )
+
+    def step(self, durations: Durations) -> Emulated:
+        """Run one step; all ranks of one host call this together."""
+        transport = self._transport
+        self._stage.durations = durations
+        count = len(durations.forward[0])
+        batch = Batch(0, tuple(Microbatch((), None, n, 1) for n in range(count)), num_targets=1)
+        # One host has one monotonic clock.
+        rows = sum_by_owner(transport.world, transport.backoff, [time.monotonic()])
+        start = max(row[0] for row in rows) + START_SECONDS
+        time.sleep(max(0.0, start - time.monotonic()))
+        self._phases.begin_step()
+        self._engine.train(batch, 1.0, 1.0, lambda _: None)
+        seconds = self._phases.end_step()
+        own = time.monotonic() - start
+        rows = sum_by_owner(transport.world, transport.backoff, [own])
+        return Emulated(max(row[0] for row in rows), seconds)
+
+
 def emulate(
     transport: MpiTransport,
     place: Place,
@@ -98,26 +148,5 @@ def emulate(
     durations: Durations,
     unit_seconds: float,
 ) -> Emulated:
-    """Run one step; all ranks of one host call this together."""
-    stage: Any = SleepingStage(place, durations, unit_seconds)
-    schedule: Any = GivenPolicies(new_policy)
-    phases = Phases()
-    engine = Engine(
-        Rank(place, transport.backoff, phases),
-        stage,
-        link,
-        schedule=schedule,
-        while_idle=lambda: None,
-    )
-    microbatches = tuple(Microbatch((), None, n, 1) for n in range(len(durations.forward[0])))
-    batch = Batch(0, microbatches, num_targets=1)
-    # One host has one monotonic clock.
-    rows = sum_by_owner(transport.world, transport.backoff, [time.monotonic()])
-    start = max(row[0] for row in rows) + START_SECONDS
-    time.sleep(max(0.0, start - time.monotonic()))
-    phases.begin_step()
-    engine.train(batch, 1.0, 1.0, lambda _: None)
-    seconds = phases.end_step()
-    own = time.monotonic() - start
-    rows = sum_by_owner(transport.world, transport.backoff, [own])
-    return Emulated(max(row[0] for row in rows), seconds)
+    """Run one step that announces nothing; all ranks of one host call this together."""
+    return EmulatedRank(transport, place, link, new_policy, unit_seconds).step(durations)

@@ -33,6 +33,10 @@ class PipelineConfig(Section):
     """split_backward: the memory that a stage may hold of microbatches in flight and of those that
     wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
     flight; with `layout.cluster`, more where that shortens the simulated step and fits."""
+    announce: bool = True
+    """message-driven with split_backward: stages on CPUs tell their neighbours when a result will
+    come, so that these wait for it rather than begin weight gradients. Changes no bit. Stages on
+    GPUs never do."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -35,6 +35,13 @@ LATEST = 0.1
 """How late a message may be and still be expected, in times of a WEIGHT action."""
 
 
+def times_away(due: float, now: float, weight: float) -> float:
+    """How soon a message is expected that is due at `due`, as `Forecast` says it; `weight` is how
+    long a WEIGHT action takes."""
+    away = (due - now) / weight
+    return max(0.0, away) if away >= -LATEST else math.inf
+
+
 class Policy(Protocol):
     """Chooses the actions of one stage, for the microbatches of one step or one evaluation.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import LATEST, UNKNOWN, Forecast, Policy
+from axsparse.pipeline.policy import UNKNOWN, Forecast, Policy, times_away
 from axsparse.runtime.communication import Direction
 
 
@@ -255,8 +255,8 @@ class _Simulation:
         unit = self._weight_seconds(number)
         if not unit:
             return UNKNOWN
-        announced, latest = self._stages[number].announced, LATEST * unit
-        return Forecast(*(_away(each, now, latest) / unit for each in announced))
+        announced = self._stages[number].announced
+        return Forecast(*(_away(each, now, unit) for each in announced))
 
     def _weight_seconds(self, number: int) -> float:
         """How long a stage's next WEIGHT action is expected to take; 0 if there is none."""
@@ -266,12 +266,11 @@ class _Simulation:
         return expected.weight[number][done]
 
 
-def _away(announced: deque[tuple[float, float]], now: float, latest: float) -> float:
+def _away(announced: deque[tuple[float, float]], now: float, weight: float) -> float:
     """How far away the first announced message is; infinity if there is none, or it is too late."""
     if not announced or announced[0][0] > now:
         return math.inf
-    due = announced[0][1]
-    return max(0.0, due - now) if now <= due + latest else math.inf
+    return times_away(announced[0][1], now, weight)
 
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:

@@ -12,7 +12,7 @@ from axsparse.runtime.communication import Direction
 PATIENCE = 0.5
 """How far away an announced message may be, in times of a WEIGHT action, to be waited for."""
 GREEDY = 0.0
-"""The patience of stages whose neighbours announce nothing. Training's do not, so plans have it."""
+"""The patience of stages whose neighbours announce nothing."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class LayoutQuestion:
     """None: message-driven, with what pays (see `PAYS`): split backwards, slack and bound."""
     split_backward: bool | None = None
     """Without a `schedule`: whether backwards are split; None: whichever pays."""
+    patience: float = GREEDY
+    """Without a `schedule`: how far away stages wait for announced messages (see `Schedule`)."""
     least_split_samples: int = 1
     """Without a `schedule` and `split_backward`: the smallest microbatch that is split."""
     g_inter: Sequence[int] | None = None
@@ -62,7 +64,7 @@ class LayoutQuestion:
             return [self.schedule]
         is_split = self.split_backward is True
         return [
-            Schedule("message-driven", slack, "alternate", is_split, patience=GREEDY)
+            Schedule("message-driven", slack, "alternate", is_split, patience=self.patience)
             for slack in (DEFAULT_SLACK, 0)
         ]
 

@@ -24,7 +24,9 @@ from axsparse.planner.run_workload import (
     has_costs,
     least_split_samples,
     only_backward,
+    patience,
     schedules,
+    with_announcements,
     workload,
 )
 from axsparse.planner.stage_memory import gigabytes
@@ -90,19 +92,21 @@ class Subject:
         microbatch_sizes: Sequence[int] | None = None,
     ) -> Plan:
         """The plan; ConfigError if nothing fits, which says how many devices would do."""
+        config = with_announcements(self.loaded.config, on_host=self.on_host)
         question = LayoutQuestion(
             workload=self.workload(method),
             cluster=cluster,
             gpus=gpus,
-            global_batch_size=self.loaded.config.batch.global_batch_size,
+            global_batch_size=config.batch.global_batch_size,
             memory_bytes=self.room(cluster),
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
-            split_backward=only_backward(self.loaded.config.pipeline),
+            split_backward=only_backward(config.pipeline),
+            patience=patience(config.pipeline),
             least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
         failure: ConfigError | None = None
-        for schedule in schedules(self.loaded.config, has_times=True):
+        for schedule in schedules(config, has_times=True):
             asked = replace(question, schedule=schedule)
             try:
                 return plan(asked)

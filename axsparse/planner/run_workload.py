@@ -13,7 +13,7 @@ from axsparse.config.pipeline_config import PipelineConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import ZERO_BUBBLE, Schedule
-from axsparse.pipeline.split_policy import GREEDY
+from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.calibration_memory import CalibrationPlan
 from axsparse.planner.cluster import Cluster, Precision
 from axsparse.planner.layout import Layout
@@ -116,6 +116,21 @@ def least_split_samples(survey: Survey, *, on_host: bool) -> int:
     return math.ceil(least * matrices / max(survey.flops, 1.0))
 
 
+def with_announcements(config: Config, *, on_host: bool) -> Config:
+    """The configuration with `pipeline.announce` as ranks on CPUs or GPUs have it.
+
+    The host of a GPU does not know when an action begins and ends.
+    """
+    announce = config.pipeline.announce and on_host
+    pipeline = config.pipeline.model_copy(update={"announce": announce})
+    return config.model_copy(update={"pipeline": pipeline})
+
+
+def patience(pipeline: PipelineConfig) -> float:
+    """How far away stages wait for a message, in times of a WEIGHT action."""
+    return PATIENCE if pipeline.announce else GREEDY
+
+
 def configured_schedule(
     pipeline: PipelineConfig, *, slack: int | None = None, is_split: bool | None = None
 ) -> Schedule:
@@ -129,15 +144,16 @@ def configured_schedule(
         pipeline.prefer,
         split_backward=is_split,
         held=None if pipeline.held == "auto" else pipeline.held,
-        patience=GREEDY,
+        patience=patience(pipeline),
     )
 
 
 def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
     """The schedules to try until one fits; None is message-driven with what pays.
 
-    That needs predicted times, so without them (`has_times`) two fixed slacks are tried. Split
-    backwards without slack are slower than whole ones, so `auto` does not take them.
+    That needs predicted times, so without them (`has_times`) two fixed slacks are tried. Where
+    nothing is announced, split backwards without slack are slower than whole ones, so that `auto`
+    does not take them.
     """
     pipeline = config.pipeline
     is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
@@ -148,7 +164,7 @@ def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
         configured_schedule(pipeline, slack=slack, is_split=is_split)
         for slack in slacks
         for is_split in backwards(pipeline)
-        if slack or not is_split or only_backward(pipeline)
+        if slack or not is_split or pipeline.announce or only_backward(pipeline)
     ]
 
 
@@ -171,6 +187,7 @@ def run_question(
         g_inter=stages,
         microbatch_sizes=[config.batch.microbatch_size],
         split_backward=only_backward(config.pipeline),
+        patience=patience(config.pipeline),
     )
 
 

@@ -1,8 +1,10 @@
 """The header of a message: an int64 array that describes the message without its contents.
 
-Its words are the microbatch, the number of tensors, and then for each tensor its type's number
-in `DTYPES` (−1 for None), whether a gradient is wanted, the number of its dimensions and their
-sizes. The direction is not in it, since each direction has a channel of its own.
+Its words are the microbatch, the number of tensors, when it was sent, and then for each tensor its
+type's number in `DTYPES` (−1 for None), whether a gradient is wanted, the number of its dimensions
+and their sizes. The direction is not in it, since each direction has a channel of its own. An
+announcement travels on the same channel: the microbatch, `ANNOUNCED` for the number of tensors,
+and when the message is due.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.communication import Direction, Message
+from axsparse.runtime.communication import Announcement, Direction, Message
 
 DTYPES = (
     torch.float32,
@@ -36,6 +38,8 @@ DTYPES = (
     torch.float8_e5m2fnuz,
 )
 """The types of element that messages carry; a header gives the position in this list."""
+ANNOUNCED = -1
+"""Stands for the number of tensors in an announcement."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 Header = NDArray[np.int64]
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -44,7 +48,7 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 
 def encode_header(message: Message) -> Header:
     """The header of a message; ValueError if a tensor's type is not among `DTYPES`."""
-    words = [message.microbatch, len(message.tensors)]
+    words = [message.microbatch, len(message.tensors), message.sent_at]
     wanted = message.requires_grad or (False,) * len(message.tensors)
     for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
         if tensor is None:
@@ -60,19 +64,31 @@ def encode_header(message: Message) -> Header:
 
 
 def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Message:
-    """The message that a header announces, with tensors from `allocate` to receive into."""
-    microbatch, count = int(words[0]), int(words[1])
+    """The message that a header describes, with tensors from `allocate` to receive into."""
+    microbatch, count, sent_at = words[:3].tolist()
     tensors: list[Tensor | None] = []
     requires_grad = []
-    at = 2
+    at = 3
     for _ in range(count):
-        number, wanted, dims = (int(word) for word in words[at : at + 3])
+        number, wanted, dims = words[at : at + 3].tolist()
         at += 3
-        shape = [int(size) for size in words[at : at + dims]]
+        shape = words[at : at + dims].tolist()
         at += dims
         tensors.append(None if number < 0 else allocate(shape, DTYPES[number]))
         requires_grad.append(bool(wanted))
-    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
+    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad), sent_at)
+
+
+def encode_announcement(announcement: Announcement) -> Header:
+    """An announcement as it travels."""
+    return np.array([announcement.microbatch, ANNOUNCED, announcement.due], dtype=np.int64)
+
+
+def decode_announcement(words: Header, direction: Direction) -> Announcement | None:
+    """The announcement that has come in place of a header; None for the header of a message."""
+    if words[1] != ANNOUNCED:
+        return None
+    return Announcement(direction, int(words[0]), int(words[2]))
 
 
 def in_host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -85,7 +101,9 @@ def dense(message: Message) -> Message:
     tensors = tuple(
         None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
     )
-    return Message(message.direction, message.microbatch, tensors, message.requires_grad)
+    return Message(
+        message.direction, message.microbatch, tensors, message.requires_grad, message.sent_at
+    )
 
 
 def contents(message: Message) -> list[Tensor]:

@@ -38,6 +38,7 @@ from axsparse.planner.run_workload import (
     least_split_samples,
     only_backward,
     predict,
+    with_announcements,
     workload,
 )
 from axsparse.planner.surveyed_model import SurveyedModel
@@ -180,7 +181,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     The result is the same on every rank but for its place. docs/reference/auto.md lists who
     decides what. ConfigError for what this transport, number of ranks or model cannot run.
     """
-    config, survey = loaded.config, inputs.survey
+    config, survey = with_announcements(loaded.config, on_host=inputs.on_host), inputs.survey
+    loaded = replace(loaded, config=config)
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     wanted, ticket = what_is_pruned(config, survey)
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
@@ -333,7 +335,7 @@ def _splits_backward(
     """Whether weight gradients can fill time in which a stage waits for its neighbours.
 
     What the planner chose counts no overhead, so it is followed for large gradients only. Without
-    slack a stage that has begun weight gradients holds up its neighbours.
+    slack and announcements a stage that has begun weight gradients holds up its neighbours.
     """
     must = only_backward(config.pipeline)
     if must is not None:
@@ -342,8 +344,9 @@ def _splits_backward(
     least = least_split_samples(inputs.survey, on_host=inputs.on_host)
     is_large = config.batch.microbatch_size >= least
     if chosen is None:  # Nobody has looked whether what waits fits a limit of memory.
-        is_free = config.layout.memory_per_rank == "auto" and config.pipeline.slack != 0
-        return waits and is_large and is_free
+        is_free = config.layout.memory_per_rank == "auto"
+        may_wait = config.pipeline.slack != 0 or config.pipeline.announce
+        return waits and is_large and is_free and may_wait
     return waits and is_large and chosen.split_backward
 
 

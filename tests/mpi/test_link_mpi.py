@@ -12,9 +12,23 @@ from mpi4py import MPI
 from support.link_contract import CONTRACT, LARGE
 from support.on_mpi import on_mpi
 
-from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.communication import (
+    Announcement,
+    Direction,
+    Link,
+    Message,
+    Op,
+    Transport,
+    wait,
+)
 from axsparse.runtime.grid import Grid, Place
-from axsparse.runtime.message_header import decode_header, encode_header, in_host_memory
+from axsparse.runtime.message_header import (
+    decode_announcement,
+    decode_header,
+    encode_announcement,
+    encode_header,
+    in_host_memory,
+)
 from axsparse.runtime.mpi.mpi_link import MpiLink
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.runtime.mpi.mpi_wire import CONTENT_TAG, HEADER_TAG
@@ -152,6 +166,17 @@ def test_a_header_says_everything_but_the_contents() -> None:
     assert read.requires_grad == sent.requires_grad
     described = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
     assert described == [None if t is None else (t.dtype, t.shape) for t in tensors]
+
+
+def test_an_announcement_is_told_from_a_header() -> None:
+    announcement = Announcement(Direction.FORWARD, 41, 1 << 60)
+    header = encode_header(Message(Direction.FORWARD, 41, (torch.ones(2),), sent_at=1 << 60))
+
+    words = encode_announcement(announcement)
+
+    assert decode_announcement(words, Direction.FORWARD) == announcement
+    assert decode_announcement(header, Direction.FORWARD) is None
+    assert decode_header(header, Direction.FORWARD, in_host_memory).sent_at == 1 << 60
 
 
 def test_a_type_that_no_message_carries_is_named() -> None:

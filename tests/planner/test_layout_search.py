@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
 
-from axsparse.pipeline.split_policy import GREEDY
+from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan, plan
@@ -226,7 +226,9 @@ def test_a_model_with_no_room_for_slack_runs_without() -> None:
 # -- split backwards ------------------------------------------------------------------------
 
 
-def with_either_backward(room: float | None = None, jitter: float = 0.0) -> Plan:
+def with_either_backward(
+    room: float | None = None, jitter: float = 0.0, patience: float = GREEDY
+) -> Plan:
     question = LayoutQuestion(
         workload=formula("gpt3_13b", 0.1),
         cluster=cluster(jitter=jitter),
@@ -235,8 +237,16 @@ def with_either_backward(room: float | None = None, jitter: float = 0.0) -> Plan
         g_inter=[8],
         microbatch_sizes=[1],
         memory_bytes=room,
+        patience=patience,
     )
     return plan(question)
+
+
+@pytest.mark.parametrize("patience", [GREEDY, PATIENCE])
+def test_plans_are_as_patient_as_the_stages_will_be(patience: float) -> None:
+    found = with_either_backward(patience=patience)
+
+    assert {point.schedule.patience for point in found.tried} == {patience}
 
 
 def test_backwards_are_split_where_that_pays_and_the_plan_says_what_each_way_gives() -> None:
@@ -253,7 +263,6 @@ def test_backwards_are_split_where_that_pays_and_the_plan_says_what_each_way_giv
         <= best.seconds
         <= (1 + PAYS) * min(point.seconds for point in split)
     )
-    assert {point.schedule.patience for point in split} == {GREEDY}
     assert len({point.schedule.held for point in split}) == 3
 
 

@@ -12,7 +12,7 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.split_policy import GREEDY
+from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.run_workload import (
     backwards,
@@ -20,7 +20,9 @@ from axsparse.planner.run_workload import (
     copied_bytes,
     only_backward,
     predict,
+    run_question,
     schedules,
+    with_announcements,
     workload,
 )
 from axsparse.planner.surveyed_model import SurveyedModel
@@ -41,7 +43,7 @@ def test_a_slack_that_is_given_is_kept(pipeline: dict[str, Any]) -> None:
     found = schedules(tiny_config(pipeline=pipeline), has_times=True)
 
     name, prefer = pipeline.get("schedule", "message-driven"), pipeline.get("prefer", "alternate")
-    whole = Schedule(name, 3, prefer, patience=GREEDY)
+    whole = Schedule(name, 3, prefer)
     split = replace(whole, split_backward=True)
     assert found == ([whole] if whole.name == "1f1b" else [split, whole])
 
@@ -71,17 +73,39 @@ def test_bounds_of_a_configuration_are_those_of_its_schedule() -> None:
 
     found = configured_schedule(tiny_config(pipeline=pipeline).pipeline)
 
-    assert found == Schedule(
-        "message-driven", 2, "alternate", split_backward=True, held=9.5, patience=GREEDY
-    )
+    assert found == Schedule("message-driven", 2, "alternate", split_backward=True, held=9.5)
 
 
-def test_backwards_are_not_split_without_slack_unless_that_is_asked_for() -> None:
-    tight = schedules(tiny_config(), has_times=False)
-    asked = schedules(tiny_config(pipeline={"slack": 0, "split_backward": True}), has_times=True)
+@pytest.mark.parametrize(
+    ("announce", "on_host", "expected"),
+    [(True, True, PATIENCE), (True, False, GREEDY), (False, True, GREEDY)],
+)
+def test_stages_wait_for_messages_only_where_these_are_announced(
+    announce: bool, on_host: bool, expected: float
+) -> None:
+    config = with_announcements(tiny_config(pipeline={"announce": announce}), on_host=on_host)
+    asked = run_question(subject(config), MACHINE, config, 2, [2], 1e9)
 
-    tried = [(each.slack, each.split_backward) for each in tight if each is not None]
-    assert tried == [(1, True), (1, False), (0, False)]
+    [schedule, *_] = schedules(config, has_times=False)
+    assert schedule is not None
+    assert {schedule.patience} | {each.patience for each in asked.schedules} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("announce", "expected"),
+    [
+        (True, [(1, True), (1, False), (0, True), (0, False)]),
+        (False, [(1, True), (1, False), (0, False)]),
+    ],
+)
+def test_backwards_are_split_without_slack_where_messages_are_announced(
+    announce: bool, expected: list[tuple[int, bool]]
+) -> None:
+    found = schedules(tiny_config(pipeline={"announce": announce}), has_times=False)
+    pipeline = {"announce": announce, "slack": 0, "split_backward": True}
+    asked = schedules(tiny_config(pipeline=pipeline), has_times=True)
+
+    assert [(each.slack, each.split_backward) for each in found if each is not None] == expected
     assert [each is not None and each.split_backward for each in asked] == [True]
 
 

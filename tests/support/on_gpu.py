@@ -8,7 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Collective, Exchange, Link, Message, Op, Work
+from axsparse.runtime.communication import (
+    Announcement,
+    Collective,
+    Exchange,
+    Link,
+    Message,
+    Op,
+    Work,
+)
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport, Staging
 from axsparse.runtime.grid import Place
@@ -46,6 +54,12 @@ class MovedLink:
             replace(message, tensors=tuple(None if t is None else t.cpu() for t in message.tensors))
             for message in messages
         ]
+
+    def announce(self, announcement: Announcement) -> None:
+        self._link.announce(announcement)
+
+    def announced(self) -> list[Announcement]:
+        return self._link.announced()
 
     def close(self) -> None:
         self._link.close()

@@ -293,12 +293,13 @@ def any_size_is_worth_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
     ("sections", "expected"),
     [
         ({}, True),
-        ({"pipeline": {"slack": 0}}, False),
+        ({"pipeline": {"slack": 0}}, True),
+        ({"pipeline": {"slack": 0, "announce": False}}, False),
         ({"layout": {"g_inter": 2, "memory_per_rank": 1.0}}, False),
         ({"layout": {"g_inter": 1}}, False),
     ],
 )
-def test_auto_splits_backwards_where_there_is_slack_and_nobody_limits_what_waits(
+def test_auto_splits_backwards_where_stages_can_wait_and_nobody_limits_what_is_held(
     sections: dict[str, Any], expected: bool
 ) -> None:
     assert resolved(tiny_config(**sections), 2).config.pipeline.split_backward is expected

@@ -52,6 +52,7 @@ class LocalWorld(Generic[T]):
         self._finished = threading.Event()
         self._failure: BaseException | None = None
         self._idle = 0
+        self._time = 0
 
     def run(self, main: Callable[[int], T]) -> list[T]:
         """Run `main(rank)` on every rank; returns all results, or raises the first failure."""
@@ -90,6 +91,13 @@ class LocalWorld(Generic[T]):
     def group(self, name: str, ranks: tuple[int, ...]) -> Group:
         """The group of this name and these ranks."""
         return self._groups.setdefault((name, ranks), Group(len(ranks)))
+
+    def look_at_clock(self) -> int:
+        """The world's own time, so that runs can be repeated: each look at it lets about as much
+        time pass, or none in a world without a seed."""
+        if self.random is not None:
+            self._time += self.random.randrange(900_000, 1_000_000)
+        return self._time
 
     def progress(self) -> None:
         """Note that something moved, so that this is no deadlock."""
@@ -135,3 +143,6 @@ class TurnBackoff:
 
     def reset(self) -> None:
         """Do nothing, since all pauses are alike."""
+
+    def now(self) -> int:
+        return self._world.look_at_clock()
