@@ -101,6 +101,10 @@ class Survey:
     loss_logits: Callable[[int], int] | None = None
     """`Model.loss_logits`."""
 
+    def logit_bytes(self, width: int) -> int:
+        """Bytes of the logits that the loss makes at a time of one sample, `width` bytes each."""
+        return 0 if self.loss_logits is None else width * self.loss_logits(1)
+
     @property
     def num_params(self) -> int:
         """Number of parameters before pruning; a tied weight counts once."""

@@ -144,7 +144,8 @@ class HeldActivations:
     working: int
     """More while a backward runs, for one layer."""
     deferred: int = 0
-    """From a split backward to the weight gradients."""
+    """From a split backward to the weight gradients, or at its fullest moment if that is more than
+    before and after it."""
 
     @property
     def deferred_size(self) -> float:
@@ -152,29 +153,44 @@ class HeldActivations:
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
-def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
+def held_activations(
+    layers: Sequence[LayerInfo], checkpoint_activations: int, *, logits: int = 0
+) -> HeldActivations:
     """What a stage of these layers holds for one sample.
+
+    `logits` are the bytes of those that the loss makes itself, by a product with a weight of the
+    last layer: they have a gradient, which waits for that of the weight.
 
     Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and what its backward
     needs is there while that runs. A backward goes from the gradient of one activation to that of
     the one before: two are there at a time, and what belongs to both of them is not free yet.
     Layers without known costs (of a model without example) count nothing.
     """
-    kept = working = deferred = 0
+    working = 0
+    counted: list[tuple[int, int]] = []
     for number, layer in enumerate(layers):
         if layer.activations is None:
             continue
-        kept += layer.activations.inputs
-        deferred += layer.activations.deferred
-        again = 0
+        own, again = layer.activations.inputs, 0
         if is_recomputed(number, checkpoint_activations):
             again = layer.activations.saved
         else:
-            kept += layer.activations.saved
+            own += layer.activations.saved
+        counted.append((own, layer.activations.deferred))
         working = max(working, again + 2 * layer.activations.widest)
+    kept, deferred = sum(own for own, _ in counted), 0
     last = layers[-1].activations
-    if last is not None:
-        kept += last.outputs
+    outputs = 0 if last is None else last.outputs
+    if logits:
+        deferred += outputs + logits
+    # A backward frees what its layers hold from the last one on, while what they defer piles up.
+    most, left = deferred + kept, kept
+    for own, later in reversed(counted):
+        left, deferred = left - own, deferred + later
+        most = max(most, left + deferred)
+    kept += outputs
+    if most > max(kept, deferred):
+        deferred = most
     return HeldActivations(kept, working, deferred)
 
 

@@ -168,9 +168,12 @@ def _schedule(run: RunSpec) -> Schedule:
         return schedule
     every = run.config.pipeline.checkpoint_activations
     layers = run.survey.layers
-    stages = ([layers[number] for number in stage] for stage in run.stages)
-    sizes = tuple(held_activations(stage, every).deferred_size for stage in stages)
-    return replace(schedule, deferred_sizes=sizes)
+    logits = [0] * (len(run.stages) - 1) + [run.survey.logit_bytes(run.dtype.itemsize)]
+    held = (
+        held_activations([layers[number] for number in stage], every, logits=nbytes)
+        for stage, nbytes in zip(run.stages, logits, strict=True)
+    )
+    return replace(schedule, deferred_sizes=tuple(each.deferred_size for each in held))
 
 
 def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:

@@ -1,0 +1,159 @@
+"""What stages with split backwards hold, by the allocator's word, is what plans count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support.allocated import peak_of_torch
+from support.exhaustive import by_default
+from torch import Tensor, nn
+
+from axsparse.config.model_config import CnnConfig, GptConfig
+from axsparse.models.survey import Survey, survey
+from axsparse.models.zoo.cnn import cnn
+from axsparse.models.zoo.gpt import gpt
+from axsparse.pipeline.actions import Action, Kind
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.splittable_weights import WeightSplit
+from axsparse.pipeline.stage import Key, Stage
+from axsparse.planner.layout import Layout
+from axsparse.planner.stage_memory import is_recomputed
+from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.runtime.communication import Direction
+from axsparse.runtime.grid import Grid
+
+SAMPLES, MICROBATCHES = 4, 6
+TOKENS, WIDTH, WORDS = 64, 64, 1000
+GPT = gpt(
+    GptConfig(
+        num_layers=4, hidden_size=WIDTH, num_heads=4, sequence_length=TOKENS, vocab_size=WORDS
+    ),
+    TOKENS,
+)
+CNN = cnn(CnnConfig(), 32)
+CUTS = {"gpt": (GPT, 3), "cnn": (CNN, 2)}
+"""Models of two stages, and how many layers the first one has."""
+CASES = [
+    (name, stage, every, held)
+    for name in CUTS
+    for stage in (0, 1)
+    for every in (0, 1, 2)
+    for held in (None, 5.0)
+]
+
+
+def samples_of(name: str, stage: int) -> tuple[Tensor, Tensor | None]:
+    """A microbatch's inputs of a stage, and its targets."""
+    if name == "gpt":
+        words = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS) % WORDS
+        return (torch.randn(SAMPLES, TOKENS, WIDTH), words) if stage else (words, None)
+    if stage:
+        return torch.randn(SAMPLES, 64, 16, 16), torch.arange(SAMPLES)
+    return torch.randn(SAMPLES, 3, 32, 32), None
+
+
+class Played:
+    """A stage that plays the actions of its schedule; gradients arrive as soon as a forward ran."""
+
+    def __init__(self, name: str, stage: int, every: int, schedule: Schedule) -> None:
+        model, cut = CUTS[name]
+        layers = model.layers[cut:] if stage else model.layers[:cut]
+        modules = [(layer.name, layer.build()) for layer in layers]
+        for _, module in modules:
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.02)
+                parameter.register_post_accumulate_grad_hook(_drop)
+        self._stage = Stage(
+            [
+                LayerRunner(
+                    name, module, is_random=False, is_recomputed=is_recomputed(number, every)
+                )
+                for number, (name, module) in enumerate(modules)
+            ],
+            loss=model.loss if stage else None,
+            metrics={},
+            input_dtype=None,
+            seed=0,
+            split=WeightSplit(modules),
+        )
+        self._is_last = bool(stage)
+        self._number, self._schedule = stage, schedule
+        self._inputs, self._targets = samples_of(name, stage)
+
+    def step(self) -> None:
+        shapes: dict[int, list[torch.Size]] = {}
+        for action in self._actions():
+            number = action.microbatch
+            if action.kind is Kind.FORWARD:
+                inputs = self._inputs.clone()
+                inputs.requires_grad_(inputs.is_floating_point())
+                outputs = self._stage.forward(number, (inputs,), Key(0, 0), self._targets, 1.0)
+                shapes[number] = [] if self._is_last else [output.shape for output in outputs]
+                del inputs, outputs
+            elif action.kind is Kind.BACKWARD:
+                gradients = [torch.ones(shape) for shape in shapes[number]]
+                self._stage.backward(number, gradients, 1.0)
+                del gradients
+            else:
+                self._stage.weight_gradients(number)
+
+    def _actions(self) -> Iterator[Action]:
+        policy = self._schedule.policy(stage=self._number, g_inter=2, microbatches=MICROBATCHES)
+        for number in range(MICROBATCHES * self._number):
+            policy.arrived(Direction.FORWARD, number)
+        while not policy.finished:
+            action = policy.next()
+            assert action is not None
+            yield action
+            if action.kind is Kind.FORWARD and not self._is_last:
+                policy.arrived(Direction.BACKWARD, action.microbatch)
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def planned(
+    surveyed: Survey, name: str, stage: int, every: int, held: float | None
+) -> tuple[Schedule, float]:
+    """The schedule as training has it, and the bytes of a stage beside its state."""
+    cut = CUTS[name][1]
+    subject = SurveyedModel(
+        name=name,
+        survey=surveyed,
+        kept={},
+        precision="fp32",
+        gradient="fp32",
+        moments=2,
+        index="int32",
+        checkpoint_activations=every,
+        split=(cut, len(surveyed.layers) - cut),
+    )
+    loads = subject.stages(2, 1, microbatches=MICROBATCHES)
+    assert loads is not None
+    schedule = Schedule("message-driven", 1, "alternate", split_backward=True, held=held)
+    layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES).with_sizes(loads)
+    memory = layout.stage_memory(stage, replace(loads[stage], building=0.0), 0.0)
+    beside = memory.activations + memory.working + memory.logits + memory.temporary
+    return layout.schedule, beside
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "every", "held"),
+    by_default([("gpt", 1, 0, 5.0), ("gpt", 0, 1, None), ("cnn", 1, 2, 5.0)], CASES),
+)
+def test_a_stage_holds_what_is_planned_and_little_less(
+    name: str, stage: int, every: int, held: float | None
+) -> None:
+    surveyed = survey(CUTS[name][0], torch.float32)
+    schedule, beside = planned(surveyed, name, stage, every, held)
+    played = Played(name, stage, every, schedule)
+    played.step()  # The first microbatch of a run is whole.
+
+    peak = peak_of_torch(played.step)
+
+    assert 0.5 * beside < peak <= 1.05 * beside
