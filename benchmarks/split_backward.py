@@ -12,6 +12,8 @@ The model is that of benchmarks/peers: a GPT of 34 million parameters, 8 microba
 
 On a machine that others use, `chrt -r 1` before the command lets both ranks run first; Linux then
 takes 5 % of each second from them, so that `--rest 0.5` and a step shorter than 0.9 s are needed.
+Seconds of CPU, whose quartiles of ratios are reported as well, change less with what others do;
+with one stage they say what splitting costs.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def main() -> None:
         name: trainer_of(transport, grid, size, arguments, pipeline)
         for name, pipeline in VARIANTS.items()
     }
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
+    rows: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in VARIANTS}
     for round_number in range(arguments.rounds + 2):  # the first two warm up
         first = round_number % len(VARIANTS)
         names = [*list(VARIANTS)[first:], *list(VARIANTS)[:first]]
@@ -140,22 +142,24 @@ def trainer_of(
     return build(Job(transport), model, lambda: data, config, grid=grid, quiet=True)
 
 
-def step(transport: Transport, trainer: Trainer) -> tuple[float, float, float]:
-    """One step: its seconds, the mean seconds that a rank had nothing to run, and its loss."""
+def step(transport: Transport, trainer: Trainer) -> tuple[float, float, float, float]:
+    """One step: its seconds, the mean seconds that a rank had nothing to run, the seconds of CPU of
+    all ranks, and its loss."""
     sum_by_owner(transport.world, transport.backoff, [0.0])
     phases = trainer.parts.phases
     phases.begin_step()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     verdict = trainer.step()
-    own = time.perf_counter() - began
+    own, used = time.perf_counter() - began, time.process_time() - used
     bubble = phases.end_step()["bubble"]
-    everyone = sum_by_owner(transport.world, transport.backoff, [own, bubble])
+    everyone = sum_by_owner(transport.world, transport.backoff, [own, bubble, used])
     slowest = max(row[0] for row in everyone)
-    return slowest, statistics.fmean(row[1] for row in everyone), verdict.loss
+    idle = statistics.fmean(row[1] for row in everyone)
+    return slowest, idle, sum(row[2] for row in everyone), verdict.loss
 
 
 def summary(
-    rows: dict[str, list[tuple[float, float, float]]], arguments: argparse.Namespace
+    rows: dict[str, list[tuple[float, float, float, float]]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians of the variants, and of the ratios of the steps of one round."""
     quartiles = {
@@ -165,6 +169,7 @@ def summary(
         )
         for other in ("whole", "silent")
     }
+    cpu = [split[2] / whole[2] for split, whole in zip(rows["split"], rows["whole"], strict=True)]
     return {
         "split_over_whole": round(quartiles["whole"][1], 4),
         "quartiles": [round(value, 4) for value in quartiles["whole"]],
@@ -172,6 +177,7 @@ def summary(
         "best_over_best": round(
             min(row[0] for row in rows["split"]) / min(row[0] for row in rows["whole"]), 4
         ),
+        "cpu_over_cpu": [round(value, 4) for value in statistics.quantiles(cpu, n=4)],
         "step_ms": {
             name: round(1e3 * statistics.median(row[0] for row in found), 1)
             for name, found in rows.items()

@@ -19,6 +19,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cluster_fit import Measurements, fitted
 from axsparse.planner.run_workload import workload
+from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
@@ -100,12 +101,6 @@ def calibrate(
     begins("messages and all-reduces between ranks")
     messages = _messages(transport)
     all_reduces = _all_reduces(transport)
-    survey = profile.trainer.parts.survey
-    live = profile.trainer.parts.live
-    kept = {} if live is None else live.targets.kept()
-    subject = workload(config, survey, loaded.name, kept, optimizer_of(config.optimizer))
-    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
-    assert loads is not None, "without a memory limit one stage always fits"
     seen = Measurements(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
@@ -124,7 +119,19 @@ def calibrate(
     )
     ranks = counted(transport.size, "rank")
     source = f"{counted(steps, 'step')} of {loaded.name} in one stage, on {ranks} at once"
-    return together(transport, lambda: fitted(name, loads[0], config.precision, seen, source))
+    load = _load_of(profile.trainer, loaded.name)
+    return together(transport, lambda: fitted(name, load, config.precision, seen, source))
+
+
+def _load_of(trainer: Trainer, name: str) -> StageLoad:
+    """What a rank computes that trains all layers of the model `name`."""
+    live = trainer.parts.live
+    kept = {} if live is None else live.targets.kept()
+    survey, config = trainer.parts.survey, trainer.config
+    subject = workload(config, survey, name, kept, optimizer_of(config.optimizer))
+    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
+    assert loads is not None, "without a memory limit one stage always fits"
+    return loads[0]
 
 
 def _refuse_several_hosts(transport: Transport) -> None:

@@ -72,6 +72,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     samo: dict[str, Any] = {"enabled": case.is_masked}
     if case.variant == "sharded":
         samo["shard_optimizer"] = True
+    pipeline = {"split": {"split_backward": True}, "whole": {"split_backward": False}}
     layout: dict[str, Any] = {
         "g_inter": case.stages,
         "g_data": case.replicas,
@@ -83,6 +84,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
         {
             "batch": {"global_batch_size": run.size.microbatches, "microbatch_size": 1},
             "layout": layout,
+            "pipeline": pipeline.get(case.variant, {}),
             "precision": run.precision,
             "pruning": {"sparsity": SPARSITY},
             "samo": samo,
