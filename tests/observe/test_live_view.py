@@ -23,7 +23,12 @@ SECONDS = dict.fromkeys([f"{name}_seconds" for name in PHASES], 0.0)
 
 def record(step: int, loss: float = 2.0) -> StepRecord:
     """A step of one second: six tenths of computing, three of waiting, one of messages."""
-    times: dict[str, Any] = {**SECONDS, "compute_seconds": 0.6, "bubble_seconds": 0.3, "p2p_seconds": 0.1}
+    times: dict[str, Any] = {
+        **SECONDS,
+        "compute_seconds": 0.6,
+        "bubble_seconds": 0.3,
+        "p2p_seconds": 0.1,
+    }
     return replace(
         STEP_RECORD,
         step=step,
