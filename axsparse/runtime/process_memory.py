@@ -58,7 +58,8 @@ def keep_freed_blocks() -> bool:
 
     Returns whether the library can do that. By itself glibc gives the end of the heap back as soon
     as some megabytes there are free. In a training step activations come and go, so the system
-    would take and clear the same pages again and again, which was measured to take 2 to 8 % of its CPU time.
+    would take and clear the same pages again and again: 2 to 8 % of its CPU time where that was
+    measured.
     """
     return _set_malloc(M_MMAP_THRESHOLD, LARGEST_KEPT) and _set_malloc(M_TRIM_THRESHOLD, MOST_KEPT)
 
