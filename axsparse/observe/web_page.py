@@ -50,7 +50,7 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1em; max-
 .charts > figure { margin: 0; min-width: 0; }
 figcaption { font-weight: 600; }
 table { border-collapse: collapse; margin: .5em 0 1.5em; font-variant-numeric: tabular-nums; }
-td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid var(--rule); }
+td, th { padding: .15em .5em; text-align: right; border-bottom: 1px solid var(--rule); }
 td:first-child, th:first-child { text-align: left; }
 h1, h2, h3, li, p, td { overflow-wrap: anywhere; }
 .wide td { overflow-wrap: normal; white-space: nowrap; }

@@ -59,6 +59,22 @@ def test_pictures_are_drawn_of_the_schedules_and_the_formulas(site: Any) -> None
     assert ">3.60 bytes<" in site.pictures.draw("state-bytes")
 
 
+def test_screenshots_are_small_and_told_in_words_and_the_script_makes_them_all() -> None:
+    shown = {
+        name: words
+        for page in PAGES
+        for words, name in re.findall(
+            r"!\[([^\]]*)\]\(\.\./pictures/([\w-]+)\.png\)", (ROOT / page).read_text()
+        )
+    }
+    stored = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()}
+    script = (SITE / "screenshots.py").read_text(encoding="utf-8")
+
+    assert shown.keys() == stored.keys() == set(re.findall(r'^    "([\w-]+)": Shot', script, re.M))
+    assert all(len(words) > 50 for words in shown.values())
+    assert max(stored.values()) < 150_000
+
+
 def test_links_out_of_docs_lead_to_files_of_the_site(site: Any) -> None:
     def led(link: str, page: str) -> str:
         led: str = site.links.rewritten(f"[x]({link})", page, ROOT)

@@ -1,0 +1,136 @@
+"""Makes the pictures in docs/pictures/ of real runs and plans: `make screenshots`.
+
+Trains a small GPT twice on four ranks, in a pseudo-terminal whose screen is kept, draws reports and
+a plan, and opens them in a headless Chromium.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+from support.browser import PAINTED, Browser, Tab, find_browser
+from support.mpirun import ENVIRONMENT, mpirun_path
+from support.terminal import Terminal
+
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+MOST_BYTES = 150_000
+RUN = ["--config", "quickstart.yaml", "--steps", "180"]
+for setting in (
+    *("model.num_layers=6", "model.hidden_size=64", "model.num_heads=4", "precision=fp32"),
+    *("train.eval_every=30", "train.eval_steps=2", "train.trace=3", "train.peak_flops=1e12"),
+    *("schedule.warmup_steps=20", "layout.g_inter=2", "optimizer.learning_rate=3e-3"),
+):
+    RUN += ["--set", setting]
+RUNS = {
+    "ninety": ["--set", "pruning.at_step=60"],
+    "half": ["--set", "pruning.at_step=60", "--set", "pruning.sparsity=0.5"],
+}
+PLAN = ["--config", "gpt3_2.7b.yaml", "--gpus", "128,256,512", "--cluster", "summit"]
+TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><body style="margin: 0; background: #1e1f24">
+<pre style="margin: 0; padding: 14px 18px; color: #d8dade; font: 14px/1.35 'DejaVu Sans Mono',
+monospace; display: inline-block">{}</pre></body>"""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """The upper part of a page."""
+
+    page: str
+    width: int
+    height: int
+    scheme: Literal["light", "dark"] = "light"
+
+
+SHOTS = {
+    "report": Shot("report", 1200, 1095),
+    "comparison": Shot("comparison", 1200, 900, "dark"),
+    "plan": Shot("plan", 1200, 1000),
+    "live-view": Shot("live-view", 860, 900),
+}
+
+
+def train(run: Path, more: Sequence[str]) -> list[str]:
+    """Train on four ranks in a terminal; returns what it showed when the run was three quarters
+    through."""
+    terminal = Terminal(96)
+    command = [mpirun_path(), "-n", "4", sys.executable, "-m", "axsparse", "train", *RUN, *more]
+    process = subprocess.Popen(  # noqa: S603 - our own command
+        [*command, "--run-dir", run.name],
+        cwd=run.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=terminal.slave,
+        stderr=terminal.slave,
+        env={**os.environ, **ENVIRONMENT, "TERM": "xterm", "NO_COLOR": "1"},
+    )
+    screens: list[list[str]] = []
+    while process.poll() is None:
+        rows = list(terminal.read())
+        if any(row.startswith("slowest rank") for row in rows[-1:]) and rows not in screens[-1:]:
+            screens.append(rows)
+        time.sleep(0.05)
+    assert process.returncode == 0, "\n".join(terminal.read())
+    terminal.close()
+    return screens[3 * len(screens) // 4]
+
+
+def axsparse(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "axsparse", *map(str, words)], check=True)  # noqa: S603
+
+
+def make_pages(folder: Path) -> None:
+    """Write the pages that are shown."""
+    screens = {name: train(folder / name, more) for name, more in RUNS.items()}
+    shown = html.escape("\n".join(screens["ninety"]))
+    (folder / "live-view.html").write_text(TERMINAL.format(shown), encoding="utf-8")
+    ninety, half = (folder / name for name in RUNS)
+    axsparse("report", ninety, "--out", folder / "report.html")
+    axsparse("report", ninety, half, "--out", folder / "comparison.html")
+    axsparse("plan", *PLAN, "--compare", "dense,samo", "--html", folder / "plan.html")
+
+
+def picture(tab: Tab, folder: Path, shot: Shot) -> bytes:
+    """A small PNG of a page."""
+    tab.prefer(shot.scheme)
+    tab.resize(shot.width)
+    tab.go((folder / f"{shot.page}.html").as_uri())
+    tab.ask(PAINTED)
+    assert tab.complaints == []
+    height = min(shot.height, tab.ask("document.body.offsetHeight"))
+    image = Image.open(io.BytesIO(tab.picture((0, 0, shot.width, height))))
+    stored = io.BytesIO()
+    image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(stored, "PNG", optimize=True)
+    return stored.getvalue()
+
+
+def main(folder: Path) -> None:
+    path = find_browser()
+    assert path is not None, "no Chromium: make test-browser installs one"
+    if not (folder / "plan.html").exists():
+        make_pages(folder)
+    browser = Browser(path)
+    tab = browser.open()
+    for name, shot in SHOTS.items():
+        png = picture(tab, folder, shot)
+        assert len(png) < MOST_BYTES, f"{name}: {len(png)} bytes"
+        (PICTURES / f"{name}.png").write_bytes(png)
+        print(f"{name}.png: {len(png) / 1e3:.0f} kB")
+    browser.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:  # a folder that keeps the pages, and may have them already
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            main(Path(made))
