@@ -225,7 +225,7 @@ def _keep_traceback(job: Job, failure: BaseException) -> str:
     if job.run_dir is not None:
         path = job.run_dir / f"traceback-rank-{job.transport.rank}.txt"
         try:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8", errors="replace")
             return f"; traceback in {os.fspath(path)}"
         except OSError:
             pass  # the disk may be what failed, so the traceback goes to stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def test_fused_layers_train_as_others_do() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
 def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -50,7 +52,9 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    monkeypatch.setattr(config, limit, 8)
     widths = range(3, 3 + 14)
     runners = [
         LayerRunner(

@@ -175,6 +175,8 @@ def test_the_bits_of_autograd_and_weight_gradients_later(case: str, precision: s
     module = make()
     dtype = TYPES[precision]
     module = module.to(dtype)
+    if precision == "fp16" and "reflected" in case and torch.__version__ < "2.5":
+        pytest.skip("torch 2.4 cannot reflect fp16 on a CPU")
     for needs_gradient in (True, False):
         x = torch.randn(shape, dtype=dtype, requires_grad=needs_gradient)
         whole, of_input = run_whole(copy.deepcopy(module), x)

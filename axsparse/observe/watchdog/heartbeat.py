@@ -125,13 +125,14 @@ class Board:
     def answer(self, answer: RankAnswer) -> None:
         """Write this rank's answer. Raises OSError."""
         partial = self._answer.with_suffix(".tmp")
-        partial.write_text(f"{answer.heartbeat.to_json()}\n{answer.stacks}")
+        text = f"{answer.heartbeat.to_json()}\n{answer.stacks}"
+        partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(self._answer)
 
     def answer_of(self, rank: int) -> RankAnswer | None:
         """The answer of a rank; None if it has not answered yet."""
         try:
-            heartbeat, _, stacks = self._answer_path(rank).read_text().partition("\n")
+            heartbeat, _, stacks = self._answer_path(rank).read_text("utf-8").partition("\n")
             return RankAnswer(Heartbeat.from_json(heartbeat), stacks)
         except (OSError, ValueError):
             return None

@@ -265,7 +265,7 @@ class Watchdog:
         line = error_line(ranks, self._report)
         text = report(ranks, line)
         try:
-            self._report.write_text(text)
+            self._report.write_text(text, encoding="utf-8", errors="replace")
         except OSError:
             said = text.partition("\n")[2]
         else:

@@ -92,7 +92,7 @@ int main() {
 def test_for_amds_gpus_the_arithmetic_has_no_instruction_of_nvidias(tmp_path: Path) -> None:
     """No compiler of HIP is here: this is the same text, taken by another compiler."""
     program, binary = tmp_path / "amd.cpp", tmp_path / "amd"
-    program.write_text(AMD + read_source("device") + AMD_CHECK)
+    program.write_text(AMD + read_source("device") + AMD_CHECK, encoding="utf-8")
     command = [str(compiler()), "-std=c++20", "-D__HIP__", "-ffp-contract=off", str(program)]
 
     plain = subprocess.run([*command, "-E"], capture_output=True, text=True, check=True).stdout
