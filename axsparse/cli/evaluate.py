@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +26,9 @@ exit codes:
   0 done   65 the checkpoint is damaged, or the data are others   66 one of them is not there
   78 arguments that cannot be run
 """
+
+EVERY_SECONDS = 5.0
+"""How often an evaluation says how far it is."""
 
 
 def parser() -> CommandParser:
@@ -65,10 +70,24 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     train = config.train.model_copy(update={"eval_steps": "all"})
     asking = replace(saved.loaded, config=config.model_copy(update={"train": train}))
     datasets = open_datasets(asking)
-    found = evaluate_saved(saved, datasets, batches if batches == "all" else int(batches))
+    number = batches if batches == "all" else int(batches)
+    found = evaluate_saved(saved, datasets, number, _progress(time.monotonic))
     parts = [f"step {saved.checkpoint.step}: validation loss {found.loss:.6g}"]
     if datasets.training.vocab_size:
         parts.append(f"perplexity {perplexity(found.loss):.6g}")
     parts += [f"{name} {value:.6g}" for name, value in found.metrics.items()]
     parts.append(f"({found.samples} of {found.available} samples)")
     say("  ".join(parts))
+
+
+def _progress(clock: Callable[[], float]) -> Callable[[int, int], None]:
+    """Says on stderr, every few seconds, how many batches are done."""
+    said = clock()
+
+    def after_batch(done: int, wanted: int) -> None:
+        nonlocal said
+        if clock() - said >= EVERY_SECONDS and done < wanted:
+            said = clock()
+            print(f"evaluated {done} of {wanted} batches", file=sys.stderr, flush=True)
+
+    return after_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,7 @@ class Evaluation:
     """How many samples the validation data has."""
 
 
+# Reason: what is evaluated and on what, the ranks that take part, and who is told how far it is.
 def evaluate(
     engine: Engine,
     batches: Batches,
@@ -38,8 +39,11 @@ def evaluate(
     *,
     transport: Transport,
     place: Place,
+    after_batch: Callable[[int, int], object] = lambda _done, _wanted: None,
 ) -> Evaluation:
     """Evaluate the first `number` validation batches, or all of them.
+
+    `after_batch` is called with how many batches are done and how many are wanted.
 
     All ranks call this together. Only forward passes are run. Losses of whole microbatches,
     which no layout divides, are added exactly and rounded once, so that their order does not
@@ -58,6 +62,7 @@ def evaluate(
                 counts = [total + count for total, count in zip(counts, found, strict=True)]
             if place.is_last:
                 targets += batch.num_targets
+            after_batch(step + 1, wanted)
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
     sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
     total_targets, *totals = (max(1.0, sum(columns[0])), *map(sum, columns[1:]))

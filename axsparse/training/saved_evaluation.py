@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
-from axsparse.data.dataset import Datasets
+from axsparse.data.dataset import Dataset, Datasets, PartedDataset
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
@@ -28,30 +29,21 @@ from axsparse.training.saved_model import SavedModel
 
 
 def evaluate_saved(
-    saved: SavedModel, datasets: Datasets, number: int | Literal["all"]
+    saved: SavedModel,
+    datasets: Datasets,
+    number: int | Literal["all"],
+    after_batch: Callable[[int, int], object] = lambda _done, _wanted: None,
 ) -> Evaluation:
     """Evaluate on the first `number` global batches of the validation data, or on all.
 
-    The model must have its trained weights. Microbatches, precision and the number of threads
-    are those of the run, so that on the same kind of machine the result is the same.
+    `after_batch` is called with how many are done and how many are wanted. The model must have its
+    trained weights. Microbatches, precision and the number of threads are those of the run, so
+    that on the same kind of machine the result is the same.
 
     Raises ConfigError if there are no validation data, DataError if the data are not the run's.
     """
     config, model = saved.loaded.config, saved.model
-    training, validation = datasets.training, datasets.validation
-    data = DataEntry(
-        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
-    )
-    refuse_other_data(saved.checkpoint, data)
-    if validation is None:
-        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
-    check_data(
-        saved.loaded,
-        source=training.name,
-        words=model.vocab_size,
-        vocab_size=training.vocab_size or 0,
-        num_samples=len(training),
-    )
+    validation = _validation_data(saved, datasets)
     _prepare_process(config)
     transport = LocalTransport(LocalWorld[object](1), 0)
     place = Grid(1, 1).place(0)
@@ -83,10 +75,35 @@ def evaluate_saved(
     )
     try:
         return evaluate(
-            engine, batches, number, tuple(model.metrics), transport=transport, place=place
+            engine,
+            batches,
+            number,
+            tuple(model.metrics),
+            transport=transport,
+            place=place,
+            after_batch=after_batch,
         )
     finally:
         batches.close()
+
+
+def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset | PartedDataset:
+    """The validation data, after a check that the data are those of the run."""
+    training, validation = datasets.training, datasets.validation
+    data = DataEntry(
+        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
+    )
+    refuse_other_data(saved.checkpoint, data)
+    if validation is None:
+        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
+    check_data(
+        saved.loaded,
+        source=training.name,
+        words=saved.model.vocab_size,
+        vocab_size=training.vocab_size or 0,
+        num_samples=len(training),
+    )
+    return validation
 
 
 def _prepare_process(config: Config) -> None:

@@ -75,9 +75,11 @@ def test_texts_have_the_loss_that_the_run_reported(
     said = reported(layout, config, tmp_path / "run", datasets)
 
     saved = open_saved_model(tmp_path / "run", None, trained=True)
-    found = evaluate_saved(saved, datasets, "all")
+    progress: list[tuple[int, int]] = []
+    found = evaluate_saved(saved, datasets, "all", lambda *batches: progress.append(batches))
 
     assert found == said
+    assert progress == [(1, 3), (2, 3), (3, 3)]
     assert found.samples == found.available == 31
     assert evaluate_saved(saved, datasets, 1).samples == 12
 
