@@ -95,6 +95,11 @@ def configure(
     """
     if isinstance(source, (str, Path)):
         return load_config(str(source), overrides)
+    if overrides:
+        raise ConfigError(
+            f"configure: overrides {list(overrides)} beside dictionaries, which have no file to "
+            "override; write the values into the dictionaries"
+        )
     settings: dict[str, Setting] = {}
     for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)

@@ -446,3 +446,10 @@ def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path)
     assert configure("quickstart").name == "quickstart"
     with pytest.raises(ConfigError, match=r"mine.yaml:3\): 'no' is no whole number|train.steps"):
         configure(str(path), ["train.steps=no"])
+
+
+def test_dictionaries_have_nothing_to_override() -> None:
+    configure: Callable[..., object] = load.configure
+    said = r"configure: overrides \['train.steps=4'\] beside dictionaries"
+    with pytest.raises(ConfigError, match=said):
+        configure({"train": {"steps": 3}}, ["train.steps=4"])
