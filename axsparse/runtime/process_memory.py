@@ -20,8 +20,9 @@ MAPPED_BYTES = 1 << 20
 """Blocks from this size on are given back at once."""
 LARGEST_KEPT = 32 << 20
 """Smaller blocks are kept when they are freed: as many as glibc allows."""
-MOST_KEPT = 1 << 30
-"""Bytes that may be free at the end of the heap before they are given back."""
+LEAST_KEPT, MOST_KEPT = 128 << 10, 1 << 30
+"""Bytes that may be free at the end of the heap before they are given back: as glibc does by
+itself, and where memory is kept."""
 
 
 def peak_memory_bytes() -> int:
@@ -50,7 +51,7 @@ def give_back_at_once() -> bool:
     and the holes between them come to a quarter of a process's memory and more. Giving blocks back
     costs some 8 % of a step.
     """
-    return _set_malloc(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    return _set_malloc(M_MMAP_THRESHOLD, MAPPED_BYTES) and _set_malloc(M_TRIM_THRESHOLD, LEAST_KEPT)
 
 
 def keep_freed_blocks() -> bool:

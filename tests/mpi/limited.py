@@ -78,6 +78,7 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     # What libraries load and compile for a first step is theirs, and no plan's: in bf16 more than a
     # megabyte for each shape of a matrix product. It has to leave no holes that could be filled.
     assert give_back_at_once()
+    vars(axsparse.training.build)["keep_freed_blocks"] = give_back_at_once
     precision = [setting for setting in overrides if setting.startswith("precision=")]
     small = [*TINY, *precision] if "model.name=vgg19" in overrides else overrides
     steps(job, [*small, "model.num_layers=1"], 1)
