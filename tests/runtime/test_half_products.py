@@ -135,11 +135,16 @@ def test_convolutions_and_their_gradients_too(
 
 
 @pytest.mark.usefixtures("replaced")
-def test_a_convolution_computes_only_the_gradients_that_are_wanted() -> None:
-    inputs, weight = drawn(2, 3, 5, 5), drawn(4, 3, 3, 3).requires_grad_()
-    F.conv2d(inputs, weight).sum().backward()
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_a_convolution_returns_only_the_gradients_that_are_wanted(dtype: torch.dtype) -> None:
+    backward: Any = torch.ops.aten._slow_conv2d_backward.output_mask
+    shapes = ((2, 4, 3, 3), (2, 3, 5, 5), (4, 3, 3, 3))
+    gradient, inputs, weight = (drawn(*shape, dtype=dtype) for shape in shapes)
 
-    assert inputs.grad is None and weight.grad is not None
+    found = backward(gradient, inputs, weight, (3, 3), (1, 1), (0, 0), (False, True, False))
+
+    assert found[0] is None and found[2] is None
+    assert (found[1].shape, found[1].dtype) == (weight.shape, dtype)
 
 
 def test_convolutions_of_other_types_keep_their_bits() -> None:
