@@ -63,6 +63,10 @@ class MessageDrivenSplit:
     message, on whose arrival an action could run at once, is less than `patience` times a WEIGHT
     action away, the stage waits for it: a WEIGHT begun now would delay the stages behind it.
     With patience 0 it waits for nothing.
+
+    It waits for nothing either while more microbatches are deferred than `most_deferred_waiting`.
+    Stage s leaves s of them for the step's end, when s earlier stages still run backwards; what
+    it leaves beyond these keeps it busy when all others are done.
     """
 
     # Reason: a stage's place, its step and the rule's three settings.
@@ -80,6 +84,7 @@ class MessageDrivenSplit:
         self._bounds = bounds
         self._prefer: Preference = "backward" if self._inputs.is_last else prefer
         self._patience = patience
+        self._most_deferred_waiting = most_deferred_waiting(stage, g_inter, bounds)
         self._last_run: Kind | None = None
 
     @property
@@ -122,4 +127,15 @@ class MessageDrivenSplit:
             forecast.forward if may_forward else math.inf,
             forecast.backward if may_backward else math.inf,
         )
-        return None if soonest < self._patience else inputs.begin(Kind.WEIGHT)
+        waits = soonest < self._patience and deferred <= self._most_deferred_waiting
+        return None if waits else inputs.begin(Kind.WEIGHT)
+
+
+def most_deferred_waiting(stage: int, g_inter: int, bounds: Bounds) -> int:
+    """How many microbatches a stage may have deferred and still wait for announced messages.
+
+    It is as many as ZB-H1 leaves, the number of the stage, and more where more is held than
+    1F1B's g_inter microbatches and a further one.
+    """
+    further = bounds.held - max(1.0, bounds.deferred_size) - g_inter
+    return stage + max(0, int(further))

@@ -17,6 +17,7 @@ from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
+from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -171,8 +172,12 @@ def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
 # -- split backwards ------------------------------------------------------------------------
 
 
-def split(patience: float, durations: Durations, expected: Durations | None) -> PipelineRun:
-    schedule = Schedule("message-driven", 0, "alternate", split_backward=True, patience=patience)
+def split(
+    patience: float, durations: Durations, expected: Durations | None, held: float | None = None
+) -> PipelineRun:
+    schedule = Schedule(
+        "message-driven", 0, "alternate", split_backward=True, patience=patience, held=held
+    )
     g_inter, microbatches = len(durations.forward), len(durations.forward[0])
     return simulate(
         lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
@@ -195,13 +200,47 @@ def test_weight_gradients_take_their_time_and_send_nothing() -> None:
     assert [(each.most_in_flight, each.most_held) for each in (first, last)] == [(2, 2), (1, 2)]
 
 
-def test_an_announced_message_delays_the_weight_gradients() -> None:
+@pytest.mark.parametrize(
+    ("held", "order", "begins"),
+    [
+        (4, "F0 F1 B0 B1 W0 W1", [0, 1, 6, 11, 14, 18]),
+        # Without memory for more, what stage 0 leaves would only run at the end.
+        (None, "F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16]),
+    ],
+)
+def test_an_announced_message_delays_the_weight_gradients_that_may_be_left(
+    held: float | None, order: str, begins: list[float]
+) -> None:
     # As above, but stage 0 knows at 9 that B1 comes at 11, half a W away.
     durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
 
-    first, _ = split(0.6, durations, durations).stages
+    first, _ = split(0.6, durations, durations, held).stages
 
-    assert (to_text(first.actions), first.begins) == ("F0 F1 B0 B1 W0 W1", [0, 1, 6, 11, 14, 18])
+    assert (to_text(first.actions), first.begins) == (order, begins)
+
+
+@pytest.mark.parametrize("slack", [0, 1])
+@pytest.mark.parametrize(
+    ("stages", "most"), [((1.25, 1), 1.0), ((1.2, 1, 1, 1), 1.01), ((1, 1.2, 1, 1), 1.01)]
+)
+def test_waiting_for_messages_costs_little_where_stages_take_unequal_times(
+    stages: tuple[float, ...], most: float, slack: int
+) -> None:
+    # Stages that wait at every gap would leave their weight gradients to the end: up to 1.07.
+    durations = Durations(*([[seconds] * 16 for seconds in stages] for _ in Kind))
+
+    def seconds(patience: float) -> float:
+        schedule = Schedule(
+            "message-driven", slack, "alternate", split_backward=True, patience=patience
+        )
+        return simulate(
+            lambda stage: schedule.policy(stage=stage, g_inter=len(stages), microbatches=16),
+            durations,
+            [MessageCost(0.01, 0.01)] * (len(stages) - 1),
+            durations if schedule.uses_forecasts else None,
+        ).seconds
+
+    assert seconds(PATIENCE) <= most * seconds(GREEDY)
 
 
 def test_a_late_message_is_not_waited_for_longer_than_a_near_one() -> None:
@@ -210,7 +249,7 @@ def test_a_late_message_is_not_waited_for_longer_than_a_near_one() -> None:
     durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 30]], [[4, 4], [4, 4]])
     expected = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
 
-    first, _ = split(0.6, durations, expected).stages
+    first, _ = split(0.6, durations, expected, held=4).stages
 
     assert (to_text(first.actions), first.begins[3]) == ("F0 F1 B0 W0 B1 W1", 11.5)
 

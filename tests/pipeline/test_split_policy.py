@@ -14,7 +14,7 @@ from support.action_text import to_text
 
 from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.policy import UNKNOWN, Forecast, Preference
-from axsparse.pipeline.split_policy import Bounds, MessageDrivenSplit
+from axsparse.pipeline.split_policy import Bounds, MessageDrivenSplit, most_deferred_waiting
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -156,6 +156,40 @@ def test_an_announced_message_is_waited_for_if_it_is_near(
     forecast: Forecast, patience: float, expected: str
 ) -> None:
     assert str(middle(Bounds(2, 3), patience).next(forecast)) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "bounds", "expected"),
+    [
+        (0, Bounds(4, 4), 0),
+        (2, Bounds(2, 4), 2),
+        (3, Bounds(1, 5), 3),  # slack 1: one more is what starts the next forward in time
+        (3, Bounds(1, 6), 4),
+        (1, Bounds(5, 8), 4),
+        (1, Bounds(3, 8, 4.0), 1),
+        (1, Bounds(3, 8, 0.25), 4),
+        (1, Bounds(3, 4.5), 1),
+    ],
+)
+def test_a_stage_waits_while_no_more_is_deferred_than_the_end_of_the_step_has_room_for(
+    stage: int, bounds: Bounds, expected: int
+) -> None:
+    assert most_deferred_waiting(stage, 4, bounds) == expected
+
+
+def test_a_stage_that_has_deferred_more_waits_for_nothing() -> None:
+    policy = middle(Bounds(2, 3))
+    near = Forecast(forward=0.1)
+    assert policy.next(near) is None
+    policy.arrived(FORWARD, 1)
+    policy.arrived(BACKWARD, 1)
+
+    said = [policy.next(), policy.next()]
+
+    assert to_text(action for action in said if action) == "F1 B1"
+    assert policy.deferred == 2
+    assert str(policy.next(near)) == "W0"
+    assert policy.next(near) is None
 
 
 def test_a_message_is_not_waited_for_if_bounds_would_not_let_its_action_run() -> None:

@@ -74,6 +74,28 @@ def test_freed_memory_goes_back_at_once_where_there_is_little_and_is_kept_elsewh
     assert heard == ["back" if is_tight else "kept"]
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_products_in_half_precision_are_asked_for_on_cpus_alone(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[torch.dtype] = []
+    parts = vars(axsparse.training.build)
+    monkeypatch.setitem(parts, "multiply_in_fp32", heard.append)
+    monkeypatch.setitem(parts, "open_data", opening)
+    config = tiny_config(precision="bf16", samo={"enabled": False})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    if has_gpu:
+        backend = Backend(torch.device("cuda", 0), None)
+        job.placement = Placement(
+            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
+        )
+
+    with pytest.raises(OpenedError):
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+
+    assert heard == [torch.bfloat16] * (not has_gpu)
+
+
 def test_compiled_loops_are_loaded_before_the_memory_beside_the_state_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from peers.contenders import ours, plain
 from peers.contenders.contender import Seat
+from peers.contenders.zero_bubble import stages_of
 from peers.gpt import Stream
+from peers.launch import Failure, launch
 from peers.ratios import agrees, difference
 from peers.workload import OURS_DENSE, OURS_SAMO, PLAIN, PLAIN_MASKED, SIZES, Case, Precision, Run
 
@@ -36,3 +38,31 @@ def test_losses_of_every_step_agree(
     assert difference(losses, expected) <= TOLERANCE[precision]
     # Later losses judge updates, since updates change them by more than the tolerance.
     assert not agrees(difference(expected[-1:], expected[:1]), precision)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"],
+)
+def test_torchs_zero_bubble_schedules_train_as_plain_torch(schedule: str) -> None:
+    size = replace(RUN.size, blocks=3)
+    case = Case(schedule, "zero-bubble", 2, 1, variant=schedule)
+    found = launch(replace(RUN, case=case, size=size), 100)
+    expected = launch(replace(RUN, case=PLAIN, size=size), 100)
+
+    assert not isinstance(found, Failure) and not isinstance(expected, Failure), (found, expected)
+    assert difference(found["losses"], expected["losses"]) <= TOLERANCE["fp32"]
+
+
+def test_ranks_take_their_stages_in_turn_or_as_a_v() -> None:
+    assert [stages_of("ScheduleInterleavedZeroBubble", rank, 3) for rank in range(3)] == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
+    assert [stages_of("ScheduleZBVZeroBubble", rank, 3) for rank in range(3)] == [
+        [0, 5],
+        [1, 4],
+        [2, 3],
+    ]
