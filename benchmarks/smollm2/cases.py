@@ -25,7 +25,7 @@ METHODS = ("magnitude", "wanda", "sparsegpt")
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
 CALIBRATION_SAMPLES = 16
-STEPS, FEW_STEPS, BATCH = 16, 4, 2
+STEPS, FEW_STEPS, BATCH = 100, 4, 2
 """Steps of training on; those that are repeated on one stage; and sequences of a step."""
 COMMON = (
     *("data.sequence_length=1024", f"batch.global_batch_size={BATCH}"),
@@ -33,7 +33,7 @@ COMMON = (
     *(f"pruning.calibration_samples={CALIBRATION_SAMPLES}", "train.eval_steps=0"),
 )
 TRAINING = (
-    *(f"schedule.decay_steps={STEPS}", "optimizer.learning_rate=2e-4", "schedule.warmup_steps=3"),
+    *(f"schedule.decay_steps={STEPS}", "optimizer.learning_rate=2e-4", "schedule.warmup_steps=10"),
     *("train.log_every=1", "checkpoint.every=1000"),
 )
 LICENCE = Path("/usr/share/common-licenses/GPL-3")
