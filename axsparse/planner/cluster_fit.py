@@ -102,7 +102,7 @@ def _compute_constants(
         raise TrainingError(
             f"calibrate: forwards and backwards took {seen.compute_seconds:.3g} s, less than the "
             f"{beside:.3g} s that moving weights and activations takes; take a larger model, whose "
-            "activations do not stay in caches"
+            "activations do not stay in caches, and more --steps where others use the machine"
         )
     reached = mbs * (3 * load.flops + load.again_flops) / arithmetic
     # The model's products may be faster than the square one that was timed.

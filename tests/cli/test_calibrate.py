@@ -23,7 +23,8 @@ SMALL = [
 
 
 def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
-    command = ["-m", "axsparse", "calibrate", *SMALL, "--out", "mine.yaml", "--steps", "2"]
+    # Medians of two steps are at times nonsense where tests beside this one have the cores.
+    command = ["-m", "axsparse", "calibrate", *SMALL, "--out", "mine.yaml", "--steps", "9"]
     done = run_mpirun(2, command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
