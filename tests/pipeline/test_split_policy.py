@@ -163,7 +163,7 @@ def test_an_announced_message_is_waited_for_if_it_is_near(
     [
         (0, Bounds(4, 4), 0),
         (2, Bounds(2, 4), 2),
-        (3, Bounds(1, 5), 3),  # slack 1: one more is what starts the next forward in time
+        (3, Bounds(1, 5), 3),
         (3, Bounds(1, 6), 4),
         (1, Bounds(5, 8), 4),
         (1, Bounds(3, 8, 4.0), 1),

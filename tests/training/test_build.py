@@ -30,6 +30,17 @@ def opening(*_: object, pinned: bool, **__: object) -> NoReturn:
     raise OpenedError(pinned)
 
 
+def job_of_one(*, has_gpu: bool) -> Job:
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    job.placement = Placement(job.transport, HOST)
+    if has_gpu:
+        backend = Backend(torch.device("cuda", 0), None)
+        job.placement = Placement(
+            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
+        )
+    return job
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
     has_gpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -40,13 +51,7 @@ def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
     )
     monkeypatch.setitem(vars(axsparse.training.build), "open_data", opening)
     config = tiny_config(train={"memory_history": has_gpu})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    job.placement = Placement(job.transport, HOST)
-    if has_gpu:
-        backend = Backend(torch.device("cuda", 0), None)
-        job.placement = Placement(
-            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
-        )
+    job = job_of_one(has_gpu=has_gpu)
 
     with pytest.raises(OpenedError) as asked:
         build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
@@ -83,12 +88,7 @@ def test_products_in_half_precision_are_asked_for_on_cpus_alone(
     monkeypatch.setitem(parts, "multiply_in_fp32", heard.append)
     monkeypatch.setitem(parts, "open_data", opening)
     config = tiny_config(precision="bf16", samo={"enabled": False})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    if has_gpu:
-        backend = Backend(torch.device("cuda", 0), None)
-        job.placement = Placement(
-            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
-        )
+    job = job_of_one(has_gpu=has_gpu)
 
     with pytest.raises(OpenedError):
         build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
