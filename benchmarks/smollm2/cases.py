@@ -25,8 +25,8 @@ METHODS = ("magnitude", "wanda", "sparsegpt")
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
 CALIBRATION_SAMPLES = 16
-STEPS, FEW_STEPS, BATCH = 100, 4, 2
-"""Steps of training on; those that are repeated on one stage; and sequences of a step."""
+STEPS, BATCH = 100, 2
+"""Steps of training on, and sequences of a step."""
 COMMON = (
     *("data.sequence_length=1024", f"batch.global_batch_size={BATCH}"),
     *("batch.microbatch_size=1", "pipeline.checkpoint_activations=0"),
@@ -49,17 +49,12 @@ class Case:
     percent: int
     """Entries of the blocks' matrices that are pruned, of a hundred."""
     stages: int = 0
-    """Stages on which it was trained on; 0: it was not, 1: for the first steps, to compare."""
+    """Stages on which it was trained on; 0: it was not."""
 
     @property
     def name(self) -> str:
         arm = self.method if self.method == "dense" else f"{self.method}-{self.percent}"
         return f"{arm}-{self.stages}x1" if self.stages else arm
-
-    @property
-    def steps(self) -> int:
-        """Steps for which it is trained on."""
-        return STEPS if self.stages > 1 else FEW_STEPS
 
     @property
     def untrained(self) -> Case:
@@ -121,8 +116,7 @@ class Study:
             found |= self._train_on(case)
         else:
             found |= self._prune(case)
-        if case.stages != 1:
-            found |= self._judged(case)
+        found |= self._judged(case)
         found["all_seconds"] = round(time.monotonic() - began, 1)
         path = self._records / f"{case.name}.json"
         path.with_suffix(".partial").write_text(json.dumps(found), encoding="utf-8")
@@ -152,7 +146,7 @@ class Study:
         assert before is not None, f"{case.name} comes after {case.untrained.name}"
         pruning = _pruning("dense" if case.method == "dense" else "zeros", before["zeros"])
         settings = [*self._settings(case.untrained), *pruning, *TRAINING]
-        settings.append(f"train.steps={case.steps}")
+        settings.append(f"train.steps={STEPS}")
         run = self.work / "runs" / case.name
         shutil.rmtree(run, ignore_errors=True)
         command = [

@@ -67,14 +67,17 @@ def table(records: Records) -> Iterator[str]:
 
 
 def remarks(records: Records) -> Iterator[str]:
-    """How the losses of the two layouts compare, and what was not run."""
+    """Whether the losses of the two layouts are equal, and what was not run."""
     for case, found in records.items():
         other = records.get(Case(case.method, case.percent, 2))
         if case.stages == 1 and other is not None:
+            pairs = zip(found["losses"], other["losses"], strict=True)
+            apart = [step for step, (one, two) in enumerate(pairs, 1) if one != two]
             count = len(found["losses"])
-            same = found["losses"] == other["losses"][:count]
-            verdict = "the same numbers as" if same else "other numbers than"
-            yield f"The first {count} losses of {case.name} are {verdict} on two stages."
+            if apart:
+                yield f"Losses of {case.name} differ from those on two stages from step {apart[0]}."
+            else:
+                yield f"All {count} losses of {case.name} are the same numbers as on two stages."
     missing = [case.name for case in all_cases() if case not in records]
     if missing:
         yield f"Not run: {', '.join(missing)}."
