@@ -236,6 +236,14 @@ def _sgd_step(
         store_weight(weight, i, value)
 
 
+def _sum_of_squares(values: Array) -> float:
+    total = 0.0
+    for i in range(values.size):
+        value = np.float64(widened(values[i]))  # whose square is exact
+        total += value * value
+    return total
+
+
 def with_momentum(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
     """The direction of SGD's step, after the entry's momentum is updated."""
     raise NotImplementedError
@@ -263,3 +271,5 @@ adamw_moments = _compile(_adamw_moments)
 adamw_apply = _compile(_adamw_apply)
 adamw_step = _compile(_adamw_step)
 sgd_step = _compile(_sgd_step)
+# Of this sum only the rounding to fp32 counts, so it is added in the order of vector instructions.
+sum_of_squares = njit(nogil=True, fastmath={"reassoc"})(_sum_of_squares)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.compress_kernel import judge
+from axsparse.samo.host.host_step import sum_of_squares
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
@@ -41,7 +42,7 @@ def _fresh_partials(fresh: Sequence[tuple[LayerState, TensorState]]) -> dict[str
         gradient_K, shares = layer.gradient_of(tensor), layer.shares
         if backend.launch is None:
             for start, stop in shares.blocks(tensor, shares.own):
-                sums[start // BLOCK] = gradient_K[start:stop].double().square_().sum()
+                sums[start // BLOCK] = sum_of_squares(gradient_K[start:stop])
         elif own := tensor.entries_in(shares.own):
             blocks = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
             parts.append((gradient_K[own.start : own.stop], blocks))

@@ -26,7 +26,7 @@ TRIED = 4099
 @lru_cache
 def has_bits_of_functions(optimizer: Optimizer) -> bool:
     """Whether the optimizer's loop is there and steps bf16 weights as its functions do."""
-    if optimizer.loop is None or machine_code() is None:
+    if machine_code() is None or optimizer.loop is None:
         return False
     hyper = Hyper(3, 1e-2, (0.9, 0.95), 1e-8, 0.1)
     gradient, master = (_numbers(seed) for seed in range(2))

@@ -146,14 +146,15 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU,
     where some tensor is worth compiling them; None if there are neither.
 
-    The first call of a process that finds loops loads and tries them, which takes a second or two.
+    The first call of a process that finds loops loads and tries them, which takes a second or two;
+    the norm has one as well, whatever the optimizer.
     """
     if not layers:
         return None
     backend = layers[0].backend
     if backend.launch is not None:
         return optimizer.kernel
-    if backend.device.type != "cpu" or optimizer.loop is None:
+    if backend.device.type != "cpu":
         return None
     is_large = any(tensor.kept > FEW for layer in layers for tensor in layer.owned)
     return optimizer.loop if is_large and has_bits_of_functions(optimizer) else None

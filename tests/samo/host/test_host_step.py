@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
-from axsparse.samo.host.host_step import CHUNK, machine_code
+from axsparse.samo.host.host_step import CHUNK, machine_code, sum_of_squares
 from axsparse.samo.index.base import make_index
 from axsparse.samo.index.numba_loops import FEW
 from axsparse.samo.layer_state import LayerState, StateTypes
@@ -162,6 +162,24 @@ def test_a_share_is_updated_and_the_other_replicas_entries_keep_their_weights(
     foreign = first.index.positions()[: ours.shares.own.start]
     assert torch.equal(first.weight_D[foreign], before[0][foreign])
     assert not torch.equal(ours.tensors[1].weight_D, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_are_summed_by_a_loop_only_where_there_are_many(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = randoms(FEW + 1, 2, dtype)
+    loops = mock.Mock(wraps=machine_code())
+    monkeypatch.setattr(host_step, "machine_code", lambda: loops)
+
+    looped, few = sum_of_squares(values), sum_of_squares(values[:-1])
+
+    loops.sum_of_squares.assert_called_once()
+    exact = math.fsum(value * value for value in values.tolist())
+    assert looped == pytest.approx(exact, rel=1e-14)
+    assert few + float(values[-1]) ** 2 == pytest.approx(exact, rel=1e-14)
+    monkeypatch.setattr(host_step, "machine_code", lambda: None)
+    assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
 
 
 def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() -> None:

@@ -37,7 +37,7 @@ def exact_norm(gradient: Tensor) -> float:
     return torch.tensor(exact, dtype=torch.float64).float().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_block_gives_one_partial_sum_of_squares(dtype: torch.dtype) -> None:
     layer = layer_with_gradients(dtype)
 
@@ -77,8 +77,11 @@ def test_the_second_use_of_a_weight_on_a_stage_gives_no_partials() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 2, BLOCK + 2, 3 * BLOCK + 7])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(value: float, position: int) -> None:
-    layer = layer_with_gradients()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(
+    value: float, position: int, dtype: torch.dtype
+) -> None:
+    layer = layer_with_gradients(dtype)
     layer.gradient[position] = value
 
     partials = torch.cat(list(norm_partials([layer], SIZES).values()))
