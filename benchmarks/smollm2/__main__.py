@@ -24,6 +24,7 @@ def main() -> None:
     add("--minutes", type=float, default=float("inf"), help="start no case after so many")
     add("--only", default="", help="regular expression on names of cases, such as wanda")
     add("--out", type=Path, default=CHECKOUT / "benchmarks" / "results")
+    add("--name", default="smollm2", help="of the files there")
     options = arguments.parse_args()
     study = Study(options.work)
     end = time.monotonic() + 60 * options.minutes
@@ -37,7 +38,8 @@ def main() -> None:
         study.run(case)
         print(f"{case.name}: {study.record(case)}", flush=True)
     records = {case: study.record(case) for case in all_cases()}
-    write_report({case: found for case, found in records.items() if found}, options.out)
+    done = {case: found for case, found in records.items() if found}
+    write_report(done, options.out, options.name)
 
 
 if __name__ == "__main__":

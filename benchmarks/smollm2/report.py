@@ -31,8 +31,8 @@ NOTE = (
 )
 
 
-def write_report(records: Records, out: Path) -> None:
-    """Write smollm2.md, smollm2.json and smollm2.png into a folder."""
+def write_report(records: Records, out: Path, name: str) -> None:
+    """Write a table, the records and a plot into a folder: NAME.md, NAME.json and NAME.png."""
     out.mkdir(parents=True, exist_ok=True)
     known = {
         "machine": host_machine(),
@@ -41,12 +41,12 @@ def write_report(records: Records, out: Path) -> None:
         "note": NOTE,
         "cases": {case.name: dict(found) for case, found in records.items()},
     }
-    (out / "smollm2.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     lines = ["# SmolLM2 135M, pruned and trained on", "", NOTE, "", *table(records), ""]
     lines += [*remarks(records), ""]
-    (out / "smollm2.md").write_text("\n".join(lines), encoding="utf-8")
+    (out / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), flush=True)
-    plot(records, out / "smollm2.png")
+    plot(records, out / f"{name}.png")
 
 
 def table(records: Records) -> Iterator[str]:
