@@ -25,6 +25,7 @@
 
 PYTHON ?= python3
 RANKS ?= 4
+# Recipes take `$(value ARGS)`: a $ in it, as at the end of a regular expression, is the user's.
 ARGS ?=
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
@@ -50,16 +51,16 @@ export PYTHONDONTWRITEBYTECODE :=
   screenshots check format clean bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
-	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(ARGS)
+	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(value ARGS)
 
 test: $(VENV)/test.stamp
-	$(TEST) -m "not exhaustive and not fault" $(ARGS)
+	$(TEST) -m "not exhaustive and not fault" $(value ARGS)
 
 test-all: $(VENV)/test.stamp
-	AXSPARSE_MODELS=$${AXSPARSE_MODELS-100} $(TEST) $(ARGS)
+	AXSPARSE_MODELS=$${AXSPARSE_MODELS-100} $(TEST) $(value ARGS)
 
 test-slurm: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests/slurm $(ARGS)
+	$(BIN)/python -m pytest tests/slurm $(value ARGS)
 
 # Text in pictures needs a font, which a bare machine lacks.
 test-browser: $(VENV)/test.stamp $(VENV)/docs.stamp
@@ -67,39 +68,39 @@ test-browser: $(VENV)/test.stamp $(VENV)/docs.stamp
 	  apt-get install --quiet=2 --no-install-recommends chromium-headless-shell fonts-dejavu-core; } || \
 	  { echo "no Chromium: install one, and name it: make test-browser AXSPARSE_BROWSER=chromium"; exit 1; }
 	AXSPARSE_BROWSER=$(AXSPARSE_BROWSER) $(BIN)/python -m pytest \
-	  tests/behavior/test_pages_in_a_browser.py $(ARGS)
+	  tests/behavior/test_pages_in_a_browser.py $(value ARGS)
 
 fuzz: $(VENV)/test.stamp
-	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
+	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s $(value ARGS)
 
 test-faults: $(VENV)/test.stamp test-openmpi
-	$(BIN)/python -m pytest -m fault $(FAULTS) $(ARGS)
+	$(BIN)/python -m pytest -m fault $(FAULTS) $(value ARGS)
 
 # `make test-all` has the same under MPICH.
 test-openmpi: $(OPENMPI)/test.stamp
-	$(OPENMPI)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fault $(FAULTS) $(ARGS)
+	$(OPENMPI)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fault $(FAULTS) $(value ARGS)
 
 soak: $(VENV)/test.stamp
-	PYTHONPATH=tests $(BIN)/python tests/soak/killing.py --cycles $(CYCLES) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python tests/soak/killing.py --cycles $(CYCLES) $(value ARGS)
 
 bench: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/quick.py $(ARGS)
+	$(BIN)/python benchmarks/quick.py $(value ARGS)
 
 bench-growth: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/growth.py $(ARGS)
+	$(BIN)/python benchmarks/growth.py $(value ARGS)
 
 bench-peers: $(PEERS)/peers.stamp
-	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers $(ARGS)
+	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers $(value ARGS)
 
 bench-smollm2: $(SMOLLM2)/smollm2.stamp
-	PYTHONPATH=benchmarks $(SMOLLM2)/bin/python -m smollm2 $(ARGS)
+	PYTHONPATH=benchmarks $(SMOLLM2)/bin/python -m smollm2 $(value ARGS)
 
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html; its search works under: $(BIN)/python -m http.server -d site"
 
 screenshots: $(VENV)/test.stamp
-	PYTHONPATH=tests $(BIN)/python scripts/site/screenshots.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python scripts/site/screenshots.py $(value ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .

@@ -16,6 +16,11 @@ LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Files with the limit of a container's own cgroup, in versions 2 and 1."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """The numbers of the settings in glibc's malloc.h."""
+VARIABLES = {
+    M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
+    M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
+}
+"""Environment variables with which a user makes these settings; glibc reads them at the start."""
 MAPPED_BYTES = 1 << 20
 """Blocks from this size on are given back at once."""
 LARGEST_KEPT = 32 << 20
@@ -47,9 +52,9 @@ def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
 def give_back_at_once() -> bool:
     """Have the C library give every large freed block back to the system at once.
 
-    Returns whether the library can do that. By itself glibc keeps blocks of up to 32 MB for later,
-    and the holes between them come to a quarter of a process's memory and more. Giving blocks back
-    costs some 8 % of a step.
+    Returns whether the library does that now. By itself glibc keeps blocks of up to 32 MB for
+    later, and the holes between them come to a quarter of a process's memory and more. Giving
+    blocks back costs some 8 % of a step.
     """
     return _set_malloc(M_MMAP_THRESHOLD, MAPPED_BYTES) and _set_malloc(M_TRIM_THRESHOLD, LEAST_KEPT)
 
@@ -57,8 +62,8 @@ def give_back_at_once() -> bool:
 def keep_freed_blocks() -> bool:
     """Have the C library keep freed memory for the next action instead of giving it back.
 
-    Returns whether the library can do that. By itself glibc gives the end of the heap back as soon
-    as some megabytes there are free. In a training step activations come and go, so the system
+    Returns whether the library does that now. By itself glibc gives the end of the heap back as
+    soon as some megabytes there are free. In a training step activations come and go, so the system
     would take and clear the same pages again and again: 2 to 8 % of its CPU time where that was
     measured.
     """
@@ -66,7 +71,12 @@ def keep_freed_blocks() -> bool:
 
 
 def _set_malloc(setting: int, value: int) -> bool:
-    """Change a setting of glibc's allocator; False if there is another one."""
+    """Change a setting of glibc's allocator.
+
+    False if there is another allocator, or if the user has made the setting.
+    """
+    if VARIABLES[setting] in os.environ:
+        return False
     try:
         return bool(ctypes.CDLL(None).mallopt(setting, value))
     except (OSError, AttributeError):

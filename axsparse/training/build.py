@@ -118,6 +118,8 @@ def build(
     job.keep_branch(parts)
     if point.checkpoint is not None:
         together(transport, partial(_load, point.checkpoint, parts))
+    if run.on_host and not run.memory_is_tight:
+        keep_freed_blocks()
     return _make_trainer(job, run, parts, directory, facts)
 
 
@@ -214,10 +216,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
     torch.set_num_threads(run.config.train.threads)
     if run.on_host:
         multiply_in_fp32(run.dtype)
-    if run.memory_is_tight:
+        # What a build takes for a while would leave holes between what stays.
         give_back_at_once()
-    elif run.on_host:
-        keep_freed_blocks()
 
 
 # -- the run directory --------------------------------------------------------------------

@@ -63,6 +63,19 @@ def test_freed_blocks_are_kept_until_they_have_to_be_given_back() -> None:
     assert kept < by_itself / 20 < given_back
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
+@pytest.mark.parametrize("variable", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
+def test_what_the_user_sets_in_the_environment_stays(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, str(1 << 20))
+    code = "from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks\n"
+
+    done = run_alone(["-c", f"{code}print(keep_freed_blocks(), give_back_at_once())"])
+
+    assert done.stdout.split() == ["False", "False"]
+
+
 def test_resident_memory_is_what_is_held_now_and_the_peak_stays() -> None:
     done = run_alone(["-c", HOLDING])
 

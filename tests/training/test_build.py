@@ -61,22 +61,27 @@ def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
 
 
 @pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])
-def test_freed_memory_goes_back_at_once_where_there_is_little_and_is_kept_elsewhere(
+def test_freed_memory_goes_back_at_once_while_building_and_on_where_there_is_little(
     gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
     parts = vars(axsparse.training.build)
+    whole_step = parts["whole_step"]
+
+    def built(layers: Sequence[LayerState], optimizer: Optimizer) -> object:
+        heard.append("built")
+        return whole_step(layers, optimizer)
+
     monkeypatch.setitem(parts, "give_back_at_once", lambda: heard.append("back"))
     monkeypatch.setitem(parts, "keep_freed_blocks", lambda: heard.append("kept"))
-    monkeypatch.setitem(vars(axsparse.training.build), "open_data", opening)
+    monkeypatch.setitem(parts, "whole_step", built)
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
     config = tiny_config(samo={"enabled": False}, layout=layout)
     job = Job(LocalTransport(LocalWorld(1), 0))
 
-    with pytest.raises(OpenedError):
-        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+    build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config, quiet=True)
 
-    assert heard == ["back" if is_tight else "kept"]
+    assert heard == ["back", "built"] + ["kept"] * (not is_tight)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
