@@ -16,6 +16,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 LONGEST_SECONDS = 300.0
 """Far beyond what any job takes, on a machine that has much else to do."""
+KILLED = (9, 137, 255)
+"""How launchers tell of a rank that was killed: MPICH's mpirun by the first, others by the second.
+The third is MPICH's own: under load its helper process sometimes ends before it has told
+("control_cb … assert (!closed) failed")."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import standin_trainer
 from support.directives import read_lsf, read_slurm
-from support.mpirun import LONGEST_SECONDS
+from support.mpirun import KILLED, LONGEST_SECONDS
 from support.standin_cluster import install, starts
 
 from axsparse.cli.submit import submit
@@ -25,8 +25,6 @@ from axsparse.cli.submit import submit
 TRAINER = (str(Path(standin_trainer.__file__).resolve()),)
 SLURM = ("--slurm", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
 SRUN = (*SLURM, "--launcher", "srun")
-KILLED = (9, 137)
-"""How launchers tell of SIGKILL: MPICH's mpirun by the first, others by the second."""
 LSF = ("--lsf", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
 
 
