@@ -6,9 +6,9 @@ Each variant trains a few steps in a process of its own. What is reported is the
 process has had resident (`VmHWM`), less what it had after a training of a tiny model of the
 same kind: the interpreter, torch, numba, the code of kernels. Linux only.
 
-Twice: as glibc's malloc is set, which raises its threshold for mapped blocks with the first
-large one that is freed, up to 32 MiB, and keeps holes below that; and with the threshold held
-at 1 MiB, so that what torch has freed is the system's again.
+Twice: with glibc's malloc as a run sets it, which gives freed blocks of 1 MiB and more back at
+once while it builds, and keeps those below 32 MiB while it trains; and with the environment's
+threshold of 1 MiB for all of it, so that what torch has freed is always the system's again.
 
 Predicted, with nothing fitted: the state (`samo/stage_bytes.py`); the activations of a
 microbatch; and what one layer's backward has in hand, the largest dense gradient included.
