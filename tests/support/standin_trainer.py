@@ -7,7 +7,8 @@ step, arguments, environment) and then the steps it made; `saved-R`, the last st
 
 STANDIN_STEPS         steps of the whole run
 STANDIN_STEP_SECONDS  a step's length
-STANDIN_WARN_AT       the step in which rank 0 has the scheduler warn the job, and all wait for it
+STANDIN_WARN_AT       the step of a first start in which rank 0 has the scheduler warn the job, and
+                      all wait for it
 STANDIN_WARN_PID      whom the scheduler signals; a process group if negative
 STANDIN_WARNED_CODE   what it leaves with then (75)
 STANDIN_KILL_AT       the step in which the last rank is killed, once
@@ -27,6 +28,8 @@ from pathlib import Path
 
 EVERY = 2
 """Steps between two saves."""
+LONGEST_SECONDS = 120.0
+"""How long a rank waits for the warning: far beyond what it takes."""
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 
 
@@ -65,11 +68,14 @@ def main() -> int:
         for step in range(begin + 1, _number("STANDIN_STEPS", 6) + 1):
             time.sleep(float(os.environ.get("STANDIN_STEP_SECONDS", "0")))
             tell(step)
-            if step == _number("STANDIN_WARN_AT"):
+            # Only a first start is warned: a rank that was killed while it saved for the warning
+            # comes to this step once more, when nobody sends it again.
+            if begin == 0 and step == _number("STANDIN_WARN_AT"):
                 if rank == 0:
                     _wait_for_all(run_dir)
                     os.kill(_number("STANDIN_WARN_PID"), signal.SIGUSR1)
-                signal.sigwait({signal.SIGUSR1})
+                if signal.sigtimedwait({signal.SIGUSR1}, LONGEST_SECONDS) is None:
+                    return 1
                 _save(saved, step)
                 return _number("STANDIN_WARNED_CODE", 75)
             # Before the step in which all wait for it, the warning would end ranks anywhere.
