@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+from support.page_blocks import PAGES, ROOT, SHELL, blocks
 
 
 def commands_with_arguments() -> dict[str, str]:
     """The calls of make in the examples of pages, and what each gives as ARGS."""
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = (block for page in PAGES for block in blocks(page) if block.language in SHELL)
     found = {}
-    for line in re.findall(r"^\$ (make .*)", text, re.MULTILINE):
+    for line in (line for block in shown for line in block.commands if line.startswith("make ")):
         for word in shlex.split(line, comments=True):
             if word.startswith("ARGS="):
                 found[line] = word.removeprefix("ARGS=")
