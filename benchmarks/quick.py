@@ -171,6 +171,13 @@ def accumulation() -> Figures:
     return {"error of bf16 sums of 8 gradients": figure("%", [100 * error])}
 
 
+def update() -> Figures:
+    """AdamW's update over a loop that moves the same bytes."""
+    from update_time import CASES, measure, over_bytes
+
+    return {f"update, {name}": over_bytes(measure(name, rounds=9), "update") for name in CASES}
+
+
 def step() -> Figures:
     """A training step of one block in one process, SAMO and dense in turn."""
     import torch
@@ -234,7 +241,7 @@ def checkpoints() -> Figures:
 LAYERS: Mapping[str, Callable[[], Figures]] = {
     found.__name__: found
     for found in (
-        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, step),
+        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, update, step),
         *(replicas, bubble, checkpoints),
     )
 }

@@ -47,6 +47,11 @@ class TensorState:
         """Kept entries."""
         return self.index.kept
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the weight is in half precision."""
+        return self.parameter.itemsize == 2
+
     def positions(self) -> Tensor:
         """Flat positions of the kept entries on the host, int64, ascending."""
         return self.index.positions().cpu()

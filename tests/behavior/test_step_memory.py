@@ -76,7 +76,7 @@ def test_an_update_allocates_one_chunk(
     kind: str, master: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "functions":
-        monkeypatch.setattr(update_module, "has_bits_of_functions", lambda optimizer: False)
+        monkeypatch.setattr(update_module, "has_bits_of_functions", lambda *_, **__: False)
     layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
 
     peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
@@ -104,7 +104,7 @@ def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
 def test_the_functions_of_every_optimizer_allocate_one_chunk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_module, "has_bits_of_functions", lambda optimizer: False)
+    monkeypatch.setattr(update_module, "has_bits_of_functions", lambda *_, **__: False)
     optimizer = OPTIMIZERS[name]
     layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
 
@@ -115,7 +115,7 @@ def test_the_functions_of_every_optimizer_allocate_one_chunk(
 
 @pytest.mark.parametrize(("name", "master"), [("adamw", "fp32"), ("nesterov", "bf16")])
 def test_loops_over_what_is_not_pruned_allocate_nothing(name: str, master: str) -> None:
-    assert has_bits_of_functions(OPTIMIZERS[name])
+    assert has_bits_of_functions(OPTIMIZERS[name], is_half=master != "fp32")
     layer = trained_layer(FullIndex(KEPT), KEPT, master, OPTIMIZERS[name])
 
     peak = peak_of_torch(lambda: update([layer], OPTIMIZERS[name], HYPER, 0.5))

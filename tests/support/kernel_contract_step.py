@@ -13,7 +13,6 @@ from support.kernel_machine import (
     FP16,
     FP32,
     HYPER,
-    ROOT_TOLERANCE,
     RULES,
     STATES,
     Case,
@@ -106,12 +105,7 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
     rule.device([slot], HYPER, FACTOR)
     update([layer], rule.torch, HYPER, FACTOR)
 
-    assert layer.optimizer_state.master_K is not None and slot.master is not None
-    torch.testing.assert_close(
-        slot.master.cpu(), layer.optimizer_state.master_K, rtol=ROOT_TOLERANCE, atol=ROOT_TOLERANCE
-    )
-    for ours, theirs in zip(slot.moments, layer.optimizer_state.moments_K.values(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=ROOT_TOLERANCE, atol=ROOT_TOLERANCE)
+    same_state(slot, layer)
 
 
 @promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))

@@ -31,8 +31,6 @@ from axsparse.samo.tensor_state import TensorState
 GUARD = 256
 """Bytes before and after what kernels may write; a multiple of what vectors want aligned."""
 CANARY = 0x5A
-ROOT_TOLERANCE = 3e-7
-"""Of a step of AdamW with torch's square root, which may be one unit off the rounded one."""
 HYPER = Hyper(step=1, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FACTOR = 0.37
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,7 +5,8 @@ The kernel unscales and clips the gradient, applies the recurrence in fp32 to ke
 whole tiles, with zeros at pruned positions. It needs no temporary.
 
 Every operation and its rounding is that of torch on a CPU with fused multiply-add, so results have
-the same bits, with one exception: torch's square root may be one unit off the rounded value.
+the same bits, with one exception: of fp32 weights, torch's square root may be one unit off the
+rounded value. In half precision the functions take rounded roots as well (`samo/optim/adamw.py`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ and rounded weights, with the bits of the torch operations of `samo/optim/adamw.
 `samo/optim/sgd.py`. `samo/cuda/step_kernel.py` is the same for GPUs.
 
 torch takes square roots from MKL where it has that library, and on some processors MKL's are often
-one unit off the rounded value (docs/decisions/033-one-pass-on-cpus.md). So AdamW's loop calls the
-same function, or takes the processor's instruction where torch has its bits.
+one unit off the rounded value (docs/decisions/033-one-pass-on-cpus.md). Of fp32 weights AdamW's
+loop therefore calls the same function, or takes the processor's instruction where torch has its
+bits; of weights in half precision it always takes the instruction.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ def _library_root() -> int:
 
 def adamw_loop(slots: Sequence[TensorSlot], hyper: Hyper, gradient_factor: float) -> None:
     """One step of AdamW, as `adamw_step` of `samo/cuda/step_kernel.py`."""
-    step, factor, address = machine_code().adamw_step, np.float32(gradient_factor), root_address()
+    step, factor = machine_code().adamw_step, np.float32(gradient_factor)
     factors = tuple(map(np.float32, hyper.adamw_factors()))
     for slot in slots:
         slot.check(("exp_avg", "exp_avg_sq"))
+        address = root_address() if slot.master_kind == "weight" else 0
         for chunk in _chunks(slot):
             step(chunk.gradient, factor, chunk.moments, *chunk.weights, factors, address)
 

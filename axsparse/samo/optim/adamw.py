@@ -5,13 +5,16 @@
     θ ← θ (1 − ηλ) − η / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
 The operations and their order are those of `torch.optim.AdamW` with `foreach=False` and
-`fused=False`, so that kept entries are bitwise those of a masked dense run.
+`fused=False`, so that kept entries are bitwise those of a masked dense run. In half precision the
+square root is rounded to the nearest number, which torch's on CPUs is not always.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.step_kernel import adamw_step
@@ -27,6 +30,14 @@ def update_moments(block: Block, hyper: Hyper) -> None:
     block.moments["exp_avg_sq"].mul_(beta2).addcmul_(block.grad, block.grad, value=1 - beta2)
 
 
+def rounded_root(values: Tensor) -> Tensor:
+    """The square roots that are nearest; on CPUs torch has other ones for some numbers."""
+    if not values.is_cpu:
+        return values.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(values.numpy()))
+
+
 def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     """Decay and move the master weights."""
     assert statistics is None
@@ -35,7 +46,8 @@ def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     correction1 = 1 - beta1**hyper.step
     correction2 = 1 - beta2**hyper.step
     block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-    denominator = square.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
+    root = rounded_root(square) if block.rounds_roots else square.sqrt()
+    denominator = root.div_(math.sqrt(correction2)).add_(hyper.eps)
     block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
 
 

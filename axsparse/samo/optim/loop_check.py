@@ -24,24 +24,29 @@ TRIED = 4099
 
 
 @lru_cache
-def has_bits_of_functions(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's loop is there and steps bf16 weights as its functions do."""
+def has_bits_of_functions(optimizer: Optimizer, *, is_half: bool) -> bool:
+    """Whether the optimizer's loop is there and steps weights in half precision, or fp32 weights,
+    as its functions do."""
     if machine_code() is None or optimizer.loop is None:
         return False
     hyper = Hyper(3, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    dtype = torch.bfloat16 if is_half else torch.float32
     gradient, master = (_numbers(seed) for seed in range(2))
     moments = [_numbers(seed).abs() for seed in range(2, 2 + len(optimizer.moments))]
-    gradient = gradient.bfloat16()
+    gradient = gradient.to(dtype)
     own = [values.clone() for values in moments]
     block = Block(
-        gradient.float().mul(0.3), master.clone(), dict(zip(optimizer.moments, own, strict=True))
+        gradient.float().mul(0.3),
+        master.clone(),
+        dict(zip(optimizer.moments, own, strict=True)),
+        is_half,
     )
     optimizer.update_moments(block, hyper)
     optimizer.apply(block, None, hyper)
-    weight = torch.empty_like(gradient)
     index, held = FullIndex(TRIED), range(TRIED)
-    optimizer.loop([TensorSlot(index, weight, gradient, master, tuple(moments), held)], hyper, 0.3)
-    rounded = precision.round_to(block.master, torch.bfloat16)
+    weight, stored = (torch.empty_like(gradient), master) if is_half else (master, None)
+    optimizer.loop([TensorSlot(index, weight, gradient, stored, tuple(moments), held)], hyper, 0.3)
+    rounded = precision.round_to(block.master, dtype)
     pairs = [(master, block.master), (weight, rounded), *zip(moments, own, strict=True)]
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 

@@ -57,6 +57,10 @@ class Block:
     """The master weights before the step; `apply` changes them in place."""
     moments: Mapping[str, Tensor]
     """Each moment by its name; views of the state, which `update_moments` changes in place."""
+    rounds_roots: bool = False
+    """Whether a rule with a loop or a kernel takes the rounded square roots of processors, so that
+    all three have the same bits; else it takes those of torch, which has other ones on some CPUs.
+    It does so where weights are in half precision, which nothing compares with torch bit by bit."""
 
 
 WholeStep: TypeAlias = "Callable[[Sequence[TensorSlot], Hyper, float], None]"

@@ -82,6 +82,7 @@ class _Step:
             grad=gradient_K.float().mul(self.gradient_factor),
             master=layer.optimizer_state.read_master(tensor, start, stop),
             moments=layer.optimizer_state.moments_of(tensor, start, stop),
+            rounds_roots=tensor.is_half,
         )
 
     def statistics(
@@ -156,8 +157,14 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
         return optimizer.kernel
     if backend.device.type != "cpu":
         return None
-    is_large = any(tensor.kept > FEW for layer in layers for tensor in layer.owned)
-    return optimizer.loop if is_large and has_bits_of_functions(optimizer) else None
+    tensors = [tensor for layer in layers for tensor in layer.owned]
+    if not any(tensor.kept > FEW for tensor in tensors):
+        return None
+    has_bits = all(
+        has_bits_of_functions(optimizer, is_half=is_half)
+        for is_half in {tensor.is_half for tensor in tensors}
+    )
+    return optimizer.loop if has_bits else None
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:

@@ -197,14 +197,30 @@ def test_a_loop_with_other_bits_than_its_functions_is_not_used() -> None:
         assert ADAMW.loop is not None
         ADAMW.loop(slots, replace(hyper, eps=hyper.eps * 1.0001), factor)
 
-    assert has_bits_of_functions(ADAMW)
-    assert not has_bits_of_functions(replace(ADAMW, loop=off))
+    for is_half in (False, True):
+        assert has_bits_of_functions(ADAMW, is_half=is_half)
+        assert not has_bits_of_functions(replace(ADAMW, loop=off), is_half=is_half)
 
 
 def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_check, "machine_code", lambda: None)
 
-    assert not has_bits_of_functions(replace(ADAMW, loop=mock.Mock()))
+    assert not has_bits_of_functions(replace(ADAMW, loop=mock.Mock()), is_half=True)
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_a_loop_is_held_against_its_functions_in_each_precision_of_the_weights(
+    differing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [
+        dense_layer(FEW + 1, STATES[1]),
+        dense_layer(9, (torch.float32, torch.float32, "weight")),
+    ]
+    tried = mock.Mock(side_effect=lambda _, is_half: is_half is not differing)
+    monkeypatch.setattr(update_module, "has_bits_of_functions", tried)
+
+    assert update_module.whole_step(layers[:1], ADAMW) is (None if differing else ADAMW.loop)
+    assert update_module.whole_step(layers, ADAMW) is None
 
 
 def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
@@ -241,10 +257,12 @@ def two_tensor_share(state: State) -> LayerState:
 
 
 def test_without_the_roots_of_torch_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor whose own square root is not torch's, and a torch that hides its library."""
+    """A processor whose own square root is not torch's, and a torch that hides its library; weights
+    in half precision do not need its roots."""
     wrong = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lambda *_: None)
     address = ctypes.cast(wrong, ctypes.c_void_p).value
     monkeypatch.setattr(host_step, "root_address", lambda: address)
 
-    assert not has_bits_of_functions(replace(ADAMW, num_statistics=1))
-    assert has_bits_of_functions(replace(NESTEROV, num_statistics=1))
+    assert not has_bits_of_functions(replace(ADAMW, num_statistics=1), is_half=False)
+    assert has_bits_of_functions(replace(ADAMW, num_statistics=1), is_half=True)
+    assert has_bits_of_functions(replace(NESTEROV, num_statistics=1), is_half=False)
