@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.index.numba_loops import FEW, Loop, compiled, same_size_integers
+from axsparse.samo.index.numba_loops import (
+    FEW,
+    Loop,
+    compiled,
+    put_word,
+    same_size_integers,
+    take_word,
+)
 from axsparse.samo.index.pieces import (
     PIECE,
     Array,
@@ -103,13 +110,23 @@ def move_bits(
     """Copy all of `values` to or from the kept entries, beginning `before` set bits after the start
     of `word`.
 
-    `w & -w` is the lowest set bit of a word, and a product with it is a shift by its place.
+    Words move whole where the processor has instructions for it. Elsewhere, and at both ends, bits
+    move one by one: `w & -w` is the lowest set bit of a word, and a product with it is a shift by
+    its place.
     """
     number = -before
     while number < values.size:
         bits = words[word]
         base = word * MASK_WORD
         word += 1
+        if number >= 0 and number + MASK_WORD <= values.size:
+            if into_dense:
+                moved = put_word(dense, base, bits, values, number)
+            else:
+                moved = take_word(dense, base, bits, values, number)
+            if moved >= 0:
+                number += moved
+                continue
         while bits != 0 and number < values.size:
             if number >= 0:
                 lowest = bits & (~bits + ONE)

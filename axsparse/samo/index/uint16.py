@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.index.numba_loops import FEW, Loop, compiled, prefetch, same_size_integers
+from axsparse.samo.index.numba_loops import (
+    AHEAD,
+    FEW,
+    Loop,
+    compiled,
+    prefetch,
+    same_size_integers,
+)
 from axsparse.samo.index.pieces import (
     PIECE,
     Array,
@@ -94,12 +101,6 @@ class Uint16Index:
                     block += 1
                 at = until
             yield begin, torch.from_numpy(positions)
-
-
-AHEAD = 2048
-"""Entries by which the memory that is read next is fetched early. After a backward, whose gradients
-are not in the cache, a gather takes a third less time with it; that far ahead, in bf16, is another
-page, whose address takes longest to find."""
 
 
 def move_low(

@@ -244,6 +244,30 @@ def test_the_loops_of_machine_code_say_the_same_in_python(
         assert_same(index, reference, mask.numel(), 70, reference.kept - 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
+def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, count: int) -> None:
+    """Though it moves whole words."""
+    if compiled(move_bits) is None:
+        pytest.skip("numba is not installed")
+    index = MaskIndex(random_mask(5000, 0.7))
+    around = torch.full((count + 200,), -1.0, dtype=dtype)
+    room = around[100 : 100 + count]
+    dense = numbers(5200).to(dtype)
+    before = dense.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", lambda *_: room)
+        index.gather(dense[100:5100], 7, 7 + count)
+    index.scatter(dense[100:5100], -room, 7)
+
+    positions = 100 + index.positions()[7 : 7 + count]
+    assert torch.equal(room, before[positions])
+    assert (around == -1).sum() == 200
+    before[positions] *= -1
+    assert torch.equal(dense, before)
+
+
 def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     index = Uint16Index(torch.arange(10) < 4)
     monkeypatch.setattr(index_uint16, "compiled", lambda loop: loop)
