@@ -166,6 +166,7 @@ class Run:
 
 OURS_DENSE = Case("axsparse dense", "axsparse")
 OURS_SAMO = Case("axsparse SAMO", "axsparse", masking="samo")
+OURS_SAMO_MASK = Case("axsparse SAMO", "axsparse", masking="samo", variant="mask")
 OURS_SHARDED = Case("axsparse SAMO sharded", "axsparse", masking="samo", variant="sharded")
 PLAIN = Case("plain torch", "plain")
 PLAIN_MASKED = Case("plain torch, masked after the step", "plain", masking="step")
@@ -189,7 +190,7 @@ DEEPSPEED = (
 def cases_of_layout(layout: str) -> list[Case]:
     """Everyone who takes part in a layout, ours included."""
     stages, replicas = map(int, layout.split("x"))
-    ours = [OURS_DENSE, OURS_SAMO, *([OURS_SHARDED] if replicas > 1 else [])]
+    ours = [OURS_DENSE, OURS_SAMO, OURS_SAMO_MASK, *([OURS_SHARDED] if replicas > 1 else [])]
     if layout == "1x1":
         peers = [PLAIN, PLAIN_MASKED]
     elif stages == 1:

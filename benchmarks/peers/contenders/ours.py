@@ -67,11 +67,14 @@ def model_of(size: Size, precision: Any) -> ax.Model:
 
 
 def configuration(run: Run, folder: Path) -> ax.Config:
-    """The settings that make the arithmetic that of the peers; all others are the defaults."""
+    """The settings that make the arithmetic that of the peers; all others are the defaults, but
+    for what the variant says."""
     case = run.case
     samo: dict[str, Any] = {"enabled": case.is_masked}
     if case.variant == "sharded":
         samo["shard_optimizer"] = True
+    if case.variant == "mask":
+        samo["index"] = "mask"
     pipeline = {"split": {"split_backward": True}, "whole": {"split_backward": False}}
     layout: dict[str, Any] = {
         "g_inter": case.stages,

@@ -12,7 +12,18 @@ from peers.contenders.zero_bubble import stages_of
 from peers.gpt import Stream
 from peers.launch import Failure, launch
 from peers.ratios import agrees, difference
-from peers.workload import OURS_DENSE, OURS_SAMO, PLAIN, PLAIN_MASKED, SIZES, Case, Precision, Run
+from peers.workload import (
+    OURS_DENSE,
+    OURS_SAMO,
+    OURS_SAMO_MASK,
+    OURS_SHARDED,
+    PLAIN,
+    PLAIN_MASKED,
+    SIZES,
+    Case,
+    Precision,
+    Run,
+)
 
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -24,7 +35,10 @@ RUN = Run(PLAIN, replace(SIZES["tiny"], blocks=2, microbatches=4), "fp32", 3, 1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("own", "peer"), [(OURS_DENSE, PLAIN), (OURS_SAMO, PLAIN_MASKED)])
+@pytest.mark.parametrize(
+    ("own", "peer"),
+    [(OURS_DENSE, PLAIN), (OURS_SAMO, PLAIN_MASKED), (OURS_SAMO_MASK, PLAIN_MASKED)],
+)
 def test_losses_of_every_step_agree(
     own: Case, peer: Case, precision: Precision, tmp_path: Path
 ) -> None:
@@ -38,6 +52,16 @@ def test_losses_of_every_step_agree(
     assert difference(losses, expected) <= TOLERANCE[precision]
     # Later losses judge updates, since updates change them by more than the tolerance.
     assert not agrees(difference(expected[-1:], expected[:1]), precision)
+
+
+def test_a_variant_is_a_setting(tmp_path: Path) -> None:
+    samo, mask, sharded = (
+        ours.configuration(replace(RUN, case=case), tmp_path).samo
+        for case in (OURS_SAMO, OURS_SAMO_MASK, OURS_SHARDED)
+    )
+
+    assert (samo.index, mask.index) == ("auto", "mask")
+    assert (mask.shard_optimizer, sharded.shard_optimizer) == (False, True)
 
 
 @pytest.mark.exhaustive
