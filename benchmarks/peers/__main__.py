@@ -26,7 +26,7 @@ from peers.report import write_report
 from peers.run_log import RunLog, code_digest
 from peers.slopes import measure_slopes, slope_runs
 from peers.times import judge, measure_times, speedups, time_rows
-from peers.workload import SIZES, Case, Precision, Run, cases_for
+from peers.workload import SIZES, Case, Precision, Run, cases_for, missing_references
 
 PARTS = ("times", "memory", "cap")
 LAYOUTS = ("1x1", "1x2", "2x1", "2x2")
@@ -98,6 +98,12 @@ def choose(arguments: argparse.Namespace) -> argparse.Namespace:
     return arguments
 
 
+def asked_cases(arguments: argparse.Namespace, precision: Precision) -> list[Case]:
+    """The cases of the layouts that are asked for, without those to skip."""
+    cases, skip = cases_for(arguments.layouts, precision), arguments.skip
+    return [case for case in cases if not (skip and re.search(skip, case.key))]
+
+
 class Comparison:
     """All that was asked for, measured part by part and reported after each."""
 
@@ -138,11 +144,6 @@ class Comparison:
         """How long what is still to be measured will take."""
         return self._measuring.minutes
 
-    def _cases(self, precision: Precision) -> list[Case]:
-        skip = self._asked.skip
-        cases = cases_for(self._asked.layouts, precision)
-        return [case for case in cases if not (skip and re.search(skip, case.key))]
-
     def _plan(self) -> None:
         """Tell the estimate what is to be done."""
         asked, plan = self._asked, self._measuring.plan
@@ -151,11 +152,13 @@ class Comparison:
                 for precision in asked.precisions:
                     plan(
                         (Run(case, SIZES[name], precision, asked.steps, asked.warmup), number)
-                        for case, number in rounds_of(self._cases(precision), asked.rounds)
+                        for case, number in rounds_of(
+                            asked_cases(self._asked, precision), asked.rounds
+                        )
                     )
         if "memory" in asked.parts:
             for precision in asked.precisions:
-                plan(slope_runs(self._cases(precision), self._pair, precision))
+                plan(slope_runs(asked_cases(self._asked, precision), self._pair, precision))
         if "cap" in asked.parts:
             plan(trial_runs(self._cap))
 
@@ -170,7 +173,7 @@ class Comparison:
                     self._measuring,
                     size,
                     precision,
-                    self._cases(precision),
+                    asked_cases(self._asked, precision),
                     rounds=asked.rounds,
                     steps=asked.steps,
                     warmup=asked.warmup,
@@ -202,7 +205,7 @@ class Comparison:
                 "precision": precision,
                 "what": what,
                 "rows": measure_slopes(
-                    self._measuring, self._cases(precision), self._pair, precision, 1
+                    self._measuring, asked_cases(self._asked, precision), self._pair, precision, 1
                 ),
             }
             for precision in self._asked.precisions
@@ -214,6 +217,14 @@ class Comparison:
 
 def main() -> int:
     arguments = choose(parse_arguments())
+    for precision in arguments.precisions if "times" in arguments.parts else ():
+        if missing := missing_references(asked_cases(arguments, precision)):
+            print(
+                f"peers: error: --skip {arguments.skip!r} leaves out {' and '.join(missing)}, "
+                "whose losses judge those of the others; give an expression that does not match it",
+                file=sys.stderr,
+            )
+            return 2
     # DeepSpeed compiles what moves data between processes, once.
     os.environ[EXTENSIONS] = str(WORK / "torch_extensions")
     # A comparison that is ended ends what it has started.

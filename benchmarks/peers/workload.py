@@ -210,3 +210,9 @@ def cases_for(layouts: Sequence[str], precision: Precision) -> list[Case]:
 
 REFERENCES = {False: PLAIN.key, True: PLAIN_MASKED.key}
 """Whose losses the others' have to agree with, by whether weights are masked."""
+
+
+def missing_references(cases: Sequence[Case]) -> list[str]:
+    """The keys of cases that are not among these, though their losses judge some of these."""
+    keys = {case.key for case in cases}
+    return sorted({REFERENCES[case.is_masked] for case in cases} - keys)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from peers.cap import budget_of
-from peers.workload import DDP, REFERENCES, SIZES, Run, cases_for
+from peers.workload import (
+    DDP,
+    PLAIN,
+    PLAIN_MASKED,
+    REFERENCES,
+    SIZES,
+    Run,
+    cases_for,
+    missing_references,
+)
 
 
 @pytest.mark.parametrize(("size", "layers"), [("small", [6, 4]), ("wide", [3, 3])])
@@ -29,6 +38,16 @@ def test_the_references_run_whatever_the_layouts() -> None:
     keys = {case.key for case in cases_for(["2x2"], "bf16")}
 
     assert set(REFERENCES.values()) <= keys
+
+
+def test_a_comparison_without_who_judges_it_is_incomplete() -> None:
+    cases = cases_for(["1x2"], "bf16")
+    unmasked = [case for case in cases if not case.is_masked]
+
+    assert missing_references(cases) == []
+    assert missing_references(cases[1:]) == [PLAIN.key]
+    assert missing_references(cases[2:]) == [PLAIN.key, PLAIN_MASKED.key]
+    assert missing_references(unmasked) == []
 
 
 def test_variants_of_one_precision_stay_out_of_the_other() -> None:
