@@ -3,7 +3,10 @@
 A split backward computes gradients of activations. For each weight of a matrix product it leaves
 what the weight's gradient is made of: the product's input and its output's gradient. `run` makes
 the gradients of one microbatch and hands them to autograd, so that everything that hangs on a
-parameter (hooks, accumulation, compression) works as after a whole backward.
+parameter (hooks, accumulation, compression) works as after a whole backward. A weight that has a
+sampler gets none: its sampler computes just the entries that are kept.
+
+A backward that is not split leaves only what goes to samplers, and nothing of it waits.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +22,24 @@ from torch import Tensor, nn
 from axsparse.runtime.errors import ConfigError
 
 
+class Sampler(Protocol):
+    """Computes the entries of a linear weight's gradients that are kept, without the others."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it takes products of the step that begins."""
+        ...
+
+    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
+        """Take the input `(tokens, inputs)` and the output's gradient `(tokens, outputs)` of the
+        only call in a microbatch; False, having done nothing, if the whole gradient is wanted."""
+        ...
+
+
 class LateGradient:
     """The gradients of one product's weights, before they are computed."""
 
-    __slots__ = ("_versions", "compute", "held", "name", "weights")
+    __slots__ = ("_versions", "compute", "held", "is_part", "name", "sampler", "weights")
 
     def __init__(
         self,
@@ -30,36 +47,56 @@ class LateGradient:
         weights: tuple[nn.Parameter, ...],
         held: tuple[Tensor, ...],
         compute: Callable[..., Sequence[Tensor]],
+        *,
+        sampler: Sampler | None = None,
+        is_part: bool = False,
     ) -> None:
         """`compute(*held)` makes the gradients of `weights`; `name` is the first weight's, for
-        errors."""
+        errors. `sampler(*held)` may do it in its place, unless `is_part` says that the weight has
+        further gradients in this microbatch."""
         self.name = name
+        self.sampler = None if is_part else sampler
+        self.is_part = is_part
         self.weights = weights
         self.held = held
         self.compute = compute
         self._versions = [tensor._version for tensor in held]
 
+    def is_sampled(self) -> bool:
+        """Whether the sampler has taken what they are made of; ConfigError like `gradients`."""
+        if self.sampler is None:
+            return False
+        self._check()
+        return self.sampler(*self.held)
+
     def gradients(self) -> list[Tensor]:
         """The gradients; ConfigError if what they are made of has been written to."""
+        self._check()
+        return list(self.compute(*self.held))
+
+    def _check(self) -> None:
         if self._versions != [tensor._version for tensor in self.held]:
             raise ConfigError(
                 f"layer weight {self.name}: an activation or its gradient was written to between "
                 "the backward and the gradient of the weight; write to copies, or set "
                 "pipeline.split_backward to false"
             )
-        return list(self.compute(*self.held))
 
 
 class LateWeights:
     """The weight gradients of one stage that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_split: bool = True) -> None:
+        """Where backwards are not split, what waits is handed on at the latest at their end."""
+        self._is_split = is_split
         self._waiting: dict[int, list[LateGradient]] = {}
         """By microbatch, in the order of the backward."""
         self._current: int | None = None
         """The microbatch whose backward runs."""
         self._came_early: set[nn.Parameter] = set()
         """Watched weights whose gradient this backward has made itself."""
+        self._handed_on: set[nn.Parameter] = set()
+        """Weights whose gradient this backward has not left for later."""
 
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
@@ -76,6 +113,11 @@ class LateWeights:
         }
         return sum(storages.values())
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._current is not None
+
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
         """What products leave inside this block belongs to this microbatch."""
@@ -86,18 +128,27 @@ class LateWeights:
         finally:
             self._current = None
             self._came_early.clear()
+            self._handed_on.clear()
+        if not self._is_split:
+            self.run(microbatch)
 
     def leave(self, late: LateGradient) -> None:
-        """Keep a gradient for the `run` of the microbatch whose backward runs.
+        """Keep a gradient for the `run` of the microbatch whose backward runs, or sample it now.
 
         Outside a backward nothing is kept: a forward that asks autograd for the gradient of an
         activation wants none of a weight.
         """
         if self._current is None:
             return
-        if self._came_early and not self._came_early.isdisjoint(late.weights):
+        done = self._came_early | self._handed_on
+        if done and not done.isdisjoint(late.weights):
             raise _used_elsewhere(late.name)
-        self._waiting[self._current].append(late)
+        if self._is_split or late.is_part:
+            self._waiting[self._current].append(late)
+        else:
+            if not late.is_sampled():
+                _give(late.gradients(), *late.weights)
+            self._handed_on.update(late.weights)
 
     def watch(self, name: str, weight: nn.Parameter) -> None:
         """Refuse gradients that a backward makes of this weight while others of it wait.
@@ -111,7 +162,9 @@ class LateWeights:
             assert isinstance(weight, nn.Parameter)
             self._came_early.add(weight)
             waiting = (late for each in self._waiting.values() for late in each)
-            if any(weight is other for late in waiting for other in late.weights):
+            if weight in self._handed_on or any(
+                weight is other for late in waiting for other in late.weights
+            ):
                 raise _used_elsewhere(name)
 
         weight.register_post_accumulate_grad_hook(refuse)
@@ -129,6 +182,8 @@ class LateWeights:
         waiting.reverse()
         while waiting:
             late = waiting.pop()
+            if late.is_sampled():
+                continue
             gradients, weights = late.gradients(), late.weights
             del late
             for weight in weights:
@@ -181,6 +236,6 @@ def _give(box: list[Tensor], weight: nn.Parameter) -> None:
 def _used_elsewhere(name: str) -> ConfigError:
     return ConfigError(
         f"layer weight {name}: it is used outside linear and convolution calls, and was not in the "
-        "first microbatch; use it alike in every microbatch, or set pipeline.split_backward to "
-        "false"
+        "first microbatch; use it alike in every microbatch, or set pipeline.split_backward and "
+        "samo.sample_gradients to false"
     )

@@ -3,18 +3,22 @@
 The first microbatch of a run is trained whole. Its graph shows how each weight is used: those with
 a single use, in a linear or convolution call, are split from the second microbatch on. `whole`
 says why others are not.
+
+Weights of linear modules whose gradients are sampled are taken out in every microbatch, the first
+included, and whether or not backwards are split: their bits differ from those of whole gradients,
+so no microbatch may be treated otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from axsparse.pipeline.late_weights import LateWeights
+from axsparse.pipeline.late_weights import LateWeights, Sampler
 from axsparse.pipeline.weight_stand_in import StandIn, stand_in
 
 _PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}
@@ -42,15 +46,27 @@ Plan = tuple[Slot, ...]
 class WeightSplit:
     """Finds the weights of a stage that can be split, and puts their stand-ins in place."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """`modules` are those of the stage's layers, by name."""
-        self.late = LateWeights()
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        samplers: Mapping[nn.Parameter, Sampler] | None = None,
+        *,
+        is_split: bool = True,
+    ) -> None:
+        """`modules` are those of the stage's layers, by name; `samplers` are of the weights that
+        may be sampled. Unless backwards are split (`is_split`), nothing else is taken out."""
+        self.late = LateWeights(is_split=is_split)
         self.whole: dict[str, str] = {}
         """Why matrices are not split, by name; without those that are no factors of products."""
         self.plan: Plan = ()
         """What is split in the next microbatch."""
         self._modules = list(modules)
-        self._has_learned = False
+        self._is_split = is_split
+        self._has_learned = not is_split
+        self._sampled = self._slots_of(samplers or {})
+        """The weights that may be sampled."""
+        self._split: Plan = ()
+        """The others that are split."""
 
     def learn(self, outputs: Sequence[Tensor]) -> None:
         """Plan by the graph of a microbatch's outputs, whose forward ran without stand-ins."""
@@ -58,17 +74,11 @@ class WeightSplit:
             return
         self._has_learned = True
         uses = _Uses(outputs)
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        names: dict[nn.Parameter, str] = {}
-        for layer, module in self._modules:
-            for prefix, owner in module.named_modules():
-                for key, weight in owner._parameters.items():
-                    if weight is not None and weight.requires_grad:
-                        places.setdefault(weight, []).append((owner, key))
-                        names.setdefault(weight, ".".join(filter(None, (layer, prefix, key))))
+        places, names = self._places()
+        sampled = {slot.weight for slot in self._sampled}
         split: list[nn.Parameter] = []
         for weight, name in names.items():
-            if weight.dim() < 2:
+            if weight.dim() < 2 or weight in sampled:
                 continue
             owners = [owner for owner, _ in places[weight]]
             found = _why_whole(weight, owners, uses)
@@ -81,36 +91,82 @@ class WeightSplit:
         for weight, name in names.items():
             if weight in made:
                 self.late.watch(name, weight)
-        self.plan = tuple(
+        self._split = tuple(
             Slot(owner, key, weight, made[weight])
             for weight in made
             for owner, key in places[weight]
         )
+        self.plan = (*self.plan, *self._split)
 
     def begin_step(self) -> None:
-        """Give up weights that were used otherwise than in the first microbatch.
+        """Plan a step: give up weights that were used otherwise than in the first microbatch, and
+        see which are pruned enough to be sampled.
 
         Called while nothing is in flight or waits, since the gradients of a weight have to stay in
         the order of the microbatches.
         """
-        changed = [slot for slot in self.plan if slot.stand_in.own.is_used_otherwise]
-        if changed:
-            self.whole.update(
-                (slot.stand_in.own.name, "used by more than a linear or convolution call")
-                for slot in changed
-            )
-            self.plan = tuple(slot for slot in self.plan if slot not in changed)
+        for own in (slot.stand_in.own for slot in self.plan if self._is_split):
+            if own.is_used_otherwise:
+                self.whole[own.name] = "used by more than a linear or convolution call"
+            elif own.is_used_often:
+                self.whole[own.name] = "used more than once by one microbatch"
+        self.plan = tuple(
+            slot
+            for slot in (*self._sampled, *self._split)
+            if not slot.stand_in.own.is_part and (self._is_split or slot.stand_in.own.is_sampled)
+        )
 
     @contextmanager
     def in_place(self, plan: Plan) -> Iterator[None]:
         """Put the stand-ins of a plan into their modules, and the weights back at the end."""
         for slot in plan:
             slot.owner._parameters[slot.key] = slot.stand_in
+            slot.stand_in.own.calls = 0
         try:
             yield
         finally:
             for slot in plan:
                 slot.owner._parameters[slot.key] = slot.weight
+
+    def _places(
+        self,
+    ) -> tuple[dict[nn.Parameter, list[tuple[nn.Module, str]]], dict[nn.Parameter, str]]:
+        """Where each trained weight is, and its name."""
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        names: dict[nn.Parameter, str] = {}
+        for layer, module in self._modules:
+            for prefix, owner in module.named_modules():
+                for key, weight in owner._parameters.items():
+                    if weight is not None and weight.requires_grad:
+                        places.setdefault(weight, []).append((owner, key))
+                        names.setdefault(weight, ".".join(filter(None, (layer, prefix, key))))
+        return places, names
+
+    def _slots_of(self, samplers: Mapping[nn.Parameter, Sampler]) -> Plan:
+        """The weights with samplers that stand in one place, which is a linear module's."""
+        places, names = self._places()
+        compiled = {
+            inner
+            for _, module in self._modules
+            for each in module.modules()
+            if _is_compiled(each)
+            for inner in each.modules()
+        }
+        slots = []
+        for weight, sampler in samplers.items():
+            [(owner, key), *others] = places[weight]
+            is_plain = type(owner) is nn.Linear and type(weight) is nn.Parameter
+            if is_plain and not others and owner not in compiled:
+                self.late.watch(names[weight], weight)
+                made = stand_in(names[weight], weight, self.late, sampler)
+                slots.append(Slot(owner, key, weight, made))
+        return tuple(slots)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile makes the module's backward."""
+    has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
+    return has_compiled_call or type(module).__name__ == "OptimizedModule"
 
 
 def _why_whole(weight: nn.Parameter, owners: Sequence[nn.Module], uses: _Uses) -> str | None:

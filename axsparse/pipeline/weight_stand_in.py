@@ -3,7 +3,8 @@
 While a stage runs, a `StandIn` is in the place of each weight whose gradient can wait. It shares
 the weight's memory. A call of a linear or convolution function with it computes the same output
 and the same gradients of input and bias as ever, by the same calls of kernels as autograd's, and
-leaves input and output gradient for later. Every other function takes it as an ordinary tensor.
+leaves input and output gradient for later, or for a sampler of the weight's gradient. Every other
+function takes it as an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from axsparse.pipeline.late_weights import LateGradient, LateWeights
+from axsparse.pipeline.late_weights import LateGradient, LateWeights, Sampler
 
 Sizes = tuple[int, ...]
 Compute = Callable[..., Sequence[Tensor]]
@@ -34,14 +35,51 @@ class Own:
     """The same memory, without a gradient."""
     late: LateWeights
     """Where its gradients go."""
+    sampler: Sampler | None = None
+    """What may take its gradients, if anything."""
+    hooks: int = 0
+    """How many hooks of the package wait for its gradients."""
     is_used_otherwise: bool = False
-    """Whether autograd made a gradient of it, by a use that is not split."""
+    """Whether it is used in a way that is not split, so that autograd makes a gradient of it."""
+    calls: int = 0
+    """How often the present forward, or part of one that is recomputed, has used it in products."""
+    is_used_often: bool = False
+    """Whether a forward has used it in several products."""
 
     def leave(self, held: tuple[Tensor, ...], compute: Compute, biases: Sequence[Own] = ()) -> None:
         """Leave gradients of this weight and of biases for later; `compute` makes them of
         `held`."""
         weights = (self.weight, *[bias.weight for bias in biases])
-        self.late.leave(LateGradient(self.name, weights, held, compute))
+        late = LateGradient(
+            self.name,
+            weights,
+            held,
+            compute,
+            sampler=None if self._is_watched() else self.sampler,
+            is_part=self.sampler is not None and self.is_part,
+        )
+        self.late.leave(late)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether what a product leaves may be a part of a microbatch's gradient."""
+        return self.is_used_otherwise or self.is_used_often
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its sampler takes products of the step that begins."""
+        return self.sampler is not None and self.sampler.is_wanted
+
+    def use(self) -> None:
+        """Note a use in a product, for the sampler."""
+        if self.sampler is not None:
+            self.calls += 1
+            self.is_used_often |= self.calls > 1
+
+    def _is_watched(self) -> bool:
+        """Whether hooks of others wait for whole gradients."""
+        hooks = self.weight._post_accumulate_grad_hooks or ()
+        return bool(self.weight._backward_hooks) or len(hooks) > self.hooks
 
 
 class StandIn(nn.Parameter):
@@ -60,18 +98,35 @@ class StandIn(nn.Parameter):
                     return _linear(*args, **kwargs)
                 if func in _CONVOLUTIONS:
                     return _convolution(func, *args, **kwargs)
-            return func(*args, **kwargs)
+            return _otherwise(func, args, kwargs)
 
 
-def stand_in(name: str, weight: nn.Parameter, late: LateWeights) -> StandIn:
-    """A stand-in whose weight's gradients go to `late`; `name` is the weight's, for errors."""
+def stand_in(
+    name: str, weight: nn.Parameter, late: LateWeights, sampler: Sampler | None = None
+) -> StandIn:
+    """A stand-in whose weight's gradients go to `late`; `name` is the weight's, for errors.
+
+    With a `sampler`, hooks that the weight gets later are for whole gradients, which it then has.
+    """
     made = torch.Tensor._make_subclass(StandIn, weight.detach(), True)
     assert isinstance(made, StandIn)
     vars(made).update(vars(weight))
-    made.own = Own(name, weight, weight.detach(), late)
+    hooks = len(weight._post_accumulate_grad_hooks or ())
+    made.own = Own(name, weight, weight.detach(), late, sampler, hooks)
     register: Callable[..., object] = made.register_post_accumulate_grad_hook
     register(_pass_on)
     return made
+
+
+def _otherwise(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Call a function that takes stand-ins as ordinary tensors, and note it for their samplers."""
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result.requires_grad:
+        for given in (*args, *kwargs.values()):
+            for made in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(made, StandIn) and made.own.sampler is not None:
+                    made.own.is_used_otherwise = True
+    return result
 
 
 def _pass_on(made: Tensor) -> None:
@@ -98,7 +153,9 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
-        return F.linear(input, weight, bias)
+        whole: Tensor = _otherwise(F.linear, (input, weight, bias), {})
+        return whole
+    weight.own.use()
     shape = input.shape
     if len(shape) == 2:
         return _product(input, weight, bias)
@@ -136,18 +193,22 @@ _saved_tensors_hooks: Callable[[bool], object] | None = getattr(
 
 def _note_of(own: Own, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
     """A hook of a product's backward that leaves the gradient of its weight for later."""
-    version = rows._version
+    held, version = [rows], rows._version
 
     def leave(gradients: Sequence[Tensor | None]) -> None:
         outer = gradients[0]
         if outer is None:
             return
-        if rows._version != version:
+        if not held:
+            raise RuntimeError(f"the backward of a linear call with {own.name} ran a second time")
+        if held[0]._version != version:
             raise RuntimeError(
                 f"the input of a linear call with {own.name} was modified by an inplace operation "
                 "before its backward, which needs it"
             )
-        own.leave((rows, outer), _weight_gradient)
+        own.leave((held[0], outer), _weight_gradient)
+        if own.late.is_in_backward:
+            held.clear()  # The graph, and this hook with it, lives until the whole backward ends.
 
     return leave
 
@@ -242,7 +303,8 @@ def _convolution(
         # Kernels make the gradient of a bias together with that of the weight.
         or (bias is not None and bias.requires_grad and not isinstance(bias, StandIn))
     ):
-        whole: Tensor = func(input, weight, bias, stride, padding, dilation, groups)
+        settings = (stride, padding, dilation, groups)
+        whole: Tensor = _otherwise(func, (input, weight, bias, *settings), {})
         return whole
     apply: Callable[..., Tensor] = _Convolution.apply
     owns = weight.own, bias.own if isinstance(bias, StandIn) else bias

@@ -7,17 +7,28 @@ layer live at any time.
 Tensors that are not pruned take a shortcut: after the first gradient of a step, the parameter's
 `grad` is a view of the layer's buffer, and autograd itself adds to it. Most tensors of a
 transformer are unpruned vectors, for which our own calls would take longer than the addition.
+
+Of linear weights that are mostly pruned a CPU may compute the kept entries alone. A
+`GradientSampler` does so for one weight; `pipeline/weight_stand_in.py` gives it the factors of the
+gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from axsparse.samo.growth_candidates import Candidates, strongest
+from axsparse.samo.host.sampled_product import (
+    FEWEST_TOKENS,
+    can_sample,
+    may_sample,
+    sampled_product,
+)
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 
@@ -139,13 +150,46 @@ class GradientCollector:
                 parameter.grad = running = None
             elif gradient is not running:
                 parameter.grad = running = layer.running_gradient(tensor)
-            if self._is_last:
-                missing = self._missing[layer.name]
-                missing.discard(tensor.name)
-                if not missing:
-                    self._on_ready(layer)
+            self._complete(layer, tensor)
 
         return compress
+
+    def samplers(self, names: Collection[str]) -> dict[nn.Parameter, GradientSampler]:
+        """Those of the named weights whose gradients may be sampled: on CPUs, where nobody else has
+        a hook, and where the gradient is not part of a tied weight's."""
+        tied = {tensor.alias_of for layer in self._layers for tensor in layer.tensors}
+        return {
+            tensor.parameter: GradientSampler(self, layer, tensor)
+            for layer in self._layers
+            for tensor in layer.tensors
+            if tensor.name in names
+            and layer.backend.device.type == "cpu"
+            and may_sample(tensor.parameter)
+            and tensor.alias_of is None
+            and tensor not in tied
+            and not tensor.parameter._backward_hooks
+            and len(tensor.parameter._post_accumulate_grad_hooks or ()) == 1
+        }
+
+    def sample(self, layer: LayerState, tensor: TensorState, rows: Tensor, outer: Tensor) -> bool:
+        """Accumulate the kept entries of a gradient `outerᵀ rows`, where growth candidates do not
+        need the others; returns whether it did."""
+        if tensor.name in self._wanted or len(rows) < FEWEST_TOKENS or not can_sample(tensor):
+            return False
+        values_K = sampled_product(outer, rows, tensor.index)
+        with self._timed(self._is_last):
+            layer.accumulate_kept(tensor, values_K)
+        self._complete(layer, tensor)
+        return True
+
+    def _complete(self, layer: LayerState, tensor: TensorState) -> None:
+        """Note that a microbatch's gradient of a tensor is in, and report its layer after the last
+        one of the step."""
+        if self._is_last:
+            missing = self._missing[layer.name]
+            missing.discard(tensor.name)
+            if not missing:
+                self._on_ready(layer)
 
     def _pick(self, tensor: TensorState, dense: Tensor) -> None:
         """Add a dense gradient to the tensor's candidates; needs 5 bytes of memory an entry."""
@@ -156,3 +200,22 @@ class GradientCollector:
             tensor.index,
             self._wanted[tensor.name],
         )
+
+
+@dataclass(frozen=True)
+class GradientSampler:
+    """Accumulates the kept entries of one weight's gradients, without computing the others."""
+
+    collector: GradientCollector
+    layer: LayerState
+    tensor: TensorState
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the weight is pruned enough, and there is code for it."""
+        return can_sample(self.tensor)
+
+    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
+        """Accumulate the gradient of `y = x Wᵀ`: `rows` is x `(tokens, inputs)`, `outer` is ∂y
+        `(tokens, outputs)`. False, having done nothing, if all of its entries are wanted."""
+        return self.collector.sample(self.layer, self.tensor, rows, outer)

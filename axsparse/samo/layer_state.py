@@ -104,6 +104,16 @@ class LayerState:
         )
         tensor.accumulated = True
 
+    def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
+        """Add a gradient of which only the kept entries are there, on the host; else like
+        `accumulate`."""
+        gradient_K = self.gradient_of(tensor)
+        if tensor.accumulated:
+            gradient_K.add_(values_K)
+        else:
+            gradient_K.copy_(values_K)
+        tensor.accumulated = True
+
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
         itself. None where the gradient must be compressed, or added in another type."""

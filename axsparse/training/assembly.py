@@ -70,7 +70,7 @@ def assemble(
     link = transport.link(place)
     engine = Engine(
         Rank(place, backoff, phases, placement.gpu),
-        _stage(run, state.layers),
+        _stage(run, state.layers, collector),
         link,
         schedule=_schedule(run),
         while_idle=sync.advance,
@@ -116,7 +116,7 @@ def _offload(config: Config, placement: Placement, states: Sequence[LayerState])
     return Offload(placement.gpu, states, placement.transport.backoff)
 
 
-def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
+def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     place, config, model = run.place, run.config, run.model
     pipeline = config.pipeline
@@ -137,15 +137,26 @@ def _stage(run: RunSpec, layers: list[BuiltLayer]) -> Stage:
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
-        split=_split(config, layers),
+        split=_split(run, layers, collector),
     )
 
 
-def _split(config: Config, layers: Sequence[BuiltLayer]) -> WeightSplit | None:
-    """What takes weight gradients out of backwards; None if backwards are whole."""
-    if not config.pipeline.split_backward:
+def _split(
+    run: RunSpec, layers: Sequence[BuiltLayer], collector: GradientCollector
+) -> WeightSplit | None:
+    """What takes weight gradients out of backwards; None if autograd makes all of them."""
+    pipeline, samo = run.config.pipeline, run.config.samo
+    # A compiled layer's backward is one function.
+    may_sample = samo.sample_gradients and not pipeline.compile
+    pruned = run.targets.shapes if run.targets is not None and may_sample else {}
+    samplers = collector.samplers(pruned)
+    if not (pipeline.split_backward or samplers):
         return None
-    return WeightSplit((layer.spec.name, layer.module) for layer in layers)
+    return WeightSplit(
+        [(layer.spec.name, layer.module) for layer in layers],
+        samplers,
+        is_split=bool(pipeline.split_backward),
+    )
 
 
 def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:

@@ -22,13 +22,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.pieces import Pieces, cut, scatter
+from axsparse.samo.index.numba_loops import compiled
+from axsparse.samo.index.pieces import Array, Pieces, cut, empty_csr, scatter
 from axsparse.samo.index.uint16 import Uint16Index
 from axsparse.samo.state_bytes import INT32_LIMIT, IndexKind, fits_int32
 
@@ -101,6 +103,7 @@ class Int32Index:
     on_device = None
 
     def __init__(self, mask_D: Tensor) -> None:
+        self._numel = mask_D.numel()
         self._positions = mask_D.nonzero().view(-1).to(torch.int32)
 
     @property
@@ -121,6 +124,32 @@ class Int32Index:
 
     def positions(self) -> Tensor:
         return self._positions.long()
+
+    def csr(self, width: int) -> tuple[Array, Array]:
+        """The kept entries as those of a matrix that is `width` wide, row by row: the column of
+        each, int32 `(kept,)`, and for each row the number of kept entries up to its end, int64.
+
+        These are the column indices of the CSR format and its row pointers without the first, 0.
+        Needs numba.
+        """
+        columns, ends = empty_csr(self._numel, self.kept, width)
+        loop = compiled(divide)
+        assert loop is not None, "numba is missing"
+        loop(self._positions.numpy(), width, columns, ends)
+        return columns, ends
+
+
+def divide(positions: Array, width: int, columns: Array, ends: Array) -> None:
+    """Write each kept entry's column and each row's end."""
+    row, begin = 0, 0
+    for at in range(positions.size):
+        position = np.int64(positions[at])
+        while position >= begin + width:
+            ends[row] = at
+            row += 1
+            begin += width
+        columns[at] = position - begin
+    ends[row:] = positions.size
 
 
 def host_positions(index: Index) -> Tensor:

@@ -21,6 +21,7 @@ from axsparse.samo.index.pieces import (
     block_offsets,
     collect,
     covering,
+    empty_csr,
     gather,
     scatter,
 )
@@ -66,6 +67,14 @@ class MaskIndex:
 
     def positions(self) -> Tensor:
         return collect(self._pieces(0, self.kept), self.kept)
+
+    def csr(self, width: int) -> tuple[Array, Array]:
+        """As `Int32Index.csr`."""
+        columns, ends = empty_csr(self._numel, self.kept, width)
+        loop = compiled(divide_bits)
+        assert loop is not None, "numba is missing"
+        loop(self._bits.numpy().view("<u8"), width, columns, ends)
+        return columns, ends
 
     def _loop(self) -> Loop | None:
         return compiled(move_bits) if self._numel > FEW else None
@@ -137,3 +146,21 @@ def move_bits(
                     values[number] = dense[position]
             bits &= bits - ONE
             number += 1
+
+
+def divide_bits(words: Array, width: int, columns: Array, ends: Array) -> None:
+    """Write each kept entry's column and each row's end."""
+    at, row, begin = 0, 0, 0
+    for word in range(words.size):
+        bits = words[word]
+        while bits != 0:
+            lowest = bits & (~bits + ONE)
+            position = word * MASK_WORD + SHIFT_OF[(lowest * DE_BRUIJN) >> TOP_SIX]
+            while position >= begin + width:
+                ends[row] = at
+                row += 1
+                begin += width
+            columns[at] = position - begin
+            at += 1
+            bits &= bits - ONE
+    ends[row:] = at

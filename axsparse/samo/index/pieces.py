@@ -81,3 +81,9 @@ def collect(pieces: Pieces, kept: int) -> Tensor:
     for first, part in pieces:
         positions[first : first + part.numel()] = part
     return positions
+
+
+def empty_csr(numel: int, kept: int, width: int) -> tuple[Array, Array]:
+    """Arrays for the columns of all kept entries, and for the number of the entry at which each row
+    of a matrix `width` wide ends."""
+    return np.empty(kept, dtype=np.int32), np.empty(numel // width, dtype=np.int64)

@@ -24,6 +24,7 @@ from axsparse.samo.index.pieces import (
     collect,
     covering,
     cut,
+    empty_csr,
     gather,
     read_dtype,
     scatter,
@@ -72,6 +73,14 @@ class Uint16Index:
 
     def positions(self) -> Tensor:
         return collect(self._pieces(0, self.kept, np.int64), self.kept)
+
+    def csr(self, width: int) -> tuple[Array, Array]:
+        """As `Int32Index.csr`."""
+        columns, ends = empty_csr(self._numel, self.kept, width)
+        loop = compiled(divide_low)
+        assert loop is not None, "numba is missing"
+        loop(self._low.numpy(), self._offsets.numpy()[1:], width, columns, ends)
+        return columns, ends
 
     def _loop(self) -> Loop | None:
         return compiled(move_low) if self._numel > FEW else None
@@ -124,3 +133,19 @@ def move_low(
                 prefetch(own, np.int64(low[number]) + AHEAD)
                 values[number - start] = own[np.int64(low[number])]
         at = until
+
+
+def divide_low(low: Array, stops: Array, width: int, columns: Array, ends: Array) -> None:
+    """Write each kept entry's column and each row's end; `stops` has the ends of blocks."""
+    at, row, begin = 0, 0, 0
+    for block in range(stops.size):
+        base = block * UINT16_BLOCK
+        while at < stops[block]:
+            position = base + np.int64(low[at])
+            while position >= begin + width:
+                ends[row] = at
+                row += 1
+                begin += width
+            columns[at] = position - begin
+            at += 1
+    ends[row:] = at

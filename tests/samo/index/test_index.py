@@ -404,3 +404,20 @@ def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind)
 
     assert type(tensor.index) is type(make_index(mask, kind))
     assert torch.equal(tensor.index.positions(), Int32Index(mask).positions())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(9, 7), (3, UINT16_BLOCK + 5), (700, 640), (1, 70), (70, 1)])
+def test_an_index_is_read_row_by_row(shape: tuple[int, int], kind: IndexKind) -> None:
+    pytest.importorskip("numba")
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[0, 0], mask[-1, -1] = False, False
+    mask[1:-1] &= torch.arange(shape[0])[1:-1, None] % 3 > 0  # some rows keep nothing
+    index = make_index(mask.view(-1), kind)
+    assert not isinstance(index, FullIndex)
+    assert isinstance(index, Int32Index | Uint16Index | MaskIndex)
+
+    columns, ends = index.csr(shape[1])
+
+    assert columns.tolist() == mask.nonzero()[:, 1].tolist()
+    assert ends.tolist() == mask.sum(1).cumsum(0).tolist()

@@ -1,0 +1,232 @@
+"""Runs whose gradients are sampled: the same bits in every layout, near those of whole ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import ran, same
+from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset
+from axsparse.models.layer import Layer, Model
+from axsparse.samo import gradient_hooks
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.host.sampled_product import sampled_product, sampling_loops
+from axsparse.samo.index.base import Index
+from axsparse.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(sampling_loops() is None, reason="numba or AVX-512 BF16 is missing")
+WIDTHS = (200, 232, 180, 208, 190)
+TOKENS, MICROBATCHES = 150, 4
+MATRICES = len(WIDTHS) - 1
+
+
+def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return random_init(name, shape, generator) / 8
+
+
+def hidden(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
+
+
+def model(_: Config | None = None) -> Model:
+    layers = [
+        Layer(f"hidden{number}", partial(hidden, inputs, outputs), init=init)
+        for number, (inputs, outputs) in enumerate(pairwise(WIDTHS))
+    ]
+    head = Layer("out", lambda: nn.Linear(WIDTHS[-1], 5), kind="head", init=init)
+    return Model([*layers, head], loss=summed_loss, name="mlp")
+
+
+def data() -> ArrayDataset:
+    return vector_data(3 * TOKENS * MICROBATCHES, WIDTHS[0])
+
+
+def config(**sections: Any) -> Config:
+    settings: dict[str, Any] = {
+        "batch": {"global_batch_size": MICROBATCHES * TOKENS, "microbatch_size": TOKENS},
+        "precision": "bf16",
+        "pruning": {"sparsity": 0.9},
+        "train": {"steps": 4},
+    }
+    for key, value in sections.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return tiny_config(**settings)
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries each sampled product had."""
+    found: list[int] = []
+    inner = sampled_product
+
+    def counted(outer: Tensor, rows: Tensor, index: Index) -> Tensor:
+        found.append(index.kept)
+        return inner(outer, rows, index)
+
+    monkeypatch.setattr(gradient_hooks, "sampled_product", counted)
+    return found
+
+
+OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "two stages": ((2, 1), {}),
+    "four stages, slack": ((4, 1), {"pipeline": {"slack": 2}}),
+    "1f1b": ((2, 1), {"pipeline": {"schedule": "1f1b"}}),
+    "recomputed": ((1, 1), {"pipeline": {"checkpoint_activations": 2}}),
+    "split": ((1, 1), {"pipeline": {"split_backward": True}}),
+    "two stages, split": ((2, 1), {"pipeline": {"split_backward": True, "slack": 2}}),
+    "another index": ((1, 1), {"samo": {"index": "mask"}}),
+    "a split master": ((2, 1), {"samo": {"split_master": True}}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_layout_has_the_same_bits(name: str, tmp_path: Path, products: list[int]) -> None:
+    layout, sections = OTHERS[name]
+    reference = ran((1, 1), config(), tmp_path / "one", model=model, data=data())
+    calls = products
+    assert len(calls) == 4 * MICROBATCHES * MATRICES
+
+    found = ran(layout, config(**sections), tmp_path / "other", model=model, data=data())
+
+    assert len(calls) == 2 * 4 * MICROBATCHES * MATRICES
+    assert found.stopped is None
+    assert found.losses == reference.losses
+    assert found.norms == reference.norms
+    for key, value in reference.state.items():
+        assert torch.equal(found.state[key], value), key
+
+
+def test_two_replicas_have_the_sums_of_their_own(products: list[int]) -> None:
+    [(_, alone)] = train_in_process(1, 1, model(), config(), data())
+    ranks = train_in_process(1, 2, model(), config(), data())
+
+    calls = products
+    assert len(calls) == 2 * 4 * MICROBATCHES * MATRICES
+    assert ranks[0][1].losses == ranks[1][1].losses
+    assert ranks[0][1].losses == pytest.approx(alone.losses, rel=2e-3)
+
+
+def test_a_run_that_stops_and_goes_on_elsewhere_ends_in_the_same_bits(tmp_path: Path) -> None:
+    reference = ran((1, 1), config(), tmp_path / "whole", model=model, data=data())
+    folder = tmp_path / "parts"
+    first = ran((2, 1), config(), folder, model=model, data=data(), stop_after=2)
+    assert first.stopped is not None
+
+    second = ran((1, 1), config(), folder, model=model, data=data(), resume="auto")
+
+    for part in (first, second):
+        assert part.losses == {step: reference.losses[step] for step in part.losses}
+    second.losses, second.norms, second.scales = reference.losses, reference.norms, reference.scales
+    same(second, reference)
+
+
+@pytest.mark.parametrize("gradient", ["half", "fp32"])
+def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int]) -> None:
+    samo = {"gradient": gradient}
+    whole = config(samo={**samo, "sample_gradients": False})
+    [(_, expected)] = train_in_process(1, 1, model(), whole, data())
+    calls = products
+    assert calls == []
+
+    [(_, trace)] = train_in_process(1, 1, model(), config(samo=samo), data())
+
+    assert len(calls) == 4 * MICROBATCHES * MATRICES
+    # Both round a sum to 8 bits, seldom to different neighbours; AdamW then moves a weight whose
+    # gradient is near zero the other way.
+    assert trace.losses == pytest.approx(expected.losses, rel=1e-3)
+    assert trace.norms == pytest.approx(expected.norms, rel=1e-2)
+    for name, master in trace.masters.items():
+        apart = (master - expected.masters[name]).abs()
+        assert apart.mean() < 0.02 * expected.masters[name].abs().mean(), name
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"samo": {"enabled": False}}, "nothing is pruned"),
+        ({"pruning": {"sparsity": 0.7}}, "much is kept"),
+        ({"precision": "fp32"}, "another precision"),
+        ({"batch": {"global_batch_size": 200, "microbatch_size": 100}}, "few tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products: list[int]) -> None:
+    settings = config(**sections)
+    samo = {**sections.get("samo", {}), "sample_gradients": False}
+    plain = config(**{**sections, "samo": samo})
+
+    [(_, trace)] = train_in_process(1, 1, model(), settings, data())
+    [(_, expected)] = train_in_process(1, 1, model(), plain, data())
+
+    calls = products
+    assert calls == [], why
+    assert trace.losses == expected.losses
+    for name, master in expected.masters.items():
+        assert torch.equal(trace.masters[name], master), name
+
+
+def test_weights_are_sampled_from_the_step_on_that_has_pruned_them_enough(
+    products: list[int],
+) -> None:
+    gradual = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
+    settings = config(pruning=gradual, train={"steps": 6})
+    calls = products
+    kept: list[float] = []
+    before = 0
+
+    def watched(trainer: Trainer) -> None:
+        step = trainer.step
+
+        def counted() -> Any:
+            nonlocal before
+            tensor = trainer.parts.layers[0].state.tensors[0]
+            kept.append(tensor.kept / tensor.parameter.numel())
+            before = len(calls)
+            verdict = step()
+            assert (len(calls) > before) == (kept[-1] <= 0.2)
+            return verdict
+
+        vars(trainer)["step"] = counted
+
+    train_in_process(1, 1, model(), settings, data(), before=watched)
+
+    assert kept[0] == 1
+    assert sorted(kept, reverse=True) == kept
+    assert kept[-1] == pytest.approx(0.1, abs=0.01)
+    assert min(calls) > 0
+
+
+def test_growth_candidates_come_of_whole_gradients(
+    monkeypatch: pytest.MonkeyPatch, products: list[int]
+) -> None:
+    rigl = {"method": "rigl", "interval": 2, "until_step": 5}
+    picked: list[str] = []
+    pick = GradientCollector._pick
+
+    def noted(self: GradientCollector, tensor: Any, dense: Tensor) -> None:
+        picked.append(tensor.name)
+        pick(self, tensor, dense)
+
+    monkeypatch.setattr(GradientCollector, "_pick", noted)
+    settings = config(pruning=rigl, train={"steps": 6})
+
+    [(one, trace)] = train_in_process(1, 1, model(), settings, data())
+    found = train_in_process(2, 1, model(), settings, data())
+
+    calls = products
+    assert len(calls) + len(picked) == 2 * 6 * MICROBATCHES * MATRICES
+    assert picked
+    assert calls
+    assert [other.losses for _, other in found] == [trace.losses] * 2
+    for _, other in found:
+        for name, weight in other.weights.items():
+            assert torch.equal(weight, trace.weights[name]), name
+    assert one.parts.collector.candidate_bytes == 0

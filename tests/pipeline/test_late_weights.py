@@ -1,0 +1,343 @@
+"""Linear weights whose gradients a sampler takes, in backwards that are whole or split."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.splittable_weights import WeightSplit
+from axsparse.pipeline.stage import Key, Stage
+from axsparse.runtime.errors import ConfigError
+
+KEY = Key(0, 0)
+SIZE = 12
+
+
+class Sampler:
+    """Takes every product, and keeps the sum as a whole gradient."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.total = torch.zeros_like(weight)
+        self.calls = 0
+        self.is_wanted = self.takes = True
+
+    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
+        if not self.takes:
+            return False
+        self.total += outer.t().mm(rows)
+        self.calls += 1
+        return True
+
+
+def staged(
+    module: nn.Module, *, is_split: bool = False, is_recomputed: bool = False
+) -> tuple[Stage, dict[str, Sampler]]:
+    """A stage of one layer with a sampler for each of its matrices."""
+    runner = LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)
+    samplers = {
+        name: Sampler(weight) for name, weight in module.named_parameters() if weight.dim() == 2
+    }
+    parameters = dict(module.named_parameters())
+    of_weights = {parameters[name]: sampler for name, sampler in samplers.items()}
+    split = WeightSplit([("layer", module)], of_weights, is_split=is_split)
+    stage = Stage([runner], loss=None, metrics={}, input_dtype=None, seed=0, split=split)
+    return stage, samplers
+
+
+def run(stage: Stage, x: Tensor, microbatch: int = 0, *, is_split: bool = False) -> Tensor | None:
+    """Train on one microbatch; the gradient of its input."""
+    x = x.detach().requires_grad_(x.requires_grad)
+    (y,) = stage.forward(microbatch, (x,), KEY, None, 1.0)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    stage.backward(microbatch, [gradient], 1.0)
+    if is_split:
+        stage.weight_gradients(microbatch)
+    return x.grad
+
+
+def by_torch(module: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The gradients of weights and input that torch makes by itself."""
+    other = copy.deepcopy(module)
+    runner = LayerRunner("layer", other, is_random=False, is_recomputed=False)
+    stage = Stage([runner], loss=None, metrics={}, input_dtype=None, seed=0)
+    of_input = run(stage, x)
+    return {name: p.grad for name, p in other.named_parameters() if p.grad is not None}, of_input
+
+
+def assert_trained(
+    module: nn.Module, samplers: dict[str, Sampler], expected: dict[str, Tensor]
+) -> None:
+    """What samplers have and what parameters have are, together, the gradients of torch."""
+    for name, parameter in module.named_parameters():
+        if name in samplers and samplers[name].calls:
+            assert parameter.grad is None
+            assert torch.equal(samplers[name].total, expected[name]), name
+        else:
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
+class Inner(nn.Module):
+    """A linear layer, and what a forward does with it besides calling it once."""
+
+    def __init__(self, way: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+        self._way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._way(self.inner, x)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(SIZE, 20),
+    "no bias": lambda: nn.Linear(SIZE, 20, bias=False),
+    "mlp": lambda: nn.Sequential(
+        nn.Linear(SIZE, 20), nn.ReLU(inplace=True), nn.LayerNorm(20), nn.Linear(20, 8)
+    ),
+    "checkpoint of its own": lambda: Inner(
+        lambda inner, x: checkpoint(inner, x, use_reentrant=False)
+    ),
+    "used without a gradient, too": lambda: Inner(
+        lambda inner, x: inner(x) * inner.weight.detach().norm() + inner.weight.shape[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("has_gradient", [True, False], ids=["input trains", "input does not"])
+@pytest.mark.parametrize("name", MODULES)
+def test_samplers_take_the_factors_of_every_microbatch(
+    name: str, has_gradient: bool, is_recomputed: bool, is_split: bool
+) -> None:
+    torch.manual_seed(2)
+    module = MODULES[name]()
+    x = torch.randn(3, 5, SIZE, requires_grad=has_gradient)
+    expected, of_input = by_torch(module, x)
+    stage, samplers = staged(module, is_split=is_split, is_recomputed=is_recomputed)
+
+    for microbatch in range(2):
+        module.zero_grad()
+        for sampler in samplers.values():
+            sampler.total.zero_()
+        found = run(stage, x, microbatch, is_split=is_split)
+
+        assert all(sampler.calls == microbatch + 1 for sampler in samplers.values())
+        assert_trained(module, samplers, expected)
+        assert (found is None) == (of_input is None)
+        assert found is None or of_input is None or torch.equal(found, of_input)
+        assert (stage.held, stage.late_bytes, stage.whole) == (0, 0, {})
+
+
+def test_a_split_backward_samples_with_the_weight_gradients() -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, samplers = staged(module, is_split=True)
+
+    run(stage, torch.randn(3, SIZE))
+    assert samplers["weight"].calls == 0
+    assert stage.late_bytes > 0
+    stage.weight_gradients(0)
+    assert samplers["weight"].calls == 1
+
+
+WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "also otherwise": lambda inner, x: inner(x) + inner.weight.sum(),
+    "otherwise first": lambda inner, x: inner(x + (inner.weight**2).sum()),
+    "twice": lambda inner, x: inner(inner(x)),
+    "not contiguous": lambda inner, x: inner(x.transpose(0, 1)).transpose(0, 1),
+    "by a view": lambda inner, x: x @ inner.weight.t() + inner.bias,
+    "in a list": lambda inner, x: inner(x + torch.cat([inner.weight, inner.bias[None]]).sum()),
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_used_in_another_way_have_torch_s_gradients(
+    way: str, is_split: bool
+) -> None:
+    torch.manual_seed(3)
+    module = Inner(WAYS[way])
+    x = torch.randn(3, 3, SIZE, requires_grad=True)
+    expected, of_input = by_torch(module, x)
+    hooked: list[str] = []
+    module.inner.weight.register_post_accumulate_grad_hook(lambda _: hooked.append("weight"))
+    stage, samplers = staged(module, is_split=is_split)
+
+    for microbatch in range(2):
+        module.zero_grad()
+        found = run(stage, x, microbatch, is_split=is_split)
+
+        assert hooked == ["weight"] * (microbatch + 1), "one gradient a microbatch"
+        assert_trained(module, samplers, expected)
+        assert found is not None
+        assert of_input is not None
+        assert torch.equal(found, of_input)
+    assert samplers["inner.weight"].calls == 0
+    assert stage._split is not None
+    stage._split.begin_step()
+    assert stage._split.plan == ()
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_a_sampler_that_wants_a_whole_gradient_gets_it(is_split: bool) -> None:
+    module = nn.Sequential(nn.Linear(SIZE, 20), nn.Tanh(), nn.Linear(20, SIZE))
+    x = torch.randn(3, SIZE, requires_grad=True)
+    expected, _ = by_torch(module, x)
+    stage, samplers = staged(module, is_split=is_split)
+    samplers["0.weight"].takes = False
+
+    run(stage, x, is_split=is_split)
+
+    assert_trained(module, samplers, expected)
+    assert [sampler.calls for sampler in samplers.values()] == [0, 1]
+
+
+def test_a_weight_that_is_not_pruned_enough_stays_where_it_is() -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, samplers = staged(module)
+    split = stage._split
+    assert split is not None
+    samplers["weight"].is_wanted = False
+    run(stage, torch.randn(3, SIZE))
+    assert not split.plan
+    assert samplers["weight"].calls == 0
+
+    module.zero_grad()
+    samplers["weight"].is_wanted = True
+    run(stage, torch.randn(3, SIZE))
+
+    assert len(split.plan) == 1
+    assert samplers["weight"].calls == 1
+
+
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_hooks_that_come_later_get_whole_gradients(kind: str) -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, samplers = staged(module)
+    x = torch.randn(3, SIZE)
+    expected, _ = by_torch(module, x)
+    seen: list[Tensor] = []
+    if kind == "gradient":
+        module.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    else:
+        module.weight.register_post_accumulate_grad_hook(
+            lambda weight: seen.append(torch.as_tensor(weight.grad).clone())
+        )
+
+    run(stage, x)
+
+    [gradient] = seen
+    assert torch.equal(gradient, expected["weight"])
+    assert samplers["weight"].calls == 0
+
+
+@pytest.mark.parametrize("first", ["call", "reference"])
+def test_a_gradient_that_passes_the_sampler_by_is_refused(first: str) -> None:
+    hidden: list[Tensor] = []
+
+    def way(inner: nn.Linear, x: Tensor) -> Tensor:
+        if first == "call":  # whose backward then comes last
+            return torch.mul(inner(x), hidden[0].sum())
+        return torch.as_tensor(inner(x + hidden[0].sum()))
+
+    module = Inner(way)
+    hidden.append(module.inner.weight)
+    stage, _ = staged(module)
+
+    with pytest.raises(ConfigError, match=r"inner\.weight: it is used outside .*sample_gradients"):
+        run(stage, torch.randn(3, SIZE, requires_grad=True))
+
+
+def test_a_part_that_was_not_seen_to_come_is_refused() -> None:
+    """Only the backward shows what a function takes out of a mapping; a sampler has taken what it
+    thought was all."""
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(_: object, *tensors: Tensor) -> Tensor:
+            return tensors[0].sum()
+
+        @staticmethod
+        def backward(_: object, *gradients: Tensor) -> Tensor:
+            return gradients[0].expand(SIZE, SIZE)
+
+    apply: Callable[..., Tensor] = Nested.apply
+    stage, _ = staged(Inner(lambda inner, x: inner(x + apply(inner.weight))))
+
+    with pytest.raises(ConfigError, match=r"inner\.weight: it is used outside"):
+        run(stage, torch.randn(3, SIZE, requires_grad=True))
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    module[1].weight = module[0].weight
+    return module
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "a class of one's own": lambda: Subclass(SIZE, SIZE),
+    "an embedding": lambda: nn.Sequential(nn.Flatten(0), nn.Embedding(SIZE, SIZE)),
+    "tied": tied,
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(SIZE, SIZE)),
+    "compiled": lambda: nn.Sequential(compiled(nn.Linear(SIZE, SIZE))),
+    "compiled around": lambda: compiled(nn.Sequential(nn.Linear(SIZE, SIZE))),
+}
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """A module that torch.compile calls; nothing is compiled yet."""
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_plain_linear_modules_are_sampled(name: str) -> None:
+    stage, _ = staged(OTHERS[name]())
+
+    assert stage._split is not None
+    assert stage._split._sampled == ()
+
+
+def test_an_input_is_free_once_its_gradient_is_sampled() -> None:
+    """Not only at the end of the backward, as the graph is."""
+    module = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
+    stage, samplers = staged(module)
+    given: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    assert stage._split is not None
+    for slot in stage._split._sampled:
+        sampler = slot.stand_in.own.sampler
+        assert isinstance(sampler, Sampler)
+        slot.stand_in.own.sampler = Watching(sampler, given, alive)
+
+    run(stage, torch.randn(4, SIZE, requires_grad=True))
+
+    assert alive == [0, 0, 0]
+    assert all(sampler.calls == 1 for sampler in samplers.values())
+
+
+class Watching:
+    """Notes how many inputs that were given before are still there."""
+
+    is_wanted = True
+
+    def __init__(self, inner: Sampler, given: list[weakref.ref[Tensor]], alive: list[int]) -> None:
+        self._inner, self._given, self._alive = inner, given, alive
+
+    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
+        self._alive.append(sum(each() is not None for each in self._given))
+        self._given.append(weakref.ref(rows))
+        return self._inner(rows, outer)
