@@ -156,8 +156,7 @@ class GradientCollector:
 
     def samplers(self, names: Collection[str]) -> dict[nn.Parameter, GradientSampler]:
         """Those of the named weights whose gradients may be sampled: on CPUs, where nobody else has
-        a hook, and where the gradient is not part of a tied weight's."""
-        tied = {tensor.alias_of for layer in self._layers for tensor in layer.tensors}
+        a hook."""
         return {
             tensor.parameter: GradientSampler(self, layer, tensor)
             for layer in self._layers
@@ -165,8 +164,6 @@ class GradientCollector:
             if tensor.name in names
             and layer.backend.device.type == "cpu"
             and may_sample(tensor.parameter)
-            and tensor.alias_of is None
-            and tensor not in tied
             and not tensor.parameter._backward_hooks
             and len(tensor.parameter._post_accumulate_grad_hooks or ()) == 1
         }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Layer, Model, Tie
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.host.sampled_product import sampled_product, sampling_loops
@@ -102,6 +102,25 @@ def test_every_layout_has_the_same_bits(name: str, tmp_path: Path, products: lis
     assert found.norms == reference.norms
     for key, value in reference.state.items():
         assert torch.equal(found.state[key], value), key
+
+
+def test_a_tied_weight_has_the_same_bits_where_one_stage_has_both_of_its_uses(
+    products: list[int],
+) -> None:
+    width = 200
+    layers = [Layer(f"hidden{n}", partial(hidden, width, width), init=init) for n in range(3)]
+    head = Layer("out", lambda: nn.Linear(width, 5), kind="head", init=init)
+    tie = Tie("hidden0.0.weight", "hidden2.0.weight")
+    tied = Model([*layers, head], loss=summed_loss, ties=[tie], name="tied")
+
+    [(_, one)] = train_in_process(1, 1, tied, config(), data())
+    calls = len(products)
+    [(_, first), (_, second)] = train_in_process(2, 1, tied, config(), data())
+
+    assert len(products) == 2 * calls > 0
+    assert one.losses == first.losses == second.losses
+    for name, weight in {**first.weights, **second.weights}.items():
+        assert name == tie.second or torch.equal(weight, one.weights[name]), name
 
 
 def test_two_replicas_have_the_sums_of_their_own(products: list[int]) -> None:

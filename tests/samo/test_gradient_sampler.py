@@ -1,0 +1,136 @@
+"""Kept entries that a sampler computes count as the gradient of their tensor."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.pruned import matrices
+from support.runs import random_init
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer
+from axsparse.samo import gradient_hooks
+from axsparse.samo.gradient_hooks import GradientCollector, GradientSampler
+from axsparse.samo.index.base import Index
+from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.layer_state import LayerState
+
+WIDTH, TOKENS = 8, 200
+
+
+def by_gather(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
+    return index.gather(outer.t().mm(inner).reshape(-1), 0, index.kept)
+
+
+class Case:
+    """Two layers, one with a bias, and the collector of their gradients."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        specs = [
+            Layer("first", lambda: nn.Linear(WIDTH, WIDTH), init=random_init),
+            Layer("second", lambda: nn.Linear(WIDTH, WIDTH, bias=False), init=random_init),
+        ]
+        options = StateOptions(
+            dtype=dtype,
+            gradient_dtype=torch.float32,
+            moments=("exp_avg", "exp_avg_sq"),
+            seed=1,
+            masks=matrices(specs, 0.9),
+        )
+        self.layers = [layer.state for layer in build_layers(specs, {}, options)]
+        self.ready: list[str] = []
+        self.collector = GradientCollector(
+            self.layers, lambda layer: self.ready.append(layer.name), lambda _: nullcontext()
+        )
+        self.names = [tensor.name for layer in self.layers for tensor in layer.tensors]
+
+    @property
+    def samplers(self) -> dict[str, GradientSampler]:
+        found = self.collector.samplers(self.names)
+        return {sampler.tensor.name: sampler for sampler in found.values()}
+
+    @property
+    def first(self) -> LayerState:
+        return self.layers[0]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample what is small, and by any processor."""
+    monkeypatch.setattr(gradient_hooks, "can_sample", lambda tensor: True)
+    monkeypatch.setattr(gradient_hooks, "may_sample", lambda weight: weight.dim() == 2)
+    monkeypatch.setattr(gradient_hooks, "sampled_product", by_gather)
+
+
+def factors(seed: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(2, tokens, WIDTH, generator=generator).to(torch.bfloat16)
+    return drawn[0], drawn[1]
+
+
+def test_the_first_product_of_a_step_replaces_and_later_ones_add() -> None:
+    case = Case()
+    sampler = case.samplers["first.weight"]
+    case.collector.begin()
+    assert sampler(*factors(7))
+
+    case.collector.begin()
+    assert sampler(*factors(1))
+    assert sampler(*factors(2))
+
+    index = sampler.tensor.index
+    total = sum(by_gather(outer, rows, index).float() for rows, outer in map(factors, (1, 2)))
+    assert torch.equal(case.first.gradient_of(sampler.tensor), torch.as_tensor(total))
+    assert case.collector.finish() == ["first.bias", "second.weight"]
+
+
+def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
+    case = Case()
+    samplers = case.samplers
+    case.collector.begin()
+    case.collector.microbatch(is_last=False)
+    for sampler in samplers.values():
+        assert sampler(*factors(1))
+    assert case.ready == []
+
+    case.collector.microbatch(is_last=True)
+    assert samplers["second.weight"](*factors(2))
+    assert case.ready == ["second"]
+    assert samplers["first.weight"](*factors(2))
+    assert case.ready == ["second"], "the bias is missing"
+    bias = case.first.tensor("first.bias").parameter
+    bias.float().sum().backward()
+
+    assert case.ready == ["second", "first"]
+    assert case.collector.finish() == []
+    assert case.ready == ["second", "first"]
+
+
+def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None:
+    case = Case()
+    samplers = case.samplers
+    case.collector.harvest({"first.weight": 3})
+    case.collector.begin()
+
+    assert not samplers["first.weight"](*factors(1))
+    assert samplers["second.weight"](*factors(1))
+    assert not samplers["second.weight"](*factors(1, tokens=20))
+    assert case.collector.finish() == ["first.weight", "first.bias"]
+
+    case.collector.harvested()
+    case.collector.begin()
+    assert samplers["first.weight"](*factors(1))
+
+
+def test_who_may_be_sampled() -> None:
+    case = Case()
+    assert list(case.samplers) == ["first.weight", "second.weight"]
+    assert list(case.collector.samplers(["second.weight"])) == [case.layers[1].tensors[0].parameter]
+
+    case.first.tensor("first.weight").parameter.register_hook(lambda gradient: gradient)
+    assert list(case.samplers) == ["second.weight"]
+    weight = case.layers[1].tensors[0].parameter
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert case.samplers == {}
