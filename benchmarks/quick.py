@@ -178,6 +178,18 @@ def update() -> Figures:
     return {f"update, {name}": over_bytes(measure(name, rounds=9), "update") for name in CASES}
 
 
+def product() -> Figures:
+    """Kept entries of a gradient over the whole of it; nothing where a CPU has no code for them."""
+    from sampled_product import Case, measure, over_whole
+
+    from axsparse.samo.host.sampled_product import sampling_loops
+
+    if sampling_loops() is None:
+        return {}
+    taken = measure(Case(2048, 512, 256, 0.1))
+    return {"a tenth of a gradient, sampled": over_whole(taken)}
+
+
 def step() -> Figures:
     """A training step of one block in one process, SAMO and dense in turn."""
     import torch
@@ -241,8 +253,8 @@ def checkpoints() -> Figures:
 LAYERS: Mapping[str, Callable[[], Figures]] = {
     found.__name__: found
     for found in (
-        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, update, step),
-        *(replicas, bubble, checkpoints),
+        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, update),
+        *(product, step, replicas, bubble, checkpoints),
     )
 }
 """Measurements by name, in the order in which they are taken."""

@@ -167,17 +167,19 @@ def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
 
     Where autograd makes a gradient of x or b, it knows nothing of W, and what it hands to its own
     backward is noted: that is quicker than a function of ours. What is noted is kept until then,
-    which is more than a part that is recomputed may keep.
+    which is more than a part that is recomputed may keep; and the note cannot tell the stage's
+    backward from one within a recomputation, for the gradient of an activation alone.
     """
     own = weight.own
-    if (rows.requires_grad or (bias is not None and bias.requires_grad)) and _saves_as_usual():
+    has_node = rows.requires_grad or (bias is not None and bias.requires_grad)
+    if has_node and _saves_as_usual() and not own.late.is_in_backward:
         product = F.linear(rows, own.alias, bias)
         node = product.grad_fn
         assert node is not None, "an input requires a gradient"
         node.register_prehook(_note_of(own, rows.detach()))
         return product
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(rows, own, bias, _anchor(rows, weight))
+    return apply(rows, own, bias, weight)
 
 
 def _saves_as_usual() -> bool:
@@ -213,9 +215,11 @@ def _note_of(own: Own, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None
     return leave
 
 
-def _anchor(inputs: Tensor, weight: StandIn) -> Tensor | None:
-    """What makes an output require a gradient where its input does not."""
-    return None if inputs.requires_grad else weight
+def _wants_weights(ctx: Any) -> bool:
+    """Whether the present backward makes gradients of weights, and not of some activations alone;
+    the weight's stand-in is the last input of the function."""
+    wants: bool = torch._C._will_engine_execute_node(ctx.next_functions[-1][0])
+    return wants
 
 
 def _is_plain_product(inputs: Tensor, weight: StandIn, bias: Tensor | None) -> bool:
@@ -247,7 +251,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, own: Own, bias: Tensor | None, _: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, own: Own, bias: Tensor | None, _: StandIn) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.own = own
         ctx.set_materialize_grads(False)
@@ -263,7 +267,8 @@ class _Linear(torch.autograd.Function):
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
         of_input = _input_gradient(rows, own.alias, outer) if wants_input else None
         of_bias = outer.sum_to_size(outer.shape[1]) if wants_bias else None
-        own.leave((rows, outer), _weight_gradient)
+        if _wants_weights(ctx):
+            own.leave((rows, outer), _weight_gradient)
         return of_input, None, of_bias, None
 
 
@@ -308,7 +313,7 @@ def _convolution(
         return whole
     apply: Callable[..., Tensor] = _Convolution.apply
     owns = weight.own, bias.own if isinstance(bias, StandIn) else bias
-    return apply(input, *owns, (steps, edges, gaps, groups), _anchor(input, weight))
+    return apply(input, *owns, (steps, edges, gaps, groups), weight)
 
 
 def _each(value: int | Sequence[int], weight: Tensor) -> Sizes:
@@ -337,7 +342,7 @@ class _Convolution(torch.autograd.Function):
         own: Own,
         bias: Own | Tensor | None,
         settings: tuple[Sizes, Sizes, Sizes, int],
-        _: Tensor | None,
+        _: StandIn,
     ) -> Tensor:
         steps, edges, gaps, groups = settings
         added = bias.alias if isinstance(bias, Own) else bias
@@ -360,7 +365,8 @@ class _Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             (of_input,) = compute((True, False, False), inputs, gradient)
         later = partial(compute, (False, True, bool(ctx.biases)))
-        own.leave((inputs, gradient), later, ctx.biases)
+        if _wants_weights(ctx):
+            own.leave((inputs, gradient), later, ctx.biases)
         return of_input, None, None, None, None
 
 

@@ -147,6 +147,19 @@ def test_a_run_that_stops_and_goes_on_elsewhere_ends_in_the_same_bits(tmp_path: 
     same(second, reference)
 
 
+def test_a_run_may_go_on_with_whole_gradients(tmp_path: Path, products: list[int]) -> None:
+    first = ran((1, 1), config(), tmp_path / "run", model=model, data=data(), stop_after=2)
+    assert first.stopped is not None
+    calls = len(products)
+    assert calls == 2 * MICROBATCHES * MATRICES
+
+    whole = config(samo={"sample_gradients": False})
+    second = ran((1, 1), whole, tmp_path / "run", model=model, data=data(), resume="auto")
+
+    assert sorted(second.losses) == [3, 4]
+    assert len(products) == calls
+
+
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
 def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int]) -> None:
     samo = {"gradient": gradient}
@@ -190,6 +203,21 @@ def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products:
     assert trace.losses == expected.losses
     for name, master in expected.masters.items():
         assert torch.equal(trace.masters[name], master), name
+
+
+class SeenError(Exception):
+    pass
+
+
+def test_compiled_layers_have_no_stand_ins() -> None:
+    """Whose gradients would have to leave a function that torch.compile has fused."""
+
+    def look(trainer: Trainer) -> None:
+        assert trainer.parts.engine._stage._split is None
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        train_in_process(1, 1, model(), config(pipeline={"compile": True}), data(), before=look)
 
 
 def test_weights_are_sampled_from_the_step_on_that_has_pruned_them_enough(

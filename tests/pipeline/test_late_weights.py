@@ -187,6 +187,47 @@ def test_weights_that_are_used_in_another_way_have_torch_s_gradients(
     assert stage._split.plan == ()
 
 
+def slope(inner: nn.Linear, x: Tensor) -> Tensor:
+    """The gradient of an activation alone."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(inner(leaf).square().sum(), leaf)
+    return found
+
+
+NESTED: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "by itself": lambda inner, x: slope(inner, x) + inner(x),
+    "in a checkpoint": lambda inner, x: checkpoint(
+        lambda y: slope(inner, y) + inner(y), x, use_reentrant=False
+    ),
+    "in a reentrant checkpoint": lambda inner, x: checkpoint(
+        lambda y: slope(inner, y) + inner(y), x, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("way", NESTED)
+def test_a_backward_for_an_activation_alone_leaves_nothing(
+    way: str, is_recomputed: bool, is_split: bool
+) -> None:
+    torch.manual_seed(3)
+    module = Inner(NESTED[way])
+    x = torch.randn(3, 3, SIZE, requires_grad=True)
+    expected, of_input = by_torch(module, x)
+    stage, samplers = staged(module, is_split=is_split, is_recomputed=is_recomputed)
+
+    for microbatch in range(2):
+        module.zero_grad()
+        found = run(stage, x, microbatch, is_split=is_split)
+
+        assert_trained(module, samplers, expected)
+        assert found is not None
+        assert of_input is not None
+        assert torch.equal(found, of_input)
+
+
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_a_sampler_that_wants_a_whole_gradient_gets_it(is_split: bool) -> None:
     module = nn.Sequential(nn.Linear(SIZE, 20), nn.Tanh(), nn.Linear(20, SIZE))
