@@ -209,6 +209,7 @@ class SeenError(Exception):
     pass
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_layers_have_no_stand_ins() -> None:
     """Whose gradients would have to leave a function that torch.compile has fused."""
 

@@ -18,6 +18,7 @@ from fuzz.model_generator import Case, draw
 from fuzz.model_judge import NotAModelError, judge, reduced, signature
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.sampled import sample_all
 
 MODELS = int(os.environ.get("AXSPARSE_MODELS", "25"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
@@ -25,7 +26,12 @@ ONE = os.environ.get("AXSPARSE_MODEL", "")
 
 
 @pytest.mark.skipif(not ONE, reason="judges the case of AXSPARSE_MODEL alone")
-def test_one_generated_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["whole", "sampled"])
+def test_one_generated_model(
+    is_sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_sampled:
+        sample_all(monkeypatch)
     print(judge(Case.read(ONE), tmp_path))
 
 
@@ -37,12 +43,28 @@ def tell(counts: Counter[str], seconds: float) -> None:
 
 
 @pytest.mark.skipif(bool(ONE), reason="AXSPARSE_MODEL asks for one case alone")
+def test_generated_models_whose_gradients_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a stand-in hands the factors of a gradient on, or sees that it must not, nothing else
+    changes: the sampler has torch's bits here."""
+    sample_all(monkeypatch)
+
+    judge_models(MODELS // 2, tmp_path)
+
+
+@pytest.mark.skipif(bool(ONE), reason="AXSPARSE_MODEL asks for one case alone")
 def test_generated_models(tmp_path: Path) -> None:
+    judge_models(MODELS, tmp_path)
+
+
+def judge_models(number: int, tmp_path: Path) -> None:
+    """Judge so many models; fails at the end with a case of each kind of failure, made smaller."""
     counts, failures = Counter[str](), dict[str, str]()
     begin = time.monotonic()
 
     @settings(
-        max_examples=MODELS,
+        max_examples=number,
         deadline=None,
         derandomize=True,
         database=None,
@@ -64,7 +86,7 @@ def test_generated_models(tmp_path: Path) -> None:
                 failures[kind] = reduced(case, tmp_path, failure).line()
                 print(f"{kind}\n    AXSPARSE_MODEL='{failures[kind]}'", flush=True)
 
-        if counts.total() % 25 == 0 and MODELS > 100:
+        if counts.total() % 25 == 0 and number > 100:
             tell(counts, time.monotonic() - begin)
 
     judge_next()

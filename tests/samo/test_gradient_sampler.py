@@ -8,20 +8,17 @@ import pytest
 import torch
 from support.pruned import matrices
 from support.runs import random_init
+from support.sampled import by_gather, sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector, GradientSampler
-from axsparse.samo.index.base import Index
+from axsparse.samo.host.sampled_product import FEWEST_TOKENS
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
 
 WIDTH, TOKENS = 8, 200
-
-
-def by_gather(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
-    return index.gather(outer.t().mm(inner).reshape(-1), 0, index.kept)
 
 
 class Case:
@@ -59,9 +56,8 @@ class Case:
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample what is small, and by any processor."""
-    monkeypatch.setattr(gradient_hooks, "can_sample", lambda tensor: True)
-    monkeypatch.setattr(gradient_hooks, "may_sample", lambda weight: weight.dim() == 2)
-    monkeypatch.setattr(gradient_hooks, "sampled_product", by_gather)
+    sample_all(monkeypatch)
+    monkeypatch.setattr(gradient_hooks, "FEWEST_TOKENS", FEWEST_TOKENS)
 
 
 def factors(seed: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
