@@ -29,6 +29,8 @@ DENSEST = 0.2
 """The density up to which kept entries are computed one by one."""
 FEWEST_TOKENS = 128
 """Of fewer tokens the dense product is as quick."""
+MOST_THREADS = 2
+"""Kept entries are computed by one thread; by more than so many the dense product is as quick."""
 TOKENS = 256
 """Tokens of which both factors are laid out for the product at a time."""
 COLUMNS = 512
@@ -60,6 +62,7 @@ def can_sample(tensor: TensorState) -> bool:
         may_sample(weight)
         and isinstance(tensor.index, SPARSE)
         and tensor.kept <= DENSEST * weight.numel()
+        and torch.get_num_threads() <= MOST_THREADS
         and sampling_loops() is not None
     )
 

@@ -12,6 +12,7 @@ from axsparse.samo.host import sampled_product as module
 from axsparse.samo.host.sampled_product import (
     COLUMNS,
     DENSEST,
+    MOST_THREADS,
     TOKENS,
     can_sample,
     sampled_product,
@@ -119,6 +120,17 @@ def state(
     mask[: int(density * weight.numel())] = True
     index: Index = FullIndex(weight.numel()) if density == 1 else make_index(mask, "uint16")
     return TensorState("w", weight, index, decays=True)
+
+
+@needs_instruction
+@pytest.mark.parametrize("threads", [1, MOST_THREADS, MOST_THREADS + 1])
+def test_one_thread_is_not_held_against_many(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert can_sample(state(200, 300)) == (threads <= MOST_THREADS)
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_instruction
