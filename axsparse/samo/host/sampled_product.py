@@ -27,8 +27,8 @@ from axsparse.samo.tensor_state import TensorState
 SPARSE = (Int32Index, Uint16Index, MaskIndex)
 DENSEST = 0.2
 """The density up to which kept entries are computed one by one."""
-FEWEST_TOKENS = 128
-"""Of fewer tokens the dense product is as quick."""
+FEWEST_TOKENS = 64
+"""Of fewer tokens the dense product is nearly as quick."""
 MOST_THREADS = 2
 """Kept entries are computed by one thread; by more than so many the dense product is as quick."""
 TOKENS = 256
