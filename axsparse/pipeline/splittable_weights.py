@@ -163,6 +163,20 @@ class WeightSplit:
         return tuple(slots)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a layer consists of modules of the package and of torch, on which nobody has hooks.
+
+    These call linear modules and do nothing else with their weights, which code of others might.
+    """
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return all(
+        type(each).__module__.partition(".")[0] in ("axsparse", "torch")
+        and "forward" not in vars(each)
+        and not any(getattr(each, kind) for kind in hooks)
+        for each in module.modules()
+    )
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile makes the module's backward."""
     has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None

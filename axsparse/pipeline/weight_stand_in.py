@@ -155,11 +155,15 @@ def _linear(
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         whole: Tensor = _otherwise(F.linear, (input, weight, bias), {})
         return whole
-    weight.own.use()
+    own = weight.own
+    if not (weight.requires_grad and own.weight.requires_grad):
+        return F.linear(input, own.alias, bias)  # frozen since, for good or for this call
+    own.use()
     shape = input.shape
     if len(shape) == 2:
         return _product(input, weight, bias)
-    return _product(input.view(-1, shape[-1]), weight, bias).view(*shape[:-1], -1)
+    rows = input.view(-1, shape[-1])
+    return _product(rows, weight, bias).view(*shape[:-1], len(own.alias))
 
 
 def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:

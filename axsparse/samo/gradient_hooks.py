@@ -57,6 +57,8 @@ class GradientCollector:
         self._missing: dict[str, set[str]] = {}
         self._wanted: dict[str, int] = {}
         self._candidates: dict[str, Candidates] = {}
+        self._running: dict[str, Tensor | None] = {}
+        """The views of this step's gradients to which autograd itself adds, by name of tensor."""
         self._handles = [
             tensor.parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
             for layer in layers
@@ -67,6 +69,7 @@ class GradientCollector:
         """Open a step: the first gradient of each tensor replaces what is there."""
         self._is_last = self._has_seen_last = False
         self._candidates.clear()
+        self._running.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
@@ -129,16 +132,14 @@ class GradientCollector:
             handle.remove()
 
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
-        running: Tensor | None = None
-
         def compress(parameter: Tensor) -> None:
-            nonlocal running
+            running = self._running.get(tensor.name)
             gradient = parameter.grad
             assert gradient is not None, "autograd calls this once the gradient is there"
             if gradient is not running:
                 if running is not None:
                     # A torch that adds out of place has made the sum in memory of its own.
-                    tensor.accumulated, running = False, None
+                    tensor.accumulated = False
                 with self._timed(self._is_last):
                     # An embedding with sparse=True has sparse gradients.
                     is_dense = gradient.layout == torch.strided
@@ -147,9 +148,9 @@ class GradientCollector:
                         self._pick(tensor, dense)
                     layer.accumulate(tensor, dense, is_last=self._is_last)
             if self._is_last:
-                parameter.grad = running = None
+                parameter.grad = self._running[tensor.name] = None
             elif gradient is not running:
-                parameter.grad = running = layer.running_gradient(tensor)
+                parameter.grad = self._running[tensor.name] = layer.running_gradient(tensor)
             self._complete(layer, tensor)
 
         return compress

@@ -19,7 +19,7 @@ from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.splittable_weights import WeightSplit
+from axsparse.pipeline.splittable_weights import WeightSplit, is_plain
 from axsparse.pipeline.stage import Stage
 from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.stage_memory import held_activations, is_recomputed
@@ -147,9 +147,17 @@ def _split(
     """What takes weight gradients out of backwards; None if autograd makes all of them."""
     pipeline, samo = run.config.pipeline, run.config.samo
     # A compiled layer's backward is one function.
-    may_sample = samo.sample_gradients and not pipeline.compile
+    may_sample = samo.sample_gradients is not False and not pipeline.compile
     pruned = run.targets.shapes if run.targets is not None and may_sample else {}
-    samplers = collector.samplers(pruned)
+    samplers = collector.samplers(
+        {
+            tensor.name
+            for layer in layers
+            if samo.sample_gradients is True or is_plain(layer.module)
+            for tensor in layer.state.tensors
+            if tensor.name in pruned
+        }
+    )
     if not (pipeline.split_backward or samplers):
         return None
     return WeightSplit(

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran, same
-from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from support.runs import (
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model, Tie
+from axsparse.pipeline import layer_runner
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.host.sampled_product import sampled_product, sampling_loops
@@ -205,20 +214,84 @@ def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products:
         assert torch.equal(trace.masters[name], master), name
 
 
-class SeenError(Exception):
-    pass
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_layers_have_no_stand_ins() -> None:
+def test_compiled_layers_have_no_stand_ins(
+    monkeypatch: pytest.MonkeyPatch, products: list[int]
+) -> None:
     """Whose gradients would have to leave a function that torch.compile has fused."""
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
+    monkeypatch.setattr(layer_runner, "_allow_graphs", lambda more: None)
 
-    def look(trainer: Trainer) -> None:
-        assert trainer.parts.engine._stage._split is None
-        raise SeenError
+    train_in_process(1, 1, model(), config(pipeline={"compile": True}), data())
 
-    with pytest.raises(SeenError):
-        train_in_process(1, 1, model(), config(pipeline={"compile": True}), data(), before=look)
+    assert products == []
+
+
+class Own(nn.Module):
+    """A module of a user's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()  # type: ignore[no-any-return]
+
+
+def own_model(*, hooked: bool) -> Model:
+    def build(inputs: int, outputs: int) -> nn.Module:
+        if not hooked:
+            return Own(inputs, outputs)
+        module = hidden(inputs, outputs)
+        module.register_forward_hook(lambda module, given, got: got)
+        return module
+
+    return Model(
+        [Layer("hidden", partial(build, WIDTHS[0], 190), init=init), *model().layers[-1:]],
+        loss=summed_loss,
+        name="own",
+    )
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["class", "hook"])
+def test_modules_with_code_of_others_are_sampled_on_demand(
+    hooked: bool, products: list[int]
+) -> None:
+    train_in_process(1, 1, own_model(hooked=hooked), config(), data())
+    assert products == []
+
+    told = config(samo={"sample_gradients": True})
+    train_in_process(1, 1, own_model(hooked=hooked), told, data())
+
+    assert len(products) == 4 * MICROBATCHES
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]) -> None:
+    """With embeddings and head pruned, by whose weight the loss multiplies."""
+    settings = tiny_config(
+        precision="bf16",
+        model={
+            "hidden_size": 192,
+            "sequence_length": 64,
+            "vocab_size": 256,
+            "tie_embeddings": tied,
+        },
+        batch={"global_batch_size": 4, "microbatch_size": 2},
+        pruning={"sparsity": 0.9, "include": "all"},
+        train={"steps": 3},
+    )
+    tokens = token_data(samples=12, length=64)
+    [(_, one)] = train_in_process(1, 1, tiny_gpt(settings), settings, tokens)
+    assert products
+
+    for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "slack": 1}):
+        other = settings.model_copy(
+            update={"pipeline": settings.pipeline.model_copy(update=pipeline)}
+        )
+        for _, found in train_in_process(2, 1, tiny_gpt(other), other, tokens):
+            assert found.losses == one.losses
+            for name, weight in found.weights.items():
+                assert name not in one.weights or torch.equal(weight, one.weights[name]), name
 
 
 def test_weights_are_sampled_from_the_step_on_that_has_pruned_them_enough(

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.pipeline.layer_runner import LayerRunner
-from axsparse.pipeline.splittable_weights import WeightSplit
+from axsparse.pipeline.splittable_weights import WeightSplit, is_plain
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.errors import ConfigError
 
@@ -185,6 +185,59 @@ def test_weights_that_are_used_in_another_way_have_torch_s_gradients(
     assert stage._split is not None
     stage._split.begin_step()
     assert stage._split.plan == ()
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_a_weight_that_is_frozen_later_has_no_gradient(is_split: bool) -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, samplers = staged(module, is_split=is_split)
+    run(stage, torch.randn(3, SIZE), is_split=is_split)
+    assert samplers["weight"].calls == 1
+
+    module.weight.requires_grad_(False)
+    run(stage, torch.randn(3, SIZE), 1, is_split=is_split)
+    module.weight.requires_grad_(True)
+    run(stage, torch.randn(3, SIZE), 2, is_split=is_split)
+
+    assert samplers["weight"].calls == 2
+
+
+def test_a_weight_that_is_frozen_for_one_call_has_the_gradient_of_the_others() -> None:
+    def way(inner: nn.Linear, x: Tensor) -> Tensor:
+        inner.weight.requires_grad_(False)
+        y = inner(x).tanh()
+        inner.weight.requires_grad_(True)
+        return torch.as_tensor(inner(y))
+
+    module = Inner(way)
+    x = torch.randn(3, SIZE, requires_grad=True)
+    expected, _ = by_torch(module, x)
+    stage, samplers = staged(module)
+
+    run(stage, x)
+
+    assert_trained(module, samplers, expected)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_an_input_without_rows_has_an_output_without_rows(is_split: bool) -> None:
+    module = Inner(lambda inner, x: inner(x[:0].view(0, 2, SIZE)))
+    stage, samplers = staged(module, is_split=is_split)
+
+    run(stage, torch.randn(4, SIZE, requires_grad=True), is_split=is_split)
+
+    assert samplers["inner.weight"].total.count_nonzero() == 0
+
+
+def test_layers_of_torch_s_modules_alone_are_plain() -> None:
+    hooked, overridden = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    hooked.register_full_backward_hook(lambda module, given, got: None)
+    vars(overridden)["forward"] = torch.relu
+
+    assert is_plain(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()))
+    assert not is_plain(nn.Sequential(Inner(lambda inner, x: x)))
+    assert not is_plain(nn.Sequential(hooked))
+    assert not is_plain(nn.Sequential(overridden))
 
 
 def slope(inner: nn.Linear, x: Tensor) -> Tensor:

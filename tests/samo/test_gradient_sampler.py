@@ -24,17 +24,22 @@ WIDTH, TOKENS = 8, 200
 class Case:
     """Two layers, one with a bias, and the collector of their gradients."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        gradient_dtype: torch.dtype = torch.float32,
+        sparsity: float = 0.9,
+    ) -> None:
         specs = [
             Layer("first", lambda: nn.Linear(WIDTH, WIDTH), init=random_init),
             Layer("second", lambda: nn.Linear(WIDTH, WIDTH, bias=False), init=random_init),
         ]
         options = StateOptions(
             dtype=dtype,
-            gradient_dtype=torch.float32,
+            gradient_dtype=gradient_dtype,
             moments=("exp_avg", "exp_avg_sq"),
             seed=1,
-            masks=matrices(specs, 0.9),
+            masks=matrices(specs, sparsity),
         )
         self.layers = [layer.state for layer in build_layers(specs, {}, options)]
         self.ready: list[str] = []
@@ -130,3 +135,26 @@ def test_who_may_be_sampled() -> None:
     weight = case.layers[1].tensors[0].parameter
     weight.register_post_accumulate_grad_hook(lambda _: None)
     assert case.samplers == {}
+
+
+def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
+    """A tensor of which all was kept, and that a step's last microbatch did not use, is pruned: the
+    next step samples its first microbatch and has a whole gradient of its second."""
+    case = Case(dtype=torch.bfloat16, gradient_dtype=torch.bfloat16, sparsity=0)
+    tensor = case.first.tensor("first.weight")
+    case.collector.begin()
+    case.collector.microbatch(is_last=False)
+    tensor.parameter.sum().backward()
+    assert tensor.parameter.grad is not None
+    case.collector.microbatch(is_last=True)
+    case.collector.finish()
+    mask = torch.arange(WIDTH * WIDTH) % 10 == 0
+    case.first.remask("first.weight", mask)
+
+    case.collector.begin()
+    rows, outer = factors(1)
+    assert case.samplers["first.weight"](rows, outer)
+    tensor.parameter.sum().backward()
+
+    total = by_gather(outer, rows, tensor.index) + 1
+    assert torch.equal(case.first.gradient_of(tensor), total)

@@ -70,7 +70,8 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     """The settings that make the arithmetic that of the peers; all others are the defaults, but
     for what the variant says."""
     case = run.case
-    samo: dict[str, Any] = {"enabled": case.is_masked}
+    # The modules are those of all contenders, and do nothing with weights but call their layers.
+    samo: dict[str, Any] = {"enabled": case.is_masked, "sample_gradients": True}
     if case.variant == "sharded":
         samo["shard_optimizer"] = True
     if case.variant == "mask":
