@@ -168,7 +168,7 @@ class SamoConfig(Section):
     gradient: Literal["auto", "half", "fp32"] = "auto"
     """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
     entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
-    sample_gradients: bool | Literal["auto"] = "auto"
+    sparse_products: bool | Literal["auto"] = "auto"
     """On CPUs that multiply bf16 (AVX-512 BF16), with numba and at most two threads a rank: of
     linear weights of which at most a fifth is kept, compute the kept entries of the gradient alone,
     which takes a third of the time. They are rounded as those of the whole gradient, but sums are

@@ -3,10 +3,10 @@
 A split backward computes gradients of activations. For each weight of a matrix product it leaves
 what the weight's gradient is made of: the product's input and its output's gradient. `run` makes
 the gradients of one microbatch and hands them to autograd, so that everything that hangs on a
-parameter (hooks, accumulation, compression) works as after a whole backward. A weight that has a
-sampler gets none: its sampler computes just the entries that are kept.
+parameter (hooks, accumulation, compression) works as after a whole backward. A weight with sparse
+products gets none: just the entries that are kept are computed.
 
-A backward that is not split leaves only what goes to samplers, and nothing of it waits.
+A backward that is not split leaves only what goes to sparse products, and nothing of it waits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,42 @@ from torch import Tensor, nn
 from axsparse.runtime.errors import ConfigError
 
 
-class Sampler(Protocol):
-    """Computes the entries of a linear weight's gradients that are kept, without the others."""
+class SparseProducts(Protocol):
+    """Computes the products of a linear layer from those entries of its weight that are kept."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it takes products of the step that begins."""
+        """Whether it takes gradients of the weight in the step that begins."""
         ...
 
-    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
-        """Take the input `(tokens, inputs)` and the output's gradient `(tokens, outputs)` of the
-        only call in a microbatch; False, having done nothing, if the whole gradient is wanted."""
+    @property
+    def multiplies(self) -> bool:
+        """Whether it takes the other two products in the step that begins."""
+        ...
+
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        """Whether it is made for an input `(tokens, inputs)` and bias like these."""
+        ...
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """The output `(tokens, outputs)` of an input that it takes."""
+        ...
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        """The gradient of that input, of the output's gradient `(tokens, outputs)`."""
+        ...
+
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
+        """Accumulate the kept entries of the weight's gradient, of the input `(tokens, inputs)` and
+        the output's gradient `(tokens, outputs)` of the only call in a microbatch; False, having
+        done nothing, if the whole gradient is wanted."""
         ...
 
 
 class LateGradient:
     """The gradients of one product's weights, before they are computed."""
 
-    __slots__ = ("_versions", "compute", "held", "is_part", "name", "sampler", "weights")
+    __slots__ = ("_versions", "compute", "held", "is_part", "name", "sparse", "weights")
 
     def __init__(
         self,
@@ -48,26 +66,27 @@ class LateGradient:
         held: tuple[Tensor, ...],
         compute: Callable[..., Sequence[Tensor]],
         *,
-        sampler: Sampler | None = None,
+        sparse: SparseProducts | None = None,
         is_part: bool = False,
     ) -> None:
         """`compute(*held)` makes the gradients of `weights`; `name` is the first weight's, for
-        errors. `sampler(*held)` may do it in its place, unless `is_part` says that the weight has
-        further gradients in this microbatch."""
+        errors. `sparse` may accumulate what is kept in its place, unless `is_part` says that the
+        weight has further gradients in this microbatch."""
         self.name = name
-        self.sampler = None if is_part else sampler
+        self.sparse = None if is_part else sparse
         self.is_part = is_part
         self.weights = weights
         self.held = held
         self.compute = compute
         self._versions = [tensor._version for tensor in held]
 
-    def is_sampled(self) -> bool:
-        """Whether the sampler has taken what they are made of; ConfigError like `gradients`."""
-        if self.sampler is None:
+    def accumulate_kept(self) -> bool:
+        """Accumulate just the kept entries, if that is possible, and return whether it was;
+        ConfigError like `gradients`."""
+        if self.sparse is None:
             return False
         self._check()
-        return self.sampler(*self.held)
+        return self.sparse.accumulate(*self.held)
 
     def gradients(self) -> list[Tensor]:
         """The gradients; ConfigError if what they are made of has been written to."""
@@ -133,7 +152,7 @@ class LateWeights:
             self.run(microbatch)
 
     def leave(self, late: LateGradient) -> None:
-        """Keep a gradient for the `run` of the microbatch whose backward runs, or sample it now.
+        """Keep a gradient for the `run` of the microbatch whose backward runs, or make it now.
 
         Outside a backward nothing is kept: a forward that asks autograd for the gradient of an
         activation wants none of a weight.
@@ -146,7 +165,7 @@ class LateWeights:
         if self._is_split or late.is_part:
             self._waiting[self._current].append(late)
         else:
-            if not late.is_sampled():
+            if not late.accumulate_kept():
                 _give(late.gradients(), *late.weights)
             self._handed_on.update(late.weights)
 
@@ -182,7 +201,7 @@ class LateWeights:
         waiting.reverse()
         while waiting:
             late = waiting.pop()
-            if late.is_sampled():
+            if late.accumulate_kept():
                 continue
             gradients, weights = late.gradients(), late.weights
             del late
@@ -237,5 +256,5 @@ def _used_elsewhere(name: str) -> ConfigError:
     return ConfigError(
         f"layer weight {name}: it is used outside linear and convolution calls, and was not in the "
         "first microbatch; use it alike in every microbatch, or set pipeline.split_backward and "
-        "samo.sample_gradients to false"
+        "samo.sparse_products to false"
     )

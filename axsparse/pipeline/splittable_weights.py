@@ -4,9 +4,9 @@ The first microbatch of a run is trained whole. Its graph shows how each weight 
 a single use, in a linear or convolution call, are split from the second microbatch on. `whole`
 says why others are not.
 
-Weights of linear modules whose gradients are sampled are taken out in every microbatch, the first
-included, and whether or not backwards are split: their bits differ from those of whole gradients,
-so no microbatch may be treated otherwise.
+Weights of linear modules with sparse products are taken out in every microbatch, the first
+included, and whether or not backwards are split: their bits differ from those of dense products, so
+no microbatch may be treated otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from axsparse.pipeline.late_weights import LateWeights, Sampler
+from axsparse.pipeline.late_weights import LateWeights, SparseProducts
 from axsparse.pipeline.weight_stand_in import StandIn, stand_in
 
 _PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}
@@ -49,12 +49,13 @@ class WeightSplit:
     def __init__(
         self,
         modules: Iterable[tuple[str, nn.Module]],
-        samplers: Mapping[nn.Parameter, Sampler] | None = None,
+        sparse: Mapping[nn.Parameter, SparseProducts] | None = None,
         *,
         is_split: bool = True,
     ) -> None:
-        """`modules` are those of the stage's layers, by name; `samplers` are of the weights that
-        may be sampled. Unless backwards are split (`is_split`), nothing else is taken out."""
+        """`modules` are those of the stage's layers, by name; `sparse` has the products of weights
+        that may have sparse ones. Unless backwards are split (`is_split`), nothing else is taken
+        out."""
         self.late = LateWeights(is_split=is_split)
         self.whole: dict[str, str] = {}
         """Why matrices are not split, by name; without those that are no factors of products."""
@@ -63,8 +64,8 @@ class WeightSplit:
         self._modules = list(modules)
         self._is_split = is_split
         self._has_learned = not is_split
-        self._sampled = self._slots_of(samplers or {})
-        """The weights that may be sampled."""
+        self._sparse = self._slots_of(sparse or {})
+        """The weights that may have sparse products."""
         self._split: Plan = ()
         """The others that are split."""
 
@@ -75,10 +76,10 @@ class WeightSplit:
         self._has_learned = True
         uses = _Uses(outputs)
         places, names = self._places()
-        sampled = {slot.weight for slot in self._sampled}
+        sparse = {slot.weight for slot in self._sparse}
         split: list[nn.Parameter] = []
         for weight, name in names.items():
-            if weight.dim() < 2 or weight in sampled:
+            if weight.dim() < 2 or weight in sparse:
                 continue
             owners = [owner for owner, _ in places[weight]]
             found = _why_whole(weight, owners, uses)
@@ -99,22 +100,21 @@ class WeightSplit:
         self.plan = (*self.plan, *self._split)
 
     def begin_step(self) -> None:
-        """Plan a step: give up weights that were used otherwise than in the first microbatch, and
-        see which are pruned enough to be sampled.
+        """Plan a step: see which weights are pruned enough for sparse products, and of the others
+        give up those that were used otherwise than in the first microbatch.
 
         Called while nothing is in flight or waits, since the gradients of a weight have to stay in
         the order of the microbatches.
         """
-        for own in (slot.stand_in.own for slot in self.plan if self._is_split):
+        sparse = tuple(slot for slot in self._sparse if slot.stand_in.own.begin_step())
+        others = (*self._sparse, *self._split) if self._is_split else ()
+        split = tuple(slot for slot in others if slot not in sparse)
+        for own in (slot.stand_in.own for slot in split):
             if own.is_used_otherwise:
                 self.whole[own.name] = "used by more than a linear or convolution call"
             elif own.is_used_often:
                 self.whole[own.name] = "used more than once by one microbatch"
-        self.plan = tuple(
-            slot
-            for slot in (*self._sampled, *self._split)
-            if not slot.stand_in.own.is_part and (self._is_split or slot.stand_in.own.is_sampled)
-        )
+        self.plan = (*sparse, *(slot for slot in split if not slot.stand_in.own.is_part))
 
     @contextmanager
     def in_place(self, plan: Plan) -> Iterator[None]:
@@ -142,8 +142,8 @@ class WeightSplit:
                         names.setdefault(weight, ".".join(filter(None, (layer, prefix, key))))
         return places, names
 
-    def _slots_of(self, samplers: Mapping[nn.Parameter, Sampler]) -> Plan:
-        """The weights with samplers that stand in one place, which is a linear module's."""
+    def _slots_of(self, sparse: Mapping[nn.Parameter, SparseProducts]) -> Plan:
+        """Those weights that stand in one place, which is a linear module's."""
         places, names = self._places()
         compiled = {
             inner
@@ -153,12 +153,12 @@ class WeightSplit:
             for inner in each.modules()
         }
         slots = []
-        for weight, sampler in samplers.items():
+        for weight, products in sparse.items():
             [(owner, key), *others] = places[weight]
             is_plain = type(owner) is nn.Linear and type(weight) is nn.Parameter
             if is_plain and not others and owner not in compiled:
                 self.late.watch(names[weight], weight)
-                made = stand_in(names[weight], weight, self.late, sampler)
+                made = stand_in(names[weight], weight, self.late, products)
                 slots.append(Slot(owner, key, weight, made))
         return tuple(slots)
 

@@ -3,8 +3,8 @@
 While a stage runs, a `StandIn` is in the place of each weight whose gradient can wait. It shares
 the weight's memory. A call of a linear or convolution function with it computes the same output
 and the same gradients of input and bias as ever, by the same calls of kernels as autograd's, and
-leaves input and output gradient for later, or for a sampler of the weight's gradient. Every other
-function takes it as an ordinary tensor.
+leaves input and output gradient for later. A weight that is mostly pruned may have sparse products,
+which take all three over. Every other function takes a stand-in as an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from axsparse.pipeline.late_weights import LateGradient, LateWeights, Sampler
+from axsparse.pipeline.late_weights import LateGradient, LateWeights, SparseProducts
 
 Sizes = tuple[int, ...]
 Compute = Callable[..., Sequence[Tensor]]
@@ -35,8 +35,10 @@ class Own:
     """The same memory, without a gradient."""
     late: LateWeights
     """Where its gradients go."""
-    sampler: Sampler | None = None
-    """What may take its gradients, if anything."""
+    sparse: SparseProducts | None = None
+    """What may compute its products from kept entries, if anything."""
+    multiplies: bool = False
+    """Whether that computes outputs and input gradients in the present step."""
     hooks: int = 0
     """How many hooks of the package wait for its gradients."""
     is_used_otherwise: bool = False
@@ -55,8 +57,8 @@ class Own:
             weights,
             held,
             compute,
-            sampler=None if self._is_watched() else self.sampler,
-            is_part=self.sampler is not None and self.is_part,
+            sparse=None if self._is_watched() else self.sparse,
+            is_part=self.sparse is not None and self.is_part,
         )
         self.late.leave(late)
 
@@ -65,14 +67,26 @@ class Own:
         """Whether what a product leaves may be a part of a microbatch's gradient."""
         return self.is_used_otherwise or self.is_used_often
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether its sampler takes products of the step that begins."""
-        return self.sampler is not None and self.sampler.is_wanted
+    def begin_step(self) -> bool:
+        """Note which products of the step that begins are sparse, and return whether any is."""
+        is_wanted = self.sparse is not None and self.sparse.is_wanted
+        self.multiplies = is_wanted and self.sparse is not None and self.sparse.multiplies
+        return is_wanted
+
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        """Whether the products of an input and its gradient are sparse."""
+        return self.multiplies and self.sparse is not None and self.sparse.takes(rows, bias)
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """y = x Wᵀ + b, without a gradient of W."""
+        if self.takes(rows, bias):
+            assert self.sparse is not None
+            return self.sparse.output(rows, bias)
+        return F.linear(rows, self.alias, bias)
 
     def use(self) -> None:
-        """Note a use in a product, for the sampler."""
-        if self.sampler is not None:
+        """Note a use in a product, for sparse products."""
+        if self.sparse is not None:
             self.calls += 1
             self.is_used_often |= self.calls > 1
 
@@ -93,38 +107,38 @@ class StandIn(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled():
-                if func is F.linear:
-                    return _linear(*args, **kwargs)
-                if func in _CONVOLUTIONS:
-                    return _convolution(func, *args, **kwargs)
+            if func is F.linear:
+                return _linear(*args, **kwargs)
+            if func in _CONVOLUTIONS and torch.is_grad_enabled():
+                return _convolution(func, *args, **kwargs)
             return _otherwise(func, args, kwargs)
 
 
 def stand_in(
-    name: str, weight: nn.Parameter, late: LateWeights, sampler: Sampler | None = None
+    name: str, weight: nn.Parameter, late: LateWeights, sparse: SparseProducts | None = None
 ) -> StandIn:
     """A stand-in whose weight's gradients go to `late`; `name` is the weight's, for errors.
 
-    With a `sampler`, hooks that the weight gets later are for whole gradients, which it then has.
+    With `sparse` products, hooks that the weight gets later are for whole gradients, which it then
+    has.
     """
     made = torch.Tensor._make_subclass(StandIn, weight.detach(), True)
     assert isinstance(made, StandIn)
     vars(made).update(vars(weight))
     hooks = len(weight._post_accumulate_grad_hooks or ())
-    made.own = Own(name, weight, weight.detach(), late, sampler, hooks)
+    made.own = Own(name, weight, weight.detach(), late, sparse, hooks=hooks)
     register: Callable[..., object] = made.register_post_accumulate_grad_hook
     register(_pass_on)
     return made
 
 
 def _otherwise(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Call a function that takes stand-ins as ordinary tensors, and note it for their samplers."""
+    """Call a function that takes stand-ins as ordinary tensors, and note it for sparse products."""
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and result.requires_grad:
         for given in (*args, *kwargs.values()):
             for made in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(made, StandIn) and made.own.sampler is not None:
+                if isinstance(made, StandIn) and made.own.sparse is not None:
                     made.own.is_used_otherwise = True
     return result
 
@@ -158,12 +172,15 @@ def _linear(
     own = weight.own
     if not (weight.requires_grad and own.weight.requires_grad):
         return F.linear(input, own.alias, bias)  # frozen since, for good or for this call
-    own.use()
     shape = input.shape
-    if len(shape) == 2:
-        return _product(input, weight, bias)
-    rows = input.view(-1, shape[-1])
-    return _product(rows, weight, bias).view(*shape[:-1], len(own.alias))
+    rows = input if len(shape) == 2 else input.view(-1, shape[-1])
+    if torch.is_grad_enabled():
+        own.use()
+        product = _product(rows, weight, bias)
+    else:
+        # The first pass of a part that is recomputed has the bits of the second.
+        product = own.output(rows, bias)
+    return product if len(shape) == 2 else product.view(*shape[:-1], len(own.alias))
 
 
 def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
@@ -176,7 +193,8 @@ def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
     """
     own = weight.own
     has_node = rows.requires_grad or (bias is not None and bias.requires_grad)
-    if has_node and _saves_as_usual() and not own.late.is_in_backward:
+    is_noted = has_node and _saves_as_usual() and not own.late.is_in_backward
+    if is_noted and not own.takes(rows, bias):
         product = F.linear(rows, own.alias, bias)
         node = product.grad_fn
         assert node is not None, "an input requires a gradient"
@@ -257,9 +275,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, own: Own, bias: Tensor | None, _: StandIn) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.own = own
+        ctx.own, ctx.is_sparse = own, own.takes(rows, bias)
         ctx.set_materialize_grads(False)
-        return F.linear(rows, own.alias, bias)
+        return own.output(rows, bias)
 
     @staticmethod
     @once_differentiable
@@ -269,7 +287,12 @@ class _Linear(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         own: Own = ctx.own
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
-        of_input = _input_gradient(rows, own.alias, outer) if wants_input else None
+        of_input = None
+        if wants_input and ctx.is_sparse:
+            assert own.sparse is not None
+            of_input = own.sparse.input_gradient(outer)
+        elif wants_input:
+            of_input = _input_gradient(rows, own.alias, outer)
         of_bias = outer.sum_to_size(outer.shape[1]) if wants_bias else None
         if _wants_weights(ctx):
             own.leave((rows, outer), _weight_gradient)

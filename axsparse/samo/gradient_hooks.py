@@ -8,9 +8,9 @@ Tensors that are not pruned take a shortcut: after the first gradient of a step,
 `grad` is a view of the layer's buffer, and autograd itself adds to it. Most tensors of a
 transformer are unpruned vectors, for which our own calls would take longer than the addition.
 
-Of linear weights that are mostly pruned a CPU may compute the kept entries alone. A
-`GradientSampler` does so for one weight; `pipeline/weight_stand_in.py` gives it the factors of the
-gradient.
+Of linear weights that are mostly pruned a CPU may compute the kept entries alone, and the layer's
+other products from them. A `SparseWeight` does so for one weight; `pipeline/weight_stand_in.py`
+gives it the factors.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from axsparse.samo.host.sampled_product import (
     may_sample,
     sampled_product,
 )
+from axsparse.samo.host.sparse_linear import can_multiply, sparse_input_gradient, sparse_linear
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 
@@ -155,11 +156,11 @@ class GradientCollector:
 
         return compress
 
-    def samplers(self, names: Collection[str]) -> dict[nn.Parameter, GradientSampler]:
-        """Those of the named weights whose gradients may be sampled: on CPUs, where nobody else has
+    def sparse_weights(self, names: Collection[str]) -> dict[nn.Parameter, SparseWeight]:
+        """Those of the named weights that may have sparse products: on CPUs, where nobody else has
         a hook."""
         return {
-            tensor.parameter: GradientSampler(self, layer, tensor)
+            tensor.parameter: SparseWeight(self, layer, tensor)
             for layer in self._layers
             for tensor in layer.tensors
             if tensor.name in names
@@ -201,8 +202,12 @@ class GradientCollector:
 
 
 @dataclass(frozen=True)
-class GradientSampler:
-    """Accumulates the kept entries of one weight's gradients, without computing the others."""
+class SparseWeight:
+    """A linear layer's products with one weight, computed from its kept entries.
+
+    Called what x, y = x Wᵀ + b and their gradients are in the layer, `rows` is x `(tokens, inputs)`
+    and `outer` is ∂y `(tokens, outputs)`.
+    """
 
     collector: GradientCollector
     layer: LayerState
@@ -210,10 +215,29 @@ class GradientSampler:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the weight is pruned enough, and there is code for it."""
+        """Whether the weight is pruned enough to compute kept entries of its gradient alone."""
         return can_sample(self.tensor)
 
-    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
-        """Accumulate the gradient of `y = x Wᵀ`: `rows` is x `(tokens, inputs)`, `outer` is ∂y
-        `(tokens, outputs)`. False, having done nothing, if all of its entries are wanted."""
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is pruned enough to compute y and ∂x from kept entries, too."""
+        return can_multiply(self.tensor)
+
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are of the weight's type, and enough of them."""
+        kind = self.tensor.parameter.dtype
+        is_alike = rows.dtype == kind and (bias is None or bias.dtype == kind)
+        return is_alike and len(rows) >= FEWEST_TOKENS
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """y `(tokens, outputs)`."""
+        return sparse_linear(rows, self.tensor.parameter, bias)
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        """∂x = ∂y W `(tokens, inputs)`."""
+        return sparse_input_gradient(outer, self.tensor.parameter)
+
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
+        """Accumulate the kept entries of ∂W = ∂yᵀ x; False, having done nothing, if all of its
+        entries are wanted."""
         return self.collector.sample(self.layer, self.tensor, rows, outer)

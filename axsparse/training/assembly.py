@@ -147,22 +147,22 @@ def _split(
     """What takes weight gradients out of backwards; None if autograd makes all of them."""
     pipeline, samo = run.config.pipeline, run.config.samo
     # A compiled layer's backward is one function.
-    may_sample = samo.sample_gradients is not False and not pipeline.compile
-    pruned = run.targets.shapes if run.targets is not None and may_sample else {}
-    samplers = collector.samplers(
+    may_be_sparse = samo.sparse_products is not False and not pipeline.compile
+    pruned = run.targets.shapes if run.targets is not None and may_be_sparse else {}
+    sparse = collector.sparse_weights(
         {
             tensor.name
             for layer in layers
-            if samo.sample_gradients is True or is_plain(layer.module)
+            if samo.sparse_products is True or is_plain(layer.module)
             for tensor in layer.state.tensors
             if tensor.name in pruned
         }
     )
-    if not (pipeline.split_backward or samplers):
+    if not (pipeline.split_backward or sparse):
         return None
     return WeightSplit(
         [(layer.spec.name, layer.module) for layer in layers],
-        samplers,
+        sparse,
         is_split=bool(pipeline.split_backward),
     )
 

@@ -1,4 +1,4 @@
-"""Linear weights whose gradients a sampler takes, in backwards that are whole or split."""
+"""Linear weights with sparse products, in backwards that are whole or split."""
 
 from __future__ import annotations
 
@@ -21,16 +21,29 @@ KEY = Key(0, 0)
 SIZE = 12
 
 
-class Sampler:
-    """Takes every product, and keeps the sum as a whole gradient."""
+class Products:
+    """Takes every product, with torch's bits, and keeps the sum of whole weight gradients."""
 
     def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach()
         self.total = torch.zeros_like(weight)
-        self.calls = 0
-        self.is_wanted = self.takes = True
+        self.calls = self.outputs = self.input_gradients = 0
+        self.is_wanted = self.multiplies = self.accumulates = True
+        self.fewest = 0
 
-    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
-        if not self.takes:
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        return len(rows) >= self.fewest
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        self.outputs += 1
+        return torch.nn.functional.linear(rows, self.weight, bias)
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        self.input_gradients += 1
+        return outer.mm(self.weight)
+
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
+        if not self.accumulates:
             return False
         self.total += outer.t().mm(rows)
         self.calls += 1
@@ -38,18 +51,24 @@ class Sampler:
 
 
 def staged(
-    module: nn.Module, *, is_split: bool = False, is_recomputed: bool = False
-) -> tuple[Stage, dict[str, Sampler]]:
-    """A stage of one layer with a sampler for each of its matrices."""
+    module: nn.Module,
+    *,
+    is_split: bool = False,
+    is_recomputed: bool = False,
+    multiplies: bool = True,
+) -> tuple[Stage, dict[str, Products]]:
+    """A stage of one layer with sparse products of each of its matrices."""
     runner = LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)
-    samplers = {
-        name: Sampler(weight) for name, weight in module.named_parameters() if weight.dim() == 2
+    sparse = {
+        name: Products(weight) for name, weight in module.named_parameters() if weight.dim() == 2
     }
+    for products in sparse.values():
+        products.multiplies = multiplies
     parameters = dict(module.named_parameters())
-    of_weights = {parameters[name]: sampler for name, sampler in samplers.items()}
+    of_weights = {parameters[name]: products for name, products in sparse.items()}
     split = WeightSplit([("layer", module)], of_weights, is_split=is_split)
     stage = Stage([runner], loss=None, metrics={}, input_dtype=None, seed=0, split=split)
-    return stage, samplers
+    return stage, sparse
 
 
 def run(stage: Stage, x: Tensor, microbatch: int = 0, *, is_split: bool = False) -> Tensor | None:
@@ -73,13 +92,13 @@ def by_torch(module: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor | 
 
 
 def assert_trained(
-    module: nn.Module, samplers: dict[str, Sampler], expected: dict[str, Tensor]
+    module: nn.Module, sparse: dict[str, Products], expected: dict[str, Tensor]
 ) -> None:
-    """What samplers have and what parameters have are, together, the gradients of torch."""
+    """What sparse products have and what parameters have are, together, the gradients of torch."""
     for name, parameter in module.named_parameters():
-        if name in samplers and samplers[name].calls:
+        if name in sparse and sparse[name].calls:
             assert parameter.grad is None
-            assert torch.equal(samplers[name].total, expected[name]), name
+            assert torch.equal(sparse[name].total, expected[name]), name
         else:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, expected[name]), name
@@ -115,38 +134,65 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("has_gradient", [True, False], ids=["input trains", "input does not"])
+@pytest.mark.parametrize("multiplies", [True, False], ids=["all", "weight gradients"])
 @pytest.mark.parametrize("name", MODULES)
-def test_samplers_take_the_factors_of_every_microbatch(
-    name: str, has_gradient: bool, is_recomputed: bool, is_split: bool
+def test_sparse_products_take_the_factors_of_every_microbatch(
+    name: str, multiplies: bool, has_gradient: bool, is_recomputed: bool, is_split: bool
 ) -> None:
     torch.manual_seed(2)
     module = MODULES[name]()
     x = torch.randn(3, 5, SIZE, requires_grad=has_gradient)
     expected, of_input = by_torch(module, x)
-    stage, samplers = staged(module, is_split=is_split, is_recomputed=is_recomputed)
+    stage, sparse = staged(
+        module, is_split=is_split, is_recomputed=is_recomputed, multiplies=multiplies
+    )
 
     for microbatch in range(2):
         module.zero_grad()
-        for sampler in samplers.values():
-            sampler.total.zero_()
+        for products in sparse.values():
+            products.total.zero_()
         found = run(stage, x, microbatch, is_split=is_split)
 
-        assert all(sampler.calls == microbatch + 1 for sampler in samplers.values())
-        assert_trained(module, samplers, expected)
+        assert all(products.calls == microbatch + 1 for products in sparse.values())
+        assert_trained(module, sparse, expected)
         assert (found is None) == (of_input is None)
         assert found is None or of_input is None or torch.equal(found, of_input)
         assert (stage.held, stage.late_bytes, stage.whole) == (0, 0, {})
+    passes = 2 * (1 + (is_recomputed or name == "checkpoint of its own"))
+    for number, products in enumerate(sparse.values()):
+        has_node = has_gradient or number > 0
+        assert products.outputs == multiplies * passes
+        assert products.input_gradients == 2 * (multiplies and has_node)
 
 
-def test_a_split_backward_samples_with_the_weight_gradients() -> None:
+@pytest.mark.parametrize("fewest", [0, 4], ids=["taken", "too few"])
+def test_both_passes_of_a_reentrant_checkpoint_are_alike(fewest: int) -> None:
+    """The first runs without gradients, and its output is the one that the loss sees."""
+    module = Inner(lambda inner, x: checkpoint(inner, x, use_reentrant=True))
+    x = torch.randn(3, SIZE, requires_grad=True)
+    expected, of_input = by_torch(module, x)
+    stage, sparse = staged(module)
+    sparse["inner.weight"].fewest = fewest
+
+    found = run(stage, x)
+
+    assert sparse["inner.weight"].outputs == (2 if fewest <= 3 else 0)
+    assert sparse["inner.weight"].calls == 1
+    assert_trained(module, sparse, expected)
+    assert found is not None
+    assert of_input is not None
+    assert torch.equal(found, of_input)
+
+
+def test_a_split_backward_accumulates_with_the_weight_gradients() -> None:
     module = nn.Linear(SIZE, 20)
-    stage, samplers = staged(module, is_split=True)
+    stage, sparse = staged(module, is_split=True)
 
     run(stage, torch.randn(3, SIZE))
-    assert samplers["weight"].calls == 0
+    assert sparse["weight"].calls == 0
     assert stage.late_bytes > 0
     stage.weight_gradients(0)
-    assert samplers["weight"].calls == 1
+    assert sparse["weight"].calls == 1
 
 
 WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
@@ -157,6 +203,17 @@ WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "by a view": lambda inner, x: x @ inner.weight.t() + inner.bias,
     "in a list": lambda inner, x: inner(x + torch.cat([inner.weight, inner.bias[None]]).sum()),
 }
+
+
+PRODUCTS = {
+    "also otherwise": 1,
+    "otherwise first": 1,
+    "twice": 2,
+    "not contiguous": 0,
+    "by a view": 0,
+    "in a list": 1,
+}
+"""How many products of a forward are taken."""
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
@@ -170,36 +227,34 @@ def test_weights_that_are_used_in_another_way_have_torch_s_gradients(
     expected, of_input = by_torch(module, x)
     hooked: list[str] = []
     module.inner.weight.register_post_accumulate_grad_hook(lambda _: hooked.append("weight"))
-    stage, samplers = staged(module, is_split=is_split)
+    stage, sparse = staged(module, is_split=is_split)
 
     for microbatch in range(2):
         module.zero_grad()
         found = run(stage, x, microbatch, is_split=is_split)
 
         assert hooked == ["weight"] * (microbatch + 1), "one gradient a microbatch"
-        assert_trained(module, samplers, expected)
+        assert_trained(module, sparse, expected)
         assert found is not None
         assert of_input is not None
         assert torch.equal(found, of_input)
-    assert samplers["inner.weight"].calls == 0
-    assert stage._split is not None
-    stage._split.begin_step()
-    assert stage._split.plan == ()
+    assert sparse["inner.weight"].calls == 0
+    assert sparse["inner.weight"].outputs == 2 * PRODUCTS[way]
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_a_weight_that_is_frozen_later_has_no_gradient(is_split: bool) -> None:
     module = nn.Linear(SIZE, 20)
-    stage, samplers = staged(module, is_split=is_split)
+    stage, sparse = staged(module, is_split=is_split)
     run(stage, torch.randn(3, SIZE), is_split=is_split)
-    assert samplers["weight"].calls == 1
+    assert sparse["weight"].calls == 1
 
     module.weight.requires_grad_(False)
     run(stage, torch.randn(3, SIZE), 1, is_split=is_split)
     module.weight.requires_grad_(True)
     run(stage, torch.randn(3, SIZE), 2, is_split=is_split)
 
-    assert samplers["weight"].calls == 2
+    assert sparse["weight"].calls == 2
 
 
 def test_a_weight_that_is_frozen_for_one_call_has_the_gradient_of_the_others() -> None:
@@ -212,21 +267,21 @@ def test_a_weight_that_is_frozen_for_one_call_has_the_gradient_of_the_others() -
     module = Inner(way)
     x = torch.randn(3, SIZE, requires_grad=True)
     expected, _ = by_torch(module, x)
-    stage, samplers = staged(module)
+    stage, sparse = staged(module)
 
     run(stage, x)
 
-    assert_trained(module, samplers, expected)
+    assert_trained(module, sparse, expected)
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_an_input_without_rows_has_an_output_without_rows(is_split: bool) -> None:
     module = Inner(lambda inner, x: inner(x[:0].view(0, 2, SIZE)))
-    stage, samplers = staged(module, is_split=is_split)
+    stage, sparse = staged(module, is_split=is_split)
 
     run(stage, torch.randn(4, SIZE, requires_grad=True), is_split=is_split)
 
-    assert samplers["inner.weight"].total.count_nonzero() == 0
+    assert sparse["inner.weight"].total.count_nonzero() == 0
 
 
 def test_layers_of_torch_s_modules_alone_are_plain() -> None:
@@ -269,54 +324,54 @@ def test_a_backward_for_an_activation_alone_leaves_nothing(
     module = Inner(NESTED[way])
     x = torch.randn(3, 3, SIZE, requires_grad=True)
     expected, of_input = by_torch(module, x)
-    stage, samplers = staged(module, is_split=is_split, is_recomputed=is_recomputed)
+    stage, sparse = staged(module, is_split=is_split, is_recomputed=is_recomputed)
 
     for microbatch in range(2):
         module.zero_grad()
         found = run(stage, x, microbatch, is_split=is_split)
 
-        assert_trained(module, samplers, expected)
+        assert_trained(module, sparse, expected)
         assert found is not None
         assert of_input is not None
         assert torch.equal(found, of_input)
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_a_sampler_that_wants_a_whole_gradient_gets_it(is_split: bool) -> None:
+def test_whole_gradients_are_made_where_they_are_wanted(is_split: bool) -> None:
     module = nn.Sequential(nn.Linear(SIZE, 20), nn.Tanh(), nn.Linear(20, SIZE))
     x = torch.randn(3, SIZE, requires_grad=True)
     expected, _ = by_torch(module, x)
-    stage, samplers = staged(module, is_split=is_split)
-    samplers["0.weight"].takes = False
+    stage, sparse = staged(module, is_split=is_split)
+    sparse["0.weight"].accumulates = False
 
     run(stage, x, is_split=is_split)
 
-    assert_trained(module, samplers, expected)
-    assert [sampler.calls for sampler in samplers.values()] == [0, 1]
+    assert_trained(module, sparse, expected)
+    assert [products.calls for products in sparse.values()] == [0, 1]
 
 
 def test_a_weight_that_is_not_pruned_enough_stays_where_it_is() -> None:
     module = nn.Linear(SIZE, 20)
-    stage, samplers = staged(module)
+    stage, sparse = staged(module)
     split = stage._split
     assert split is not None
-    samplers["weight"].is_wanted = False
+    sparse["weight"].is_wanted = False
     run(stage, torch.randn(3, SIZE))
     assert not split.plan
-    assert samplers["weight"].calls == 0
+    assert sparse["weight"].calls == 0
 
     module.zero_grad()
-    samplers["weight"].is_wanted = True
+    sparse["weight"].is_wanted = True
     run(stage, torch.randn(3, SIZE))
 
     assert len(split.plan) == 1
-    assert samplers["weight"].calls == 1
+    assert sparse["weight"].calls == 1
 
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_hooks_that_come_later_get_whole_gradients(kind: str) -> None:
     module = nn.Linear(SIZE, 20)
-    stage, samplers = staged(module)
+    stage, sparse = staged(module)
     x = torch.randn(3, SIZE)
     expected, _ = by_torch(module, x)
     seen: list[Tensor] = []
@@ -331,11 +386,11 @@ def test_hooks_that_come_later_get_whole_gradients(kind: str) -> None:
 
     [gradient] = seen
     assert torch.equal(gradient, expected["weight"])
-    assert samplers["weight"].calls == 0
+    assert sparse["weight"].calls == 0
 
 
 @pytest.mark.parametrize("first", ["call", "reference"])
-def test_a_gradient_that_passes_the_sampler_by_is_refused(first: str) -> None:
+def test_a_gradient_that_passes_the_stand_in_by_is_refused(first: str) -> None:
     hidden: list[Tensor] = []
 
     def way(inner: nn.Linear, x: Tensor) -> Tensor:
@@ -347,12 +402,12 @@ def test_a_gradient_that_passes_the_sampler_by_is_refused(first: str) -> None:
     hidden.append(module.inner.weight)
     stage, _ = staged(module)
 
-    with pytest.raises(ConfigError, match=r"inner\.weight: it is used outside .*sample_gradients"):
+    with pytest.raises(ConfigError, match=r"inner\.weight: it is used outside .*sparse_products"):
         run(stage, torch.randn(3, SIZE, requires_grad=True))
 
 
 def test_a_part_that_was_not_seen_to_come_is_refused() -> None:
-    """Only the backward shows what a function takes out of a mapping; a sampler has taken what it
+    """Only the backward shows what a function takes out of a mapping; a products has taken what it
     thought was all."""
 
     class Nested(torch.autograd.Function):
@@ -398,40 +453,39 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_only_plain_linear_modules_are_sampled(name: str) -> None:
+def test_only_plain_linear_modules_have_sparse_products(name: str) -> None:
     stage, _ = staged(OTHERS[name]())
 
     assert stage._split is not None
-    assert stage._split._sampled == ()
+    assert stage._split._sparse == ()
 
 
-def test_an_input_is_free_once_its_gradient_is_sampled() -> None:
+def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     """Not only at the end of the backward, as the graph is."""
     module = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
-    stage, samplers = staged(module)
+    stage, sparse = staged(module)
     given: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     assert stage._split is not None
-    for slot in stage._split._sampled:
-        sampler = slot.stand_in.own.sampler
-        assert isinstance(sampler, Sampler)
-        slot.stand_in.own.sampler = Watching(sampler, given, alive)
+    for slot in stage._split._sparse:
+        products = slot.stand_in.own.sparse
+        assert isinstance(products, Products)
+        slot.stand_in.own.sparse = Watching(products, given, alive)
 
     run(stage, torch.randn(4, SIZE, requires_grad=True))
 
     assert alive == [0, 0, 0]
-    assert all(sampler.calls == 1 for sampler in samplers.values())
+    assert all(products.calls == 1 for products in sparse.values())
 
 
-class Watching:
+class Watching(Products):
     """Notes how many inputs that were given before are still there."""
 
-    is_wanted = True
-
-    def __init__(self, inner: Sampler, given: list[weakref.ref[Tensor]], alive: list[int]) -> None:
+    def __init__(self, inner: Products, given: list[weakref.ref[Tensor]], alive: list[int]) -> None:
+        super().__init__(inner.weight)
         self._inner, self._given, self._alive = inner, given, alive
 
-    def __call__(self, rows: Tensor, outer: Tensor) -> bool:
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
         self._alive.append(sum(each() is not None for each in self._given))
         self._given.append(weakref.ref(rows))
-        return self._inner(rows, outer)
+        return self._inner.accumulate(rows, outer)

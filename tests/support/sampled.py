@@ -1,9 +1,9 @@
-"""Sampling of gradients on any processor, of tensors of any size and type, with torch's bits."""
+"""Sparse products on any processor, of tensors of any size and type, with torch's bits."""
 
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from axsparse.samo import gradient_hooks
 from axsparse.samo.index.base import Index
@@ -17,7 +17,7 @@ def by_gather(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
 
 
 def sample_all(patch: pytest.MonkeyPatch) -> None:
-    """Have all linear weights that are pruned at all sampled, by `by_gather`."""
+    """Have sparse products of all linear weights that are pruned at all, by torch's kernels."""
 
     def is_pruned(tensor: TensorState) -> bool:
         return tensor.kept < tensor.parameter.numel() and tensor.index.on_device is None
@@ -26,4 +26,7 @@ def sample_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gradient_hooks, "can_sample", is_pruned)
     patch.setattr(gradient_hooks, "may_sample", lambda weight: weight.dim() == 2)
     patch.setattr(gradient_hooks, "sampled_product", by_gather)
+    patch.setattr(gradient_hooks, "can_multiply", is_pruned)
+    patch.setattr(gradient_hooks, "sparse_linear", nn.functional.linear)
+    patch.setattr(gradient_hooks, "sparse_input_gradient", Tensor.mm)
     patch.setattr(gradient_hooks, "FEWEST_TOKENS", 0)

@@ -9,14 +9,13 @@ literature calls it a sampled dense-dense matrix product (SDDMM).
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.samo.host.bf16_loops import bf16_loops
 from axsparse.samo.index.base import Index, Int32Index
 from axsparse.samo.index.bitmask import MaskIndex
 from axsparse.samo.index.numba_loops import FEW
@@ -37,14 +36,9 @@ COLUMNS = 512
 """Inputs that are laid out at a time: with so many tokens, 256 KiB that stay in the cache."""
 
 
-@cache
 def sampling_loops() -> Any:
-    """The module of compiled loops; None if numba is missing, or the processor's instruction."""
-    try:
-        loops = importlib.import_module("axsparse.samo.host.sampling_loops")
-    except ImportError:
-        return None
-    return loops if loops.has_instruction() else None
+    """The module of compiled loops; None if numba is missing, or the processor's instructions."""
+    return bf16_loops("sampling_loops")
 
 
 def may_sample(weight: Tensor) -> bool:
@@ -75,7 +69,7 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
     number of tokens, and rounded once.
     """
     assert isinstance(index, SPARSE), f"{type(index).__name__}"
-    loops = sampling_loops()
+    loops, vectors = sampling_loops(), bf16_loops("bf16_vectors")
     tokens, rows = outer.shape
     width = inner.shape[1]
     columns, ends = index.csr(width)
@@ -89,11 +83,11 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
         end = min(begin + TOKENS, tokens)
         length = next(length for length in loops.LENGTHS if length >= end - begin)
         outer_panel, inner_panel = _panel(rows, length), _panel(min(width, COLUMNS), length)
-        loops.transpose(outer_bits, outer_panel, begin, end, 0)
+        vectors.transpose(outer_bits, outer_panel, begin, end, 0)
         cursors = starts.copy()
         for first in range(0, width, COLUMNS):
             part = inner_panel[: min(COLUMNS, width - first)]
-            loops.transpose(inner_bits, part, begin, end, first)
+            vectors.transpose(inner_bits, part, begin, end, first)
             where = (columns, cursors, ends)
             loops.sample((outer_panel, part), first, where, sums.numpy(), begin > 0)
     return sums.to(torch.bfloat16)

@@ -19,7 +19,7 @@ FREE = (
     *("train.trace", "train.nvtx", "train.memory_history", "train.compare_replicas_every"),
     *("watchdog.", "observe.", "pruning.calibration_samples"),
     *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
-    "samo.sample_gradients",
+    "samo.sparse_products",
 )
 """Keys, or beginnings of keys, whose values may change: at most they change the order of sums."""
 TOLD = (

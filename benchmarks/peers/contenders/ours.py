@@ -71,7 +71,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     for what the variant says."""
     case = run.case
     # The modules are those of all contenders, and do nothing with weights but call their layers.
-    samo: dict[str, Any] = {"enabled": case.is_masked, "sample_gradients": True}
+    samo: dict[str, Any] = {"enabled": case.is_masked, "sparse_products": True}
     if case.variant == "sharded":
         samo["shard_optimizer"] = True
     if case.variant == "mask":

@@ -151,13 +151,3 @@ def test_nothing_is_sampled_without_a_compiler_or_the_instruction(
     monkeypatch.setattr(module, "sampling_loops", lambda: None)
 
     assert not can_sample(state(200, 300))
-
-
-@pytest.mark.parametrize("features", ["+avx2,+avx512f", "+avx512bf16"])
-def test_the_instruction_is_one_that_numba_compiles_for(
-    features: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loops = pytest.importorskip("axsparse.samo.host.sampling_loops")
-    monkeypatch.setattr(loops.config, "CPU_FEATURES", features)
-
-    assert loops.has_instruction() == ("bf16" in features)

@@ -162,7 +162,7 @@ def test_a_run_may_go_on_with_whole_gradients(tmp_path: Path, products: list[int
     calls = len(products)
     assert calls == 2 * MICROBATCHES * MATRICES
 
-    whole = config(samo={"sample_gradients": False})
+    whole = config(samo={"sparse_products": False})
     second = ran((1, 1), whole, tmp_path / "run", model=model, data=data(), resume="auto")
 
     assert sorted(second.losses) == [3, 4]
@@ -172,7 +172,7 @@ def test_a_run_may_go_on_with_whole_gradients(tmp_path: Path, products: list[int
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
 def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int]) -> None:
     samo = {"gradient": gradient}
-    whole = config(samo={**samo, "sample_gradients": False})
+    whole = config(samo={**samo, "sparse_products": False})
     [(_, expected)] = train_in_process(1, 1, model(), whole, data())
     calls = products
     assert calls == []
@@ -201,7 +201,7 @@ def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int
 )
 def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products: list[int]) -> None:
     settings = config(**sections)
-    samo = {**sections.get("samo", {}), "sample_gradients": False}
+    samo = {**sections.get("samo", {}), "sparse_products": False}
     plain = config(**{**sections, "samo": samo})
 
     [(_, trace)] = train_in_process(1, 1, model(), settings, data())
@@ -259,7 +259,7 @@ def test_modules_with_code_of_others_are_sampled_on_demand(
     train_in_process(1, 1, own_model(hooked=hooked), config(), data())
     assert products == []
 
-    told = config(samo={"sample_gradients": True})
+    told = config(samo={"sparse_products": True})
     train_in_process(1, 1, own_model(hooked=hooked), told, data())
 
     assert len(products) == 4 * MICROBATCHES

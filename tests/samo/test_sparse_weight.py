@@ -1,4 +1,4 @@
-"""Kept entries that a sampler computes count as the gradient of their tensor."""
+"""Kept entries that are computed alone count as the gradient of their tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer
 from axsparse.samo import gradient_hooks
-from axsparse.samo.gradient_hooks import GradientCollector, GradientSampler
+from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 from axsparse.samo.host.sampled_product import FEWEST_TOKENS
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
@@ -49,9 +49,9 @@ class Case:
         self.names = [tensor.name for layer in self.layers for tensor in layer.tensors]
 
     @property
-    def samplers(self) -> dict[str, GradientSampler]:
-        found = self.collector.samplers(self.names)
-        return {sampler.tensor.name: sampler for sampler in found.values()}
+    def weights(self) -> dict[str, SparseWeight]:
+        found = self.collector.sparse_weights(self.names)
+        return {weight.tensor.name: weight for weight in found.values()}
 
     @property
     def first(self) -> LayerState:
@@ -73,33 +73,33 @@ def factors(seed: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
 
 def test_the_first_product_of_a_step_replaces_and_later_ones_add() -> None:
     case = Case()
-    sampler = case.samplers["first.weight"]
+    weight = case.weights["first.weight"]
     case.collector.begin()
-    assert sampler(*factors(7))
+    assert weight.accumulate(*factors(7))
 
     case.collector.begin()
-    assert sampler(*factors(1))
-    assert sampler(*factors(2))
+    assert weight.accumulate(*factors(1))
+    assert weight.accumulate(*factors(2))
 
-    index = sampler.tensor.index
+    index = weight.tensor.index
     total = sum(by_gather(outer, rows, index).float() for rows, outer in map(factors, (1, 2)))
-    assert torch.equal(case.first.gradient_of(sampler.tensor), torch.as_tensor(total))
+    assert torch.equal(case.first.gradient_of(weight.tensor), torch.as_tensor(total))
     assert case.collector.finish() == ["first.bias", "second.weight"]
 
 
 def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
     case = Case()
-    samplers = case.samplers
+    weights = case.weights
     case.collector.begin()
     case.collector.microbatch(is_last=False)
-    for sampler in samplers.values():
-        assert sampler(*factors(1))
+    for weight in weights.values():
+        assert weight.accumulate(*factors(1))
     assert case.ready == []
 
     case.collector.microbatch(is_last=True)
-    assert samplers["second.weight"](*factors(2))
+    assert weights["second.weight"].accumulate(*factors(2))
     assert case.ready == ["second"]
-    assert samplers["first.weight"](*factors(2))
+    assert weights["first.weight"].accumulate(*factors(2))
     assert case.ready == ["second"], "the bias is missing"
     bias = case.first.tensor("first.bias").parameter
     bias.float().sum().backward()
@@ -111,30 +111,32 @@ def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
 
 def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None:
     case = Case()
-    samplers = case.samplers
+    weights = case.weights
     case.collector.harvest({"first.weight": 3})
     case.collector.begin()
 
-    assert not samplers["first.weight"](*factors(1))
-    assert samplers["second.weight"](*factors(1))
-    assert not samplers["second.weight"](*factors(1, tokens=20))
+    assert not weights["first.weight"].accumulate(*factors(1))
+    assert weights["second.weight"].accumulate(*factors(1))
+    assert not weights["second.weight"].accumulate(*factors(1, tokens=20))
     assert case.collector.finish() == ["first.weight", "first.bias"]
 
     case.collector.harvested()
     case.collector.begin()
-    assert samplers["first.weight"](*factors(1))
+    assert weights["first.weight"].accumulate(*factors(1))
 
 
 def test_who_may_be_sampled() -> None:
     case = Case()
-    assert list(case.samplers) == ["first.weight", "second.weight"]
-    assert list(case.collector.samplers(["second.weight"])) == [case.layers[1].tensors[0].parameter]
+    assert list(case.weights) == ["first.weight", "second.weight"]
+    assert list(case.collector.sparse_weights(["second.weight"])) == [
+        case.layers[1].tensors[0].parameter
+    ]
 
     case.first.tensor("first.weight").parameter.register_hook(lambda gradient: gradient)
-    assert list(case.samplers) == ["second.weight"]
+    assert list(case.weights) == ["second.weight"]
     weight = case.layers[1].tensors[0].parameter
     weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert case.samplers == {}
+    assert case.weights == {}
 
 
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
@@ -153,7 +155,7 @@ def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
 
     case.collector.begin()
     rows, outer = factors(1)
-    assert case.samplers["first.weight"](rows, outer)
+    assert case.weights["first.weight"].accumulate(rows, outer)
     tensor.parameter.sum().backward()
 
     total = by_gather(outer, rows, tensor.index) + 1

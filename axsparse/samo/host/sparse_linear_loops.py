@@ -1,0 +1,264 @@
+"""The loops of `sparse_linear.py`, which alone imports this file, late, since it loads numba."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+
+from axsparse.samo.host.bf16_vectors import (
+    BFLOAT,
+    BLOCK,
+    FLOAT,
+    INT16,
+    INT32,
+    INT64,
+    PAIRS,
+    SUMS,
+    alike,
+    alloca_once,
+    for_range,
+    intrinsic,
+    multiply_add,
+    outside,
+    picks,
+    place,
+    turn,
+)
+from axsparse.samo.index.pieces import Array
+
+TOKENS = 64
+"""Tokens whose sums are kept in registers."""
+AT_ONCE = 4
+"""Weights that are multiplied in one round of the innermost loop, two by one instruction."""
+QUARTER = 8
+"""Of two vectors of numbers, an instruction takes turns with so many of both at a time."""
+MAGNITUDE = 0x7FFF
+"""The bits of a number in bf16, less its sign."""
+
+_NUMBERS, _PAIRS = ir.VectorType(INT16, PAIRS), ir.VectorType(INT32, SUMS)
+_FACTORS, _SUMS = ir.VectorType(BFLOAT, PAIRS), ir.VectorType(FLOAT, SUMS)
+_HALVES = [
+    [
+        side + begin + half + number
+        for begin in range(0, PAIRS, QUARTER)
+        for number in range(QUARTER // 2)
+        for side in (0, PAIRS)
+    ]
+    for half in (0, QUARTER // 2)
+]
+"""Which numbers of two vectors form the pairs of the first and the second half of the tokens; a
+processor has such shuffles for quarters of a vector."""
+_ORDER = [
+    half * SUMS + begin // 2 + number
+    for begin in range(0, PAIRS, QUARTER)
+    for half in (0, 1)
+    for number in range(QUARTER // 2)
+]
+"""Where the sums of tokens stand in those two halves."""
+
+
+def _numbers(value: int) -> ir.Constant:
+    return ir.Constant(_NUMBERS, [value] * PAIRS)
+
+
+def _bits(value: int) -> ir.Constant:
+    return ir.Constant(_PAIRS, [value] * SUMS)
+
+
+def _list_vector(
+    _: Any, line: Any, at: Any, input_number: Any, inputs: Any, weights: Any, listed: Any
+) -> Any:
+    """Add the weights other than zero among PAIRS, from `line[at]` on, to the end of a list.
+
+    The first of them is that of input `input_number`. Returns how many are listed then. Of the
+    lists, PAIRS entries behind the last one may get any numbers.
+    """
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line, at, input_number, inputs, weights, listed = arguments
+        kinds = signature.args
+        read = builder.load(place(context, builder, kinds[0], line, at, _NUMBERS), align=2)
+        is_kept = builder.icmp_unsigned("!=", builder.and_(read, _numbers(MAGNITUDE)), _numbers(0))
+        first = alike(builder, builder.trunc(input_number, INT16), PAIRS)
+        names = builder.add(first, ir.Constant(_NUMBERS, list(range(PAIRS))))
+        for numbers, kind, array in ((names, kinds[3], inputs), (read, kinds[4], weights)):
+            chosen = outside(
+                builder,
+                "llvm.x86.avx512.mask.compress.v32i16",
+                _NUMBERS,
+                [numbers, _numbers(0), is_kept],
+            )
+            builder.store(chosen, place(context, builder, kind, array, listed, _NUMBERS), align=2)
+        more = outside(builder, "llvm.ctpop.i32", INT32, [builder.bitcast(is_kept, INT32)])
+        return builder.add(listed, builder.zext(more, INT64))
+
+    kinds = (line, at, input_number, inputs, weights, listed)
+    return types.int64(*kinds), call
+
+
+def _add_pairs(
+    _: Any, panel: Any, inputs: Any, weights: Any, rounds: Any, sums: Any, to: Any
+) -> Any:
+    """Add weights times inputs to the sums of TOKENS tokens, AT_ONCE weights in each round.
+
+    `panel` has TOKENS numbers of each input side by side; `inputs` and `weights` are lists, and the
+    sums begin at `sums[to]`.
+    """
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = dict(zip(names, zip(signature.args, arguments, strict=True), strict=True))
+
+        def at(name: str, number: Any, kind: Any) -> Any:
+            return place(context, builder, *arrays[name], number, kind)
+
+        totals = {
+            (chain, vector, half): alloca_once(builder, _SUMS)
+            for chain in range(AT_ONCE // 2)
+            for vector in range(TOKENS // PAIRS)
+            for half in (0, 1)
+        }
+        places = {
+            (vector, half): at(
+                "sums", builder.add(arguments[-1], INT64(vector * PAIRS + half * SUMS)), _SUMS
+            )
+            for chain, vector, half in totals
+            if chain == 0
+        }
+        for (chain, vector, half), total in totals.items():
+            nothing = ir.Constant(_SUMS, [0.0] * SUMS)
+            first = nothing if chain else builder.load(places[vector, half], align=4)
+            builder.store(first, total)
+        with for_range(builder, arguments[3], intp=INT64) as loop:
+            begin = builder.mul(loop.index, INT64(AT_ONCE))
+            for chain in range(AT_ONCE // 2):
+                pair = builder.add(begin, INT64(2 * chain))
+                two_inputs = builder.load(at("inputs", pair, INT32), align=2)
+                two_weights = builder.load(at("weights", pair, INT32), align=2)
+                factors = builder.bitcast(alike(builder, two_weights, SUMS), _FACTORS)
+                one = builder.and_(two_inputs, INT32(0xFFFF))
+                other = builder.lshr(two_inputs, INT32(16))
+                for vector in range(TOKENS // PAIRS):
+                    read = []
+                    for row in (one, other):
+                        source = builder.mul(builder.zext(row, INT64), INT64(TOKENS))
+                        source = builder.add(source, INT64(vector * PAIRS))
+                        read.append(builder.load(at("panel", source, _NUMBERS), align=2))
+                    for half in (0, 1):
+                        mixed = builder.shuffle_vector(*read, picks(_HALVES[half]))
+                        total = totals[chain, vector, half]
+                        products = builder.bitcast(mixed, _FACTORS)
+                        added = multiply_add(builder, builder.load(total), products, factors)
+                        builder.store(added, total)
+        for (vector, half), where in places.items():
+            found = [builder.load(totals[chain, vector, half]) for chain in range(AT_ONCE // 2)]
+            builder.store(reduce(builder.fadd, found), where, align=4)
+        return context.get_dummy_value()
+
+    names = ("panel", "inputs", "weights", "rounds", "sums", "to")
+    return types.void(panel, inputs, weights, rounds, sums, to), call
+
+
+def _round_vector(_: Any, sums: Any, at: Any, target: Any, to: Any) -> Any:
+    """Round the sums of PAIRS tokens to the nearest numbers of bf16, ties to even, as torch does,
+    and write them in the order of the tokens."""
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, at, target, to = arguments
+        half_way = []
+        for half in (0, 1):
+            begin = builder.add(at, INT64(half * SUMS))
+            address = place(context, builder, signature.args[0], sums, begin, _SUMS)
+            total = builder.load(address, align=4)
+            bits = builder.bitcast(total, _PAIRS)
+            odd = builder.and_(builder.lshr(bits, _bits(16)), _bits(1))
+            rounded = builder.add(builder.add(bits, odd), _bits(0x7FFF))
+            is_nan = builder.fcmp_unordered("uno", total, total)
+            kept = builder.lshr(builder.select(is_nan, _bits(0x7FC00000), rounded), _bits(16))
+            half_way.append(builder.trunc(kept, ir.VectorType(INT16, SUMS)))
+        address = place(context, builder, signature.args[2], target, to, _NUMBERS)
+        builder.store(builder.shuffle_vector(*half_way, picks(_ORDER)), address, align=2)
+        return context.get_dummy_value()
+
+    return types.void(sums, at, target, to), call
+
+
+_list_vector_now, _add_pairs_now, _round_vector_now = (
+    intrinsic(each) for each in (_list_vector, _add_pairs, _round_vector)
+)
+
+
+def _list_line(line: Array, at: int, count: int, inputs: Array, weights: Array) -> int:
+    """List the weights other than zero of a line, with their inputs; returns in how many rounds
+    they are multiplied. What the last round lacks is filled up with zeros."""
+    listed = 0
+    whole = count // PAIRS * PAIRS
+    for number in range(0, whole, PAIRS):
+        listed = _list_vector_now(line, at + number, number, inputs, weights, listed)
+    for number in range(whole, count):
+        if line[at + number] & MAGNITUDE:
+            inputs[listed], weights[listed] = number, line[at + number]
+            listed += 1
+    rounds = (listed + AT_ONCE - 1) // AT_ONCE
+    for number in range(listed, rounds * AT_ONCE):
+        inputs[number], weights[number] = 0, 0
+    return rounds
+
+
+_list_line_now = njit(nogil=True)(_list_line)
+
+
+def _add_products(
+    panels: Array, lines: tuple[Array, int, int], lists: tuple[Array, Array], sums: Array
+) -> None:
+    """Add to `sums`, `(tiles, count, TOKENS)`, the products of inputs with lines of the weight.
+
+    `panels` is `(tiles, inputs, TOKENS)`. `lines` is an array, where in it the first line begins,
+    and how far lines are apart.
+    """
+    numbers, begin, apart = lines
+    inputs, weights = lists
+    tiles, depth, _ = panels.shape
+    count = sums.shape[1]
+    rounds = np.empty(count, np.int64)
+    for line in range(count):
+        rounds[line] = _list_line_now(
+            numbers, begin + line * apart, depth, inputs[line], weights[line]
+        )
+    flat_sums = sums.reshape(-1)
+    for tile in range(tiles):
+        panel = panels[tile].reshape(-1)
+        for line in range(count):
+            to = (tile * count + line) * TOKENS
+            _add_pairs_now(panel, inputs[line], weights[line], rounds[line], flat_sums, to)
+
+
+add_products = njit(nogil=True)(_add_products)
+
+
+def _put(sums: Array, rounded: Array, outputs: Array, begin: int, first: int) -> None:
+    """Round sums, `(tiles, count, TOKENS)`, and write them to columns from `first` on of the
+    outputs' rows from `begin` on."""
+    tiles, count, _ = sums.shape
+    flat_sums, flat, flat_outputs = sums.reshape(-1), rounded.reshape(-1), outputs.reshape(-1)
+    apart = outputs.shape[1]
+    whole_lines = count // BLOCK * BLOCK
+    for tile in range(tiles):
+        for at in range(0, count * TOKENS, PAIRS):
+            _round_vector_now(flat_sums, tile * count * TOKENS + at, flat, at)
+        row = begin + tile * TOKENS
+        tokens = min(TOKENS, outputs.shape[0] - row)
+        whole_tokens = tokens // BLOCK * BLOCK
+        for token in range(0, whole_tokens, BLOCK):
+            for line in range(0, whole_lines, BLOCK):
+                to = (row + token) * apart + first + line
+                turn(flat, line * TOKENS + token, TOKENS, flat_outputs, to, apart)
+        for token in range(tokens):
+            for line in range(whole_lines if token < whole_tokens else 0, count):
+                outputs[row + token, first + line] = rounded[line, token]
+
+
+put = njit(nogil=True)(_put)
