@@ -179,15 +179,18 @@ def update() -> Figures:
 
 
 def product() -> Figures:
-    """Kept entries of a gradient over the whole of it; nothing where a CPU has no code for them."""
-    from sampled_product import Case, measure, over_whole
+    """A layer's products by kept entries over dense ones; nothing where a CPU has no code for
+    them."""
+    from sparse_products import Case, contenders, measure, over_dense
 
-    from axsparse.samo.host.sampled_product import sampling_loops
+    from axsparse.samo.host.bf16_loops import bf16_loops
 
-    if sampling_loops() is None:
+    if bf16_loops("sparse_linear_loops") is None:
         return {}
-    taken = measure(Case(2048, 512, 256, 0.1))
-    return {"a tenth of a gradient, sampled": over_whole(taken)}
+    pairs = contenders(Case(2048, 512, 256, 0.1))
+    return {
+        f"{name}, a tenth kept": over_dense(measure(product)) for name, product in pairs.items()
+    }
 
 
 def step() -> Figures:

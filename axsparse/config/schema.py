@@ -169,12 +169,13 @@ class SamoConfig(Section):
     """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
     entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
     sparse_products: bool | Literal["auto"] = "auto"
-    """On CPUs that multiply bf16 (AVX-512 BF16), with numba and at most two threads a rank: of
-    linear weights of which at most a fifth is kept, compute the kept entries of the gradient alone,
-    which takes a third of the time. They are rounded as those of the whole gradient, but sums are
-    added in another order. `auto`: in layers that consist of the package's and torch's own modules,
-    without hooks. `true`: in yours as well, if they only call their linear modules; what else they
-    must not do is in docs/decisions/043-sampled-gradients.md."""
+    """On CPUs that multiply bf16 (AVX-512 BF16), with numba and at most two threads a rank: compute
+    the products of linear layers with mostly pruned weights from what is kept, the gradient of the
+    weight where at most a fifth is kept, the other two where 0.3 are (0.05 on CPUs with AMX). At a
+    tenth they take a third of the time. Rounding is as ever, but sums are added in another order.
+    `auto`: in layers that consist of the package's and torch's own modules, without hooks. `true`:
+    in yours as well, if they only call their linear modules; what else they must not do is in
+    docs/decisions/043-sparse-products.md."""
     split_master: bool = False
     """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
     same bits in 2 bytes fewer a kept entry."""

@@ -27,12 +27,12 @@ class SparseProducts(Protocol):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it takes gradients of the weight in the step that begins."""
+        """Whether it takes any product of the step that begins."""
         ...
 
     @property
     def multiplies(self) -> bool:
-        """Whether it takes the other two products in the step that begins."""
+        """Whether it takes outputs and gradients of inputs in the step that begins."""
         ...
 
     def takes(self, rows: Tensor, bias: Tensor | None) -> bool:

@@ -26,7 +26,7 @@ from axsparse.samo.growth_candidates import Candidates, strongest
 from axsparse.samo.host.sampled_product import (
     FEWEST_TOKENS,
     can_sample,
-    may_sample,
+    may_be_sparse,
     sampled_product,
 )
 from axsparse.samo.host.sparse_linear import can_multiply, sparse_input_gradient, sparse_linear
@@ -165,7 +165,7 @@ class GradientCollector:
             for tensor in layer.tensors
             if tensor.name in names
             and layer.backend.device.type == "cpu"
-            and may_sample(tensor.parameter)
+            and may_be_sparse(tensor.parameter)
             and not tensor.parameter._backward_hooks
             and len(tensor.parameter._post_accumulate_grad_hooks or ()) == 1
         }
@@ -215,12 +215,12 @@ class SparseWeight:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the weight is pruned enough to compute kept entries of its gradient alone."""
-        return can_sample(self.tensor)
+        """Whether the weight is pruned enough for any of the three products."""
+        return can_sample(self.tensor) or can_multiply(self.tensor)
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is pruned enough to compute y and ∂x from kept entries, too."""
+        """Whether it is pruned enough for y and ∂x."""
         return can_multiply(self.tensor)
 
     def takes(self, rows: Tensor, bias: Tensor | None) -> bool:

@@ -147,8 +147,8 @@ def _split(
     """What takes weight gradients out of backwards; None if autograd makes all of them."""
     pipeline, samo = run.config.pipeline, run.config.samo
     # A compiled layer's backward is one function.
-    may_be_sparse = samo.sparse_products is not False and not pipeline.compile
-    pruned = run.targets.shapes if run.targets is not None and may_be_sparse else {}
+    is_allowed = samo.sparse_products is not False and not pipeline.compile
+    pruned = run.targets.shapes if run.targets is not None and is_allowed else {}
     sparse = collector.sparse_weights(
         {
             tensor.name

@@ -1,7 +1,8 @@
-"""Runs whose gradients are sampled: the same bits in every layout, near those of whole ones."""
+"""Runs with sparse products: the same bits in every layout, near those of dense products."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -84,6 +85,25 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many outputs and gradients of inputs were computed from kept entries."""
+    found = Counter[str]()
+
+    def count(name: str) -> None:
+        inner = getattr(gradient_hooks, name)
+
+        def counted(*given: Tensor | None) -> Tensor:
+            found[name] += 1
+            return torch.as_tensor(inner(*given))
+
+        monkeypatch.setattr(gradient_hooks, name, counted)
+
+    count("sparse_linear")
+    count("sparse_input_gradient")
+    return found
+
+
 OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "two stages": ((2, 1), {}),
     "four stages, slack": ((4, 1), {"pipeline": {"slack": 2}}),
@@ -97,15 +117,23 @@ OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_layout_has_the_same_bits(name: str, tmp_path: Path, products: list[int]) -> None:
+def test_every_layout_has_the_same_bits(
+    name: str, tmp_path: Path, products: list[int], others: Counter[str]
+) -> None:
     layout, sections = OTHERS[name]
     reference = ran((1, 1), config(), tmp_path / "one", model=model, data=data())
     calls = products
     assert len(calls) == 4 * MICROBATCHES * MATRICES
+    assert others["sparse_linear"] == len(calls)
+    of_inputs = 4 * MICROBATCHES * (MATRICES - 1)
+    assert others["sparse_input_gradient"] == of_inputs
 
     found = ran(layout, config(**sections), tmp_path / "other", model=model, data=data())
 
     assert len(calls) == 2 * 4 * MICROBATCHES * MATRICES
+    again = 4 * MICROBATCHES * 2 if name == "recomputed" else 0
+    assert others["sparse_linear"] == len(calls) + again
+    assert others["sparse_input_gradient"] == 2 * of_inputs
     assert found.stopped is None
     assert found.losses == reference.losses
     assert found.norms == reference.norms
@@ -156,7 +184,7 @@ def test_a_run_that_stops_and_goes_on_elsewhere_ends_in_the_same_bits(tmp_path: 
     same(second, reference)
 
 
-def test_a_run_may_go_on_with_whole_gradients(tmp_path: Path, products: list[int]) -> None:
+def test_a_run_may_go_on_with_dense_products(tmp_path: Path, products: list[int]) -> None:
     first = ran((1, 1), config(), tmp_path / "run", model=model, data=data(), stop_after=2)
     assert first.stopped is not None
     calls = len(products)
@@ -170,7 +198,7 @@ def test_a_run_may_go_on_with_whole_gradients(tmp_path: Path, products: list[int
 
 
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
-def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int]) -> None:
+def test_sparse_products_train_as_dense_ones(gradient: str, products: list[int]) -> None:
     samo = {"gradient": gradient}
     whole = config(samo={**samo, "sparse_products": False})
     [(_, expected)] = train_in_process(1, 1, model(), whole, data())
@@ -193,13 +221,15 @@ def test_sampled_gradients_train_as_whole_ones(gradient: str, products: list[int
     ("sections", "why"),
     [
         ({"samo": {"enabled": False}}, "nothing is pruned"),
-        ({"pruning": {"sparsity": 0.7}}, "much is kept"),
+        ({"pruning": {"sparsity": 0.65}}, "much is kept"),
         ({"precision": "fp32"}, "another precision"),
         ({"batch": {"global_batch_size": 120, "microbatch_size": 60}}, "few tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products: list[int]) -> None:
+def test_other_products_are_dense(
+    sections: dict[str, Any], why: str, products: list[int], others: Counter[str]
+) -> None:
     settings = config(**sections)
     samo = {**sections.get("samo", {}), "sparse_products": False}
     plain = config(**{**sections, "samo": samo})
@@ -209,9 +239,32 @@ def test_other_gradients_are_whole(sections: dict[str, Any], why: str, products:
 
     calls = products
     assert calls == [], why
+    assert not others
     assert trace.losses == expected.losses
     for name, master in expected.masters.items():
         assert torch.equal(trace.masters[name], master), name
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"split_backward": True}, {"checkpoint_activations": 1}])
+def test_gradients_are_whole_where_only_other_products_are_sparse(
+    pipeline: dict[str, Any], products: list[int], others: Counter[str]
+) -> None:
+    """A quarter is kept: too much to compute every entry of the gradient by itself."""
+    settings = config(pruning={"sparsity": 0.75})
+    [(_, one)] = train_in_process(1, 1, model(), settings, data())
+    counts = others.copy()
+    assert counts["sparse_linear"] == 4 * MICROBATCHES * MATRICES
+    assert counts["sparse_input_gradient"] == 4 * MICROBATCHES * (MATRICES - 1)
+    settings = config(pruning={"sparsity": 0.75}, pipeline=pipeline)
+
+    found = train_in_process(2, 1, model(), settings, data())
+
+    assert products == []
+    assert others["sparse_input_gradient"] == 2 * counts["sparse_input_gradient"]
+    for _, trace in found:
+        assert trace.losses == one.losses
+        for key, weight in trace.weights.items():
+            assert torch.equal(weight, one.weights[key]), key
 
 
 def test_compiled_layers_have_no_stand_ins(
@@ -253,9 +306,7 @@ def own_model(*, hooked: bool) -> Model:
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["class", "hook"])
-def test_modules_with_code_of_others_are_sampled_on_demand(
-    hooked: bool, products: list[int]
-) -> None:
+def test_modules_with_code_of_others_have_them_on_demand(hooked: bool, products: list[int]) -> None:
     train_in_process(1, 1, own_model(hooked=hooked), config(), data())
     assert products == []
 
@@ -294,8 +345,8 @@ def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]
                 assert name not in one.weights or torch.equal(weight, one.weights[name]), name
 
 
-def test_weights_are_sampled_from_the_step_on_that_has_pruned_them_enough(
-    products: list[int],
+def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(
+    products: list[int], others: Counter[str]
 ) -> None:
     gradual = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
     settings = config(pruning=gradual, train={"steps": 6})
@@ -310,9 +361,10 @@ def test_weights_are_sampled_from_the_step_on_that_has_pruned_them_enough(
             nonlocal before
             tensor = trainer.parts.layers[0].state.tensors[0]
             kept.append(tensor.kept / tensor.parameter.numel())
-            before = len(calls)
+            before, many = len(calls), others.total()
             verdict = step()
             assert (len(calls) > before) == (kept[-1] <= 0.2)
+            assert (others.total() > many) == (kept[-1] <= 0.3)
             return verdict
 
         vars(trainer)["step"] = counted

@@ -24,7 +24,7 @@ def sample_all(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(assembly, "is_plain", lambda module: True)
     patch.setattr(gradient_hooks, "can_sample", is_pruned)
-    patch.setattr(gradient_hooks, "may_sample", lambda weight: weight.dim() == 2)
+    patch.setattr(gradient_hooks, "may_be_sparse", lambda weight: weight.dim() == 2)
     patch.setattr(gradient_hooks, "sampled_product", by_gather)
     patch.setattr(gradient_hooks, "can_multiply", is_pruned)
     patch.setattr(gradient_hooks, "sparse_linear", nn.functional.linear)

@@ -3,7 +3,7 @@
 The gradient of a linear weight is a product, ∂W = ∂yᵀ x. Of a weight that is mostly pruned only a
 few entries of it are kept, and each is a sum of its own: over the tokens of a microbatch, an
 output's gradient times an input. On a CPU that multiplies bf16 it is quicker to compute just these
-than to have the dense product and pick them out (docs/decisions/043-sampled-gradients.md); the
+than to have the dense product and pick them out (docs/decisions/043-sparse-products.md); the
 literature calls it a sampled dense-dense matrix product (SDDMM).
 """
 
@@ -41,24 +41,29 @@ def sampling_loops() -> Any:
     return bf16_loops("sampling_loops")
 
 
-def may_sample(weight: Tensor) -> bool:
-    """Whether gradients of this weight may be sampled once enough of it is pruned."""
+def may_be_sparse(weight: Tensor) -> bool:
+    """Whether products with this weight may be sparse once enough of it is pruned."""
     return weight.dtype == torch.bfloat16 and weight.dim() == 2 and weight.numel() > FEW
 
 
-def can_sample(tensor: TensorState) -> bool:
-    """Whether gradients of this weight are to be sampled, with its present index.
+def is_sparse(tensor: TensorState, densest: float) -> bool:
+    """Whether a weight has this density or less at present, and there is code that makes use of it.
 
     numba is loaded for the first weight that everything else speaks for.
     """
     weight = tensor.parameter
     return (
-        may_sample(weight)
+        may_be_sparse(weight)
         and isinstance(tensor.index, SPARSE)
-        and tensor.kept <= DENSEST * weight.numel()
+        and tensor.kept <= densest * weight.numel()
         and torch.get_num_threads() <= MOST_THREADS
         and sampling_loops() is not None
     )
+
+
+def can_sample(tensor: TensorState) -> bool:
+    """Whether gradients of this weight are to be sampled, with its present index."""
+    return is_sparse(tensor, DENSEST)
 
 
 def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:

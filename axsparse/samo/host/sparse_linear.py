@@ -3,7 +3,7 @@
 A linear layer has three products: its output, y = x Wᵀ + b, the gradient of its input, ∂x = ∂y W,
 and that of its weight, whose kept entries `sampled_product.py` computes. The weight stays dense:
 on the way its entries other than zero are listed, line by line, which costs little beside what
-they are multiplied with (docs/decisions/043-sampled-gradients.md).
+they are multiplied with (docs/decisions/043-sparse-products.md).
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.host.bf16_loops import bf16_loops, multiplies_matrices
-from axsparse.samo.host.sampled_product import can_sample
+from axsparse.samo.host.sampled_product import is_sparse
 from axsparse.samo.index.pieces import Array
 from axsparse.samo.tensor_state import TensorState
 
+DENSEST = 0.3
+"""The density up to which a layer's output and the gradient of its input are computed from kept
+entries."""
 DENSEST_WITH_AMX = 0.05
-"""The density up to which products of inputs are computed from kept entries by processors that
-multiply whole matrices at once."""
+"""The same of processors that multiply whole matrices at once."""
 LINES = 256
 """Lines of the weight whose entries are listed at a time."""
 DEPTH = 512
@@ -34,8 +36,7 @@ SPARE = 36
 
 def can_multiply(tensor: TensorState) -> bool:
     """Whether products with this weight are to be computed from what is kept of it at present."""
-    densest = DENSEST_WITH_AMX if multiplies_matrices() else 1.0
-    return can_sample(tensor) and tensor.kept <= densest * tensor.parameter.numel()
+    return is_sparse(tensor, DENSEST_WITH_AMX if multiplies_matrices() else DENSEST)
 
 
 def sparse_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

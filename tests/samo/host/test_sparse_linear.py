@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from axsparse.samo.host import sparse_linear as module
 from axsparse.samo.host.bf16_loops import bf16_loops
-from axsparse.samo.host.sampled_product import DENSEST
 from axsparse.samo.host.sparse_linear import (
+    DENSEST,
     DENSEST_WITH_AMX,
     DEPTH,
     LINES,
