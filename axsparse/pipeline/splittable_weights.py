@@ -106,22 +106,22 @@ class WeightSplit:
         Called while nothing is in flight or waits, since the gradients of a weight have to stay in
         the order of the microbatches.
         """
-        sparse = tuple(slot for slot in self._sparse if slot.stand_in.own.begin_step())
+        sparse = tuple(slot for slot in self._sparse if slot.stand_in.original.begin_step())
         others = (*self._sparse, *self._split) if self._is_split else ()
         split = tuple(slot for slot in others if slot not in sparse)
-        for own in (slot.stand_in.own for slot in split):
-            if own.is_used_otherwise:
-                self.whole[own.name] = "used by more than a linear or convolution call"
-            elif own.is_used_often:
-                self.whole[own.name] = "used more than once by one microbatch"
-        self.plan = (*sparse, *(slot for slot in split if not slot.stand_in.own.is_part))
+        for original in (slot.stand_in.original for slot in split):
+            if original.is_used_otherwise:
+                self.whole[original.name] = "used by more than a linear or convolution call"
+            elif original.is_used_often:
+                self.whole[original.name] = "used more than once by one microbatch"
+        self.plan = (*sparse, *(slot for slot in split if not slot.stand_in.original.is_part))
 
     @contextmanager
     def in_place(self, plan: Plan) -> Iterator[None]:
         """Put the stand-ins of a plan into their modules, and the weights back at the end."""
         for slot in plan:
             slot.owner._parameters[slot.key] = slot.stand_in
-            slot.stand_in.own.calls = 0
+            slot.stand_in.original.calls = 0
         try:
             yield
         finally:

@@ -10,7 +10,6 @@ which take all three over. Every other function takes a stand-in as an ordinary 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,87 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from axsparse.pipeline.late_weights import LateGradient, LateWeights, SparseProducts
+from axsparse.pipeline.late_weights import LateWeights, SparseProducts
+from axsparse.pipeline.original_weight import OriginalWeight
 
 Sizes = tuple[int, ...]
-Compute = Callable[..., Sequence[Tensor]]
-
-
-@dataclass
-class Own:
-    """The weight that a stand-in stands in for."""
-
-    name: str
-    weight: nn.Parameter
-    alias: Tensor
-    """The same memory, without a gradient."""
-    late: LateWeights
-    """Where its gradients go."""
-    sparse: SparseProducts | None = None
-    """What may compute its products from kept entries, if anything."""
-    multiplies: bool = False
-    """Whether that computes outputs and input gradients in the present step."""
-    hooks: int = 0
-    """How many hooks of the package wait for its gradients."""
-    is_used_otherwise: bool = False
-    """Whether it is used in a way that is not split, so that autograd makes a gradient of it."""
-    calls: int = 0
-    """How often the present forward, or part of one that is recomputed, has used it in products."""
-    is_used_often: bool = False
-    """Whether a forward has used it in several products."""
-
-    def leave(self, held: tuple[Tensor, ...], compute: Compute, biases: Sequence[Own] = ()) -> None:
-        """Leave gradients of this weight and of biases for later; `compute` makes them of
-        `held`."""
-        weights = (self.weight, *[bias.weight for bias in biases])
-        late = LateGradient(
-            self.name,
-            weights,
-            held,
-            compute,
-            sparse=None if self._is_watched() else self.sparse,
-            is_part=self.sparse is not None and self.is_part,
-        )
-        self.late.leave(late)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether what a product leaves may be a part of a microbatch's gradient."""
-        return self.is_used_otherwise or self.is_used_often
-
-    def begin_step(self) -> bool:
-        """Note which products of the step that begins are sparse, and return whether any is."""
-        is_wanted = self.sparse is not None and self.sparse.is_wanted
-        self.multiplies = is_wanted and self.sparse is not None and self.sparse.multiplies
-        return is_wanted
-
-    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
-        """Whether the products of an input and its gradient are sparse."""
-        return self.multiplies and self.sparse is not None and self.sparse.takes(rows, bias)
-
-    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """y = x Wᵀ + b, without a gradient of W."""
-        if self.takes(rows, bias):
-            assert self.sparse is not None
-            return self.sparse.output(rows, bias)
-        return F.linear(rows, self.alias, bias)
-
-    def use(self) -> None:
-        """Note a use in a product, for sparse products."""
-        if self.sparse is not None:
-            self.calls += 1
-            self.is_used_often |= self.calls > 1
-
-    def _is_watched(self) -> bool:
-        """Whether hooks of others wait for whole gradients."""
-        hooks = self.weight._post_accumulate_grad_hooks or ()
-        return bool(self.weight._backward_hooks) or len(hooks) > self.hooks
 
 
 class StandIn(nn.Parameter):
     """Stands in for one weight of a module."""
 
-    own: Own
+    original: OriginalWeight
 
     @classmethod
     def __torch_function__(
@@ -126,7 +54,7 @@ def stand_in(
     assert isinstance(made, StandIn)
     vars(made).update(vars(weight))
     hooks = len(weight._post_accumulate_grad_hooks or ())
-    made.own = Own(name, weight, weight.detach(), late, sparse, hooks=hooks)
+    made.original = OriginalWeight(name, weight, weight.detach(), late, sparse, hooks=hooks)
     register: Callable[..., object] = made.register_post_accumulate_grad_hook
     register(_pass_on)
     return made
@@ -138,8 +66,8 @@ def _otherwise(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if isinstance(result, Tensor) and result.requires_grad:
         for given in (*args, *kwargs.values()):
             for made in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(made, StandIn) and made.own.sparse is not None:
-                    made.own.is_used_otherwise = True
+                if isinstance(made, StandIn) and made.original.sparse is not None:
+                    made.original.is_used_otherwise = True
     return result
 
 
@@ -150,8 +78,8 @@ def _pass_on(made: Tensor) -> None:
         gradient, made.grad = made.grad, None
     if gradient is None:
         return  # All uses in this graph are split.
-    made.own.is_used_otherwise = True
-    made.own.leave((gradient,), _itself)
+    made.original.is_used_otherwise = True
+    made.original.leave((gradient,), _itself)
 
 
 def _itself(gradient: Tensor) -> list[Tensor]:
@@ -169,18 +97,18 @@ def _linear(
     if not isinstance(weight, StandIn) or not _is_plain_product(input, weight, bias):
         whole: Tensor = _otherwise(F.linear, (input, weight, bias), {})
         return whole
-    own = weight.own
-    if not (weight.requires_grad and own.weight.requires_grad):
-        return F.linear(input, own.alias, bias)  # frozen since, for good or for this call
+    original = weight.original
+    if not (weight.requires_grad and original.weight.requires_grad):
+        return F.linear(input, original.alias, bias)  # frozen since, for good or for this call
     shape = input.shape
     rows = input if len(shape) == 2 else input.view(-1, shape[-1])
     if torch.is_grad_enabled():
-        own.use()
+        original.use()
         product = _product(rows, weight, bias)
     else:
         # The first pass of a part that is recomputed has the bits of the second.
-        product = own.output(rows, bias)
-    return product if len(shape) == 2 else product.view(*shape[:-1], len(own.alias))
+        product = original.output(rows, bias)
+    return product if len(shape) == 2 else product.view(*shape[:-1], len(original.alias))
 
 
 def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
@@ -191,17 +119,17 @@ def _product(rows: Tensor, weight: StandIn, bias: Tensor | None) -> Tensor:
     which is more than a part that is recomputed may keep; and the note cannot tell the stage's
     backward from one within a recomputation, for the gradient of an activation alone.
     """
-    own = weight.own
+    original = weight.original
     has_node = rows.requires_grad or (bias is not None and bias.requires_grad)
-    is_noted = has_node and _saves_as_usual() and not own.late.is_in_backward
-    if is_noted and not own.takes(rows, bias):
-        product = F.linear(rows, own.alias, bias)
+    is_noted = has_node and _saves_as_usual() and not original.late.is_in_backward
+    if is_noted and not original.takes(rows, bias):
+        product = F.linear(rows, original.alias, bias)
         node = product.grad_fn
         assert node is not None, "an input requires a gradient"
-        node.register_prehook(_note_of(own, rows.detach()))
+        node.register_prehook(_note_of(original, rows.detach()))
         return product
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(rows, own, bias, weight)
+    return apply(rows, original, bias, weight)
 
 
 def _saves_as_usual() -> bool:
@@ -215,7 +143,7 @@ _saved_tensors_hooks: Callable[[bool], object] | None = getattr(
 """Gives the innermost hooks on what autograd saves. Not every version of torch has it."""
 
 
-def _note_of(own: Own, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
+def _note_of(original: OriginalWeight, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
     """A hook of a product's backward that leaves the gradient of its weight for later."""
     held, version = [rows], rows._version
 
@@ -224,14 +152,16 @@ def _note_of(own: Own, rows: Tensor) -> Callable[[Sequence[Tensor | None]], None
         if outer is None:
             return
         if not held:
-            raise RuntimeError(f"the backward of a linear call with {own.name} ran a second time")
+            raise RuntimeError(
+                f"the backward of a linear call with {original.name} ran a second time"
+            )
         if held[0]._version != version:
             raise RuntimeError(
-                f"the input of a linear call with {own.name} was modified by an inplace operation "
-                "before its backward, which needs it"
+                f"the input of a linear call with {original.name} was modified by an inplace "
+                "operation before its backward, which needs it"
             )
-        own.leave((held[0], outer), _weight_gradient)
-        if own.late.is_in_backward:
+        original.leave((held[0], outer), _weight_gradient)
+        if original.late.is_in_backward:
             held.clear()  # The graph, and this hook with it, lives until the whole backward ends.
 
     return leave
@@ -250,7 +180,7 @@ def _is_plain_product(inputs: Tensor, weight: StandIn, bias: Tensor | None) -> b
         _is_plain(inputs)
         and inputs.dim() in (2, 3)
         and inputs.is_contiguous()
-        and weight.own.alias.is_contiguous()
+        and weight.original.alias.is_contiguous()
         and (bias is None or (bias.dim() == 1 and not isinstance(bias, StandIn)))
     )
 
@@ -273,11 +203,13 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, own: Own, bias: Tensor | None, _: StandIn) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, original: OriginalWeight, bias: Tensor | None, _: StandIn
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.own, ctx.is_sparse = own, own.takes(rows, bias)
+        ctx.original, ctx.is_sparse = original, original.takes(rows, bias)
         ctx.set_materialize_grads(False)
-        return own.output(rows, bias)
+        return original.output(rows, bias)
 
     @staticmethod
     @once_differentiable
@@ -285,17 +217,17 @@ class _Linear(torch.autograd.Function):
         if outer is None:
             return None, None, None, None
         (rows,) = ctx.saved_tensors
-        own: Own = ctx.own
+        original: OriginalWeight = ctx.original
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
         of_input = None
         if wants_input and ctx.is_sparse:
-            assert own.sparse is not None
-            of_input = own.sparse.input_gradient(outer)
+            assert original.sparse is not None
+            of_input = original.sparse.input_gradient(outer)
         elif wants_input:
-            of_input = _input_gradient(rows, own.alias, outer)
+            of_input = _input_gradient(rows, original.alias, outer)
         of_bias = outer.sum_to_size(outer.shape[1]) if wants_bias else None
         if _wants_weights(ctx):
-            own.leave((rows, outer), _weight_gradient)
+            original.leave((rows, outer), _weight_gradient)
         return of_input, None, of_bias, None
 
 
@@ -339,8 +271,8 @@ def _convolution(
         whole: Tensor = _otherwise(func, (input, weight, bias, *settings), {})
         return whole
     apply: Callable[..., Tensor] = _Convolution.apply
-    owns = weight.own, bias.own if isinstance(bias, StandIn) else bias
-    return apply(input, *owns, (steps, edges, gaps, groups), weight)
+    originals = weight.original, bias.original if isinstance(bias, StandIn) else bias
+    return apply(input, *originals, (steps, edges, gaps, groups), weight)
 
 
 def _each(value: int | Sequence[int], weight: Tensor) -> Sizes:
@@ -366,19 +298,19 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: Tensor,
-        own: Own,
-        bias: Own | Tensor | None,
+        original: OriginalWeight,
+        bias: OriginalWeight | Tensor | None,
         settings: tuple[Sizes, Sizes, Sizes, int],
         _: StandIn,
     ) -> Tensor:
         steps, edges, gaps, groups = settings
-        added = bias.alias if isinstance(bias, Own) else bias
+        added = bias.alias if isinstance(bias, OriginalWeight) else bias
         ctx.save_for_backward(inputs)
-        ctx.own, ctx.biases = own, [bias] if isinstance(bias, Own) else []
+        ctx.original, ctx.biases = original, [bias] if isinstance(bias, OriginalWeight) else []
         ctx.sizes = None if added is None else list(added.shape)
         ctx.fixed = (steps, edges, gaps, False, (0,) * len(steps), groups)
         ctx.set_materialize_grads(False)
-        return torch.convolution(inputs, own.alias, added, *ctx.fixed)
+        return torch.convolution(inputs, original.alias, added, *ctx.fixed)
 
     @staticmethod
     @once_differentiable
@@ -386,14 +318,14 @@ class _Convolution(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         [inputs] = ctx.saved_tensors
-        own: Own = ctx.own
-        compute = partial(_convolution_backward, own.alias, ctx.sizes, ctx.fixed)
+        original: OriginalWeight = ctx.original
+        compute = partial(_convolution_backward, original.alias, ctx.sizes, ctx.fixed)
         of_input = None
         if ctx.needs_input_grad[0]:
             (of_input,) = compute((True, False, False), inputs, gradient)
         later = partial(compute, (False, True, bool(ctx.biases)))
         if _wants_weights(ctx):
-            own.leave((inputs, gradient), later, ctx.biases)
+            original.leave((inputs, gradient), later, ctx.biases)
         return of_input, None, None, None, None
 
 

@@ -394,7 +394,8 @@ def _calls(shape: Shape, number: int) -> nn.Module:
             inner.register_full_backward_hook(
                 # The first of a model's layers has an input without a gradient.
                 lambda module, given, got: tuple(
-                    None if each is None else each * 0.5 for each in given
+                    None if each is None else each * 0.5
+                    for each in given  # type: ignore[attr-defined]
                 )
             )
             return inner

@@ -468,9 +468,9 @@ def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     alive: list[int] = []
     assert stage._split is not None
     for slot in stage._split._sparse:
-        products = slot.stand_in.own.sparse
+        products = slot.stand_in.original.sparse
         assert isinstance(products, Products)
-        slot.stand_in.own.sparse = Watching(products, given, alive)
+        slot.stand_in.original.sparse = Watching(products, given, alive)
 
     run(stage, torch.randn(4, SIZE, requires_grad=True))
 

@@ -75,6 +75,14 @@ def outside(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
+def fetch(builder: Any, address: Any) -> None:
+    """Have the processor fetch memory that will soon be read, which may lie beyond an array."""
+    byte = builder.bitcast(address, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [byte.type, INT32, INT32, INT32])
+    function = _cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [byte, INT32(0), INT32(3), INT32(1)])
+
+
 def multiply_add(builder: Any, sums: Any, one: Any, other: Any) -> Any:
     """`sums` and the products of two vectors of PAIRS numbers, two and two."""
     return outside(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, [sums, one, other])
@@ -96,6 +104,10 @@ def _turn(_: Any, source: Any, at: Any, apart: Any, target: Any, to: Any, target
             builder.load(row_of(signature.args[0], source, at, apart, row), align=2)
             for row in range(BLOCK)
         ]
+        # The next block of the same columns is on its way meanwhile.
+        for row in range(BLOCK, 2 * BLOCK):
+            ahead = row_of(signature.args[0], source, at, apart, row)
+            fetch(builder, ahead)
         # Quarters of ever smaller squares change places, those off the diagonal.
         half = BLOCK // 2
         while half:

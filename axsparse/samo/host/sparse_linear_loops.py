@@ -69,6 +69,7 @@ def _bits(value: int) -> ir.Constant:
     return ir.Constant(_PAIRS, [value] * SUMS)
 
 
+# Reason: a line and two lists, with where to begin in each, and the first input's number.
 def _list_vector(
     _: Any, line: Any, at: Any, input_number: Any, inputs: Any, weights: Any, listed: Any
 ) -> Any:
@@ -100,6 +101,7 @@ def _list_vector(
     return types.int64(*kinds), call
 
 
+# Reason: the factors, two lists and the sums; their vectors are made by the same few lines.
 def _add_pairs(
     _: Any, panel: Any, inputs: Any, weights: Any, rounds: Any, sums: Any, to: Any
 ) -> Any:
