@@ -25,6 +25,7 @@ def reported(ranks: int, steps: tuple[str, ...], folder: Path) -> float:
     return float(found[1])
 
 
+@pytest.mark.exhaustive
 def test_the_accuracy_in_plain_torch_is_the_one_that_was_reported(tmp_path: Path) -> None:
     assert reported(2, SHORT, tmp_path) > 0.1
 

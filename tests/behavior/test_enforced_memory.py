@@ -48,6 +48,7 @@ def test_a_twentieth_beyond_the_predicted_peak_is_enough(model: str) -> None:
     assert "predicted peak" in job.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_limit_is_one() -> None:
     model = next(iter(MODELS))
 

@@ -166,6 +166,7 @@ def test_help_is_printed_once_and_is_no_failure() -> None:
     assert (job.returncode, job.stdout.count("usage:"), job.stderr) == (0, 1, ""), str(job)
 
 
+@pytest.mark.exhaustive
 def test_a_number_with_an_exponent_and_no_point_is_a_number(tiny: Path) -> None:
     tiny.write_text(TINY + "optimizer: {learning_rate: 1e-4}\n")
 
@@ -200,6 +201,7 @@ def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_directory_that_cannot_be_made_is_refused(tiny: Path) -> None:
     # Below a file: permissions would not stop root.
     path = tiny / "run"
@@ -242,6 +244,7 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_another_version_is_named(tiny: Path) -> None:
     job = run_mpirun(2, [str(TESTS / "mpi" / "odd_versions.py"), "--config", str(tiny)])
 
@@ -326,6 +329,7 @@ def test_a_rank_that_returns_before_it_builds_ends_all_with_one_line(leaving: st
     )
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_all_build_nothing_end_well() -> None:
     job = run_mpirun(2, ["-c", LEAVES_EARLY.format(ranks=(0, 1))])
 

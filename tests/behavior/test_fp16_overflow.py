@@ -112,7 +112,12 @@ def specified_scales(overflows: Collection[int], interval: int, steps: int) -> l
 
 @pytest.mark.parametrize(
     ("every", "interval", "samo"),
-    [(50, 20, {}), (10, 4, {"gradient": "fp32"}), (10, 4, {"shard_optimizer": True})],
+    [
+        pytest.param(50, 20, {}, marks=pytest.mark.exhaustive),
+        (10, 4, {}),
+        (10, 4, {"gradient": "fp32"}),
+        (10, 4, {"shard_optimizer": True}),
+    ],
     ids=str,
 )
 def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ(

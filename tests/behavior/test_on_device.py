@@ -316,11 +316,17 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
 @pytest.mark.parametrize(
     "pruning",
     [
-        {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
+        pytest.param(
+            {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param({"method": "set", "interval": 2}, marks=pytest.mark.exhaustive),
         {"method": "rigl", "interval": 2},
         pytest.param({"method": "snip"}, marks=pytest.mark.exhaustive),
-        {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
+        pytest.param(
+            {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
+            marks=pytest.mark.exhaustive,
+        ),
         {"method": "magnitude", "at_step": 3, "rewind_step": 2},
         pytest.param(
             {"method": "magnitude", "distribution": "global", "include": "all"},

@@ -130,6 +130,7 @@ def test_one_of_many_ranks_speaks(show: Show, monkeypatch: pytest.MonkeyPatch) -
     assert show("show", "none") == (0, "", "")
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
     small_ticket(tmp_path)
 

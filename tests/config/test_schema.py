@@ -143,7 +143,7 @@ def _get(config: Config, key: str) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(chosen=_settings())
 def test_any_valid_config_survives_being_written_and_read(
     tmp_path_factory: pytest.TempPathFactory, chosen: dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,7 @@ from axsparse.planner.plan_report import MethodPlan, lines
 from axsparse.planner.timeline import spans
 
 
+@cache
 def answer(gpus: int = 16, name: str = "gpt", method: str = "samo") -> MethodPlan:
     model = replace(formula("gpt3_xl.yaml", 0.1), name=name)
     found = plan(

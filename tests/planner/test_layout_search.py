@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
@@ -21,11 +22,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 
-def made(config: str, density: float, gpus: int, machine: Cluster = SUMMIT) -> Plan:
+@cache
+def made(config: str, density: float, gpus: int) -> Plan:
     return plan(
         LayoutQuestion(
             workload=formula(config, density),
-            cluster=machine,
+            cluster=SUMMIT,
             gpus=gpus,
             global_batch_size=512,
             schedule=schedule(),

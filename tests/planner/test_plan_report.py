@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from support.planner_cases import cluster, formula
@@ -23,6 +24,7 @@ from axsparse.planner.plan_report import (
 )
 
 
+@cache
 def answer(
     gpus: int = 64, density: float = 1.0, method: str = "dense", **constants: float
 ) -> MethodPlan:
