@@ -368,6 +368,36 @@ def test_a_weight_that_is_not_pruned_enough_stays_where_it_is() -> None:
     assert sparse["weight"].calls == 1
 
 
+def test_products_are_sparse_as_long_as_they_are_wanted() -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, sparse = staged(module)
+    products = sparse["weight"]
+    run(stage, torch.randn(3, SIZE))
+
+    products.multiplies = False
+    run(stage, torch.randn(3, SIZE))
+    assert (products.outputs, products.calls) == (1, 2)
+
+    products.multiplies = True
+    run(stage, torch.randn(3, SIZE))
+    assert (products.outputs, products.calls) == (2, 3)
+
+
+def test_a_weight_that_is_not_pruned_enough_yet_is_split_as_others_are() -> None:
+    module = nn.Linear(SIZE, 20)
+    stage, sparse = staged(module, is_split=True)
+    sparse["weight"].is_wanted = sparse["weight"].multiplies = False
+    x = torch.randn(3, SIZE)
+    expected, _ = by_torch(module, x)
+
+    run(stage, x)
+    assert module.weight.grad is None
+    stage.weight_gradients(0)
+
+    assert_trained(module, sparse, expected)
+    assert sparse["weight"].outputs == 0
+
+
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_hooks_that_come_later_get_whole_gradients(kind: str) -> None:
     module = nn.Linear(SIZE, 20)

@@ -160,3 +160,14 @@ def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
 
     total = by_gather(outer, rows, tensor.index) + 1
     assert torch.equal(case.first.gradient_of(tensor), total)
+
+
+def test_products_are_of_the_weight_s_type_and_of_many_tokens() -> None:
+    weight = Case().weights["first.weight"]
+    rows, bias = torch.zeros(FEWEST_TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(WIDTH)
+
+    assert weight.takes(rows, None)
+    assert weight.takes(rows, bias.to(torch.bfloat16))
+    assert not weight.takes(rows[1:], None)
+    assert not weight.takes(rows.float(), None)
+    assert not weight.takes(rows, bias)

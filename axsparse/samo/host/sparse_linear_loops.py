@@ -174,13 +174,12 @@ def _round_vector(_: Any, sums: Any, at: Any, target: Any, to: Any) -> Any:
         for half in (0, 1):
             begin = builder.add(at, INT64(half * SUMS))
             address = place(context, builder, signature.args[0], sums, begin, _SUMS)
-            total = builder.load(address, align=4)
-            bits = builder.bitcast(total, _PAIRS)
+            bits = builder.bitcast(builder.load(address, align=4), _PAIRS)
             odd = builder.and_(builder.lshr(bits, _bits(16)), _bits(1))
+            # The lower half of a NaN is zero here, so that it stays one.
             rounded = builder.add(builder.add(bits, odd), _bits(0x7FFF))
-            is_nan = builder.fcmp_unordered("uno", total, total)
-            kept = builder.lshr(builder.select(is_nan, _bits(0x7FC00000), rounded), _bits(16))
-            half_way.append(builder.trunc(kept, ir.VectorType(INT16, SUMS)))
+            upper = builder.lshr(rounded, _bits(16))
+            half_way.append(builder.trunc(upper, ir.VectorType(INT16, SUMS)))
         address = place(context, builder, signature.args[2], target, to, _NUMBERS)
         builder.store(builder.shuffle_vector(*half_way, picks(_ORDER)), address, align=2)
         return context.get_dummy_value()

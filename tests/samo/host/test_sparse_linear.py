@@ -147,6 +147,26 @@ def test_numbers_that_are_none_reach_what_depends_on_them() -> None:
     assert sparse_linear(large, weight, None).isinf().any()
 
 
+@pytest.mark.parametrize("bits", [0x7FFF, -1, 0x7F81, 0x7FC0])
+def test_every_nan_stays_one(bits: int) -> None:
+    """Also the one whose bits are all set, to which rounding must not add."""
+    rows, weight = torch.ones(3, 64, dtype=torch.bfloat16), pruned(40, 64)
+    rows[1, 5] = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+
+    found = sparse_linear(rows, weight, None)
+
+    assert found[1][weight[:, 5] != 0].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_the_smallest_normal_weight_counts() -> None:
+    weight = torch.zeros(8, 64, dtype=torch.bfloat16)
+    weight[3, 5] = smallest = torch.finfo(torch.bfloat16).smallest_normal
+    rows = torch.full((2, 64), 2.0**120, dtype=torch.bfloat16)
+
+    assert sparse_linear(rows, weight, None)[:, 3].tolist() == [smallest * 2.0**120] * 2
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     weight = pruned(300, 600)
     cases = [whole_numbers(400, 600, seed=seed) for seed in range(4)]
