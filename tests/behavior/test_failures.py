@@ -213,6 +213,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tiny: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_directory_of_another_run_is_refused(tiny: Path) -> None:
     path = tiny.parent / "run"
     path.mkdir()
@@ -254,6 +255,7 @@ def test_a_rank_of_another_version_is_named(tiny: Path) -> None:
     assert line.startswith(f"axsparse: error: torch: rank 1 on host {host} has 1.13.1, the others")
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_that_one_rank_cannot_read_ends_all(tiny: Path) -> None:
     good, bad = ([*TRAIN, "--config", str(tiny)], [*TRAIN, "--config", str(tiny.parent / "no")])
 

@@ -22,6 +22,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     # Medians of two steps are at times nonsense where tests beside this one have the cores.
     command = ["-m", "axsparse", "calibrate", *SMALL, "--out", "mine.yaml", "--steps", "9"]

@@ -87,6 +87,7 @@ def test_without_a_command_it_says_how(capsys: pytest.CaptureFixture[str]) -> No
     assert screen.startswith("usage: axsparse trace compare A B")
 
 
+@pytest.mark.exhaustive
 def test_a_real_run_leaves_a_trace_that_a_simulated_one_compares_with(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
