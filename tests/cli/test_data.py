@@ -55,6 +55,7 @@ def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return axsparse("data", "prepare", "in", *options, cwd=folder)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path) -> None:
     said = prepare(tmp_path, "--train-bpe", "300", "--validation-fraction", "0.2")
     assert said.returncode == 0, said.stderr

@@ -124,6 +124,7 @@ def test_a_model_has_an_output_for_every_class(settings: list[str], text: str, r
 
 
 @pytest.mark.parametrize("ranks", by_default([2], [2, 4]))
+@pytest.mark.exhaustive
 def test_images_train_over_mpi_alike_in_all_layouts_and_with_any_workers(
     ranks: int, root: Path, tmp_path: Path
 ) -> None:

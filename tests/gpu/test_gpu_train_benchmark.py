@@ -50,6 +50,7 @@ def outcomes(rows: list[Any]) -> dict[str, str]:
     return {row.check: row.outcome for row in rows}
 
 
+@pytest.mark.exhaustive
 def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Path) -> None:
     here = place(benchmark, tmp_path)
 

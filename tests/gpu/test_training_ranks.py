@@ -77,6 +77,7 @@ def test_behind_a_case_that_hangs_no_job_is_begun(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_case_that_saves_is_gone_on_with(tmp_path: Path) -> None:
     settings = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "schedule": {"decay_steps": 4}}
     first = case("whole", (1, 1), settings, run_dir=tmp_path / "run")

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
 
+@pytest.mark.exhaustive
 def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", "5", "--seed", "3"]
 
