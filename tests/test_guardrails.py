@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +20,6 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED_FILE = re.compile(r"`([\w/]+\.(?:py|yaml|sh|md|json|cuh))`")
 """A file that a page names, relative to the package or to the project."""
-MOST_LINES = 400
-"""Of a file."""
 MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 6
 REASON = "Reason:"
@@ -188,23 +185,6 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     }
 
     assert gone == set()
-
-
-def test_no_two_files_of_the_package_share_a_name() -> None:
-    paths = defaultdict(list)
-    for name in sources():
-        paths[name.rpartition(".")[2]].append(name)
-
-    assert {name: where for name, where in paths.items() if len(where) > 1} == {}
-
-
-def test_no_file_is_longer_than_one_can_hold_in_the_head() -> None:
-    lengths = {
-        path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in PACKAGE.rglob("*.py")
-    }
-
-    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
 def test_long_functions_and_many_parameters_have_a_reason() -> None:
