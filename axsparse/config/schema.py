@@ -173,9 +173,7 @@ class SamoConfig(Section):
     the products of linear layers with mostly pruned weights from what is kept, the gradient of the
     weight where at most a fifth is kept, the other two where 0.3 are (0.05 on CPUs with AMX). At a
     tenth they take a third of the time. Rounding is as ever, but sums are added in another order.
-    `auto`: in layers that consist of the package's and torch's own modules, without hooks. `true`:
-    in yours as well, if they only call their linear modules; what else they must not do is in
-    docs/decisions/043-sparse-products.md."""
+    `auto` and `true` are the same: in the plain linear modules of every model, yours included."""
     split_master: bool = False
     """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
     same bits in 2 bytes fewer a kept entry."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,9 +158,9 @@ class Engine:
         return found
 
     @property
-    def whole(self) -> Mapping[str, str]:
-        """The matrices of this stage that split backwards leave whole, and why."""
-        return self._stage.whole
+    def unsplit(self) -> Sequence[str]:
+        """The weights of linear and convolution modules that split backwards leave unsplit."""
+        return self._stage.unsplit
 
     def awaited(self) -> list[str]:
         """The messages that this stage waits for, in words. Any thread may ask at any time."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import LayerRunner, Tensors
-from axsparse.pipeline.splittable_weights import Plan, WeightSplit
+from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 
@@ -52,7 +52,6 @@ class _InFlight:
     outputs: Tensors
     versions: list[int]
     """Those of the outputs."""
-    plan: Plan
 
 
 class Stage:
@@ -70,12 +69,13 @@ class Stage:
         metrics: Mapping[str, MetricFunction],
         input_dtype: torch.dtype | None,
         seed: int,
-        split: WeightSplit | None = None,
+        products: StageProducts | None = None,
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
         none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
-        them as they are. `seed` is the run's. With `split`, backwards leave weight gradients to
-        `weight_gradients`; without it they are whole.
+        them as they are. `seed` is the run's. `products` take part in what linear and
+        convolution modules multiply; where they are split, backwards defer weight gradients to
+        `weight_gradients`.
         """
         self._layers = layers
         self._loss = loss
@@ -83,7 +83,7 @@ class Stage:
         self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
-        self._split = split
+        self._products = products
         self._live: dict[int, _InFlight] = {}
 
     @property
@@ -94,17 +94,22 @@ class Stage:
     @property
     def held(self) -> int:
         """How many microbatches have begun their forward and lack their weight gradients."""
-        return self.live + (0 if self._split is None else len(self._split.late))
+        return self.live + (0 if self._deferred is None else len(self._deferred))
 
     @property
-    def late_bytes(self) -> int:
+    def deferred_bytes(self) -> int:
         """Bytes that split backwards keep for weight gradients."""
-        return 0 if self._split is None else self._split.late.nbytes
+        return 0 if self._deferred is None else self._deferred.nbytes
 
     @property
-    def whole(self) -> Mapping[str, str]:
-        """The matrices that split backwards leave whole, and why; known once a microbatch ran."""
-        return {} if self._split is None else self._split.whole
+    def unsplit(self) -> Sequence[str]:
+        """The weights of linear and convolution modules that split backwards leave unsplit, since
+        they have gradients besides that of one call; known once a microbatch ran."""
+        return [] if self._products is None else self._products.unsplit
+
+    @property
+    def _deferred(self) -> DeferredGradients | None:
+        return None if self._products is None else self._products.deferred
 
     def forward(
         self, microbatch: int, inputs: Tensors, key: Key, targets: Tensor | None, divisor: float
@@ -114,16 +119,15 @@ class Stage:
         `backward` returns the gradients of those `inputs` that require one.
         """
         outputs = self._cast(inputs)
-        plan = self._plan()
-        with self._stand_ins(plan):
+        if self._products is not None and not self.held:
+            self._products.begin_step()
+        with nullcontext() if self._products is None else self._products.in_place():
             for layer in self._layers:
                 outputs = layer.train(outputs, (self._seed, layer.name, key.step, key.first_sample))
             if self._loss is not None:
                 outputs = (self._summed_loss(outputs, targets) / divisor,)
-        if self._split is not None:
-            self._split.learn(outputs)
         versions = [output._version for output in outputs]
-        self._live[microbatch] = _InFlight(inputs, outputs, versions, plan)
+        self._live[microbatch] = _InFlight(inputs, outputs, versions)
         return outputs
 
     def backward(
@@ -149,7 +153,8 @@ class Stage:
             for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
-        with self._backward_of(microbatch, live.plan):
+        products = self._products
+        with nullcontext() if products is None else products.backward_of(microbatch):
             if pairs:
                 # The gradient hooks need this thread's stream and device, so autograd runs in it.
                 with torch.autograd.set_multithreading_enabled(False):
@@ -159,37 +164,9 @@ class Stage:
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Compute the weight gradients that the microbatch's backward has left."""
-        assert self._split is not None, "whole backwards leave nothing"
-        self._split.late.run(microbatch)
-
-    # -- split backwards ------------------------------------------------------------------
-
-    def _plan(self) -> Plan:
-        """What is split in the microbatch whose forward begins."""
-        if self._split is None:
-            return ()
-        if not self.held:
-            self._split.begin_step()
-        return self._split.plan
-
-    @contextmanager
-    def _stand_ins(self, plan: Plan) -> Iterator[None]:
-        """A block in which the weights of a plan are split."""
-        if self._split is None:
-            yield
-            return
-        with self._split.in_place(plan):
-            yield
-
-    @contextmanager
-    def _backward_of(self, microbatch: int, plan: Plan) -> Iterator[None]:
-        """The block of a backward; a recomputation there uses the stand-ins of its forward."""
-        if self._split is None:
-            yield
-            return
-        with self._split.late.backward_of(microbatch), self._split.in_place(plan):
-            yield
+        """Compute the weight gradients that the microbatch's backward has deferred."""
+        assert self._deferred is not None, "backwards that are not split defer nothing"
+        self._deferred.run(microbatch)
 
     # -- evaluation -----------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
+from axsparse.models.module_products import forwards_in_place
 from axsparse.pruning.input_statistics import METHODS, HowMany, InputStatistics
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.canonical_form import canonical
@@ -205,14 +206,16 @@ def _statistics(
         name: method(linear.in_features, linear.weight.device) for name, linear in modules.items()
     }
 
-    def add_to(statistics: InputStatistics) -> Callable[[nn.Module, Tensors], None]:
-        return lambda _, inputs: statistics.add(inputs[0].reshape(-1, inputs[0].shape[-1]))
+    def watched(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
+        forward = linear.forward
 
-    handles = [
-        linear.register_forward_pre_hook(add_to(gathered[name])) for name, linear in modules.items()
-    ]
-    try:
+        def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
+            statistics.add(input.reshape(-1, input.shape[-1]))
+            return forward(input)
+
+        return add_and_call
+
+    with forwards_in_place(
+        {linear: watched(linear, gathered[name]) for name, linear in modules.items()}
+    ):
         yield gathered
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -9,13 +9,14 @@ Tensors that are not pruned take a shortcut: after the first gradient of a step,
 transformer are unpruned vectors, for which our own calls would take longer than the addition.
 
 Of linear weights that are mostly pruned a CPU may compute the kept entries alone, and the layer's
-other products from them. A `SparseWeight` does so for one weight; `pipeline/weight_stand_in.py`
-gives it the factors.
+other products from them. A `SparseWeight` does so for one weight; the layer's own forward gives it
+the factors (`pipeline/weight_gradients.py`). Dense gradients that split backwards have deferred
+come by `add`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -60,6 +61,15 @@ class GradientCollector:
         self._candidates: dict[str, Candidates] = {}
         self._running: dict[str, Tensor | None] = {}
         """The views of this step's gradients to which autograd itself adds, by name of tensor."""
+        self._sparse: dict[nn.Parameter, SparseWeight] = {}
+        self._sampled: dict[str, Tensor] = {}
+        """The kept entries of a microbatch's gradient that has not all of its parts yet, by name of
+        tensor: parts are added to each other first, as autograd adds them."""
+        self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
+        """Who may have deferred a gradient of a parameter, and says whether it has."""
+        self._tensors = {
+            tensor.parameter: (layer, tensor) for layer in layers for tensor in layer.tensors
+        }
         self._handles = [
             tensor.parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
             for layer in layers
@@ -71,6 +81,7 @@ class GradientCollector:
         self._is_last = self._has_seen_last = False
         self._candidates.clear()
         self._running.clear()
+        self._sampled.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
@@ -134,56 +145,89 @@ class GradientCollector:
 
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
         def compress(parameter: Tensor) -> None:
+            is_deferred = self._deferring.get(tensor.parameter)
+            if is_deferred is not None and is_deferred(tensor.parameter):
+                return
             running = self._running.get(tensor.name)
             gradient = parameter.grad
-            assert gradient is not None, "autograd calls this once the gradient is there"
-            if gradient is not running:
-                if running is not None:
-                    # A torch that adds out of place has made the sum in memory of its own.
-                    tensor.accumulated = False
-                with self._timed(self._is_last):
-                    # An embedding with sparse=True has sparse gradients.
-                    is_dense = gradient.layout == torch.strided
-                    dense = gradient if is_dense else gradient.to_dense()
-                    if tensor.name in self._wanted:
-                        self._pick(tensor, dense)
-                    layer.accumulate(tensor, dense, is_last=self._is_last)
-            if self._is_last:
-                parameter.grad = self._running[tensor.name] = None
-            elif gradient is not running:
-                parameter.grad = self._running[tensor.name] = layer.running_gradient(tensor)
+            # There is none where all of it has been taken out of the backward.
+            if gradient is not None:
+                if gradient is not running:
+                    if running is not None:
+                        # A torch that adds out of place has made the sum in memory of its own.
+                        tensor.accumulated = False
+                    self._accumulate(layer, tensor, gradient)
+                if self._is_last or is_deferred is not None:
+                    # Autograd's own additions would come before those that are deferred.
+                    parameter.grad = self._running[tensor.name] = None
+                elif gradient is not running:
+                    parameter.grad = self._running[tensor.name] = layer.running_gradient(tensor)
             self._complete(layer, tensor)
 
         return compress
 
-    def sparse_weights(self, names: Collection[str]) -> dict[nn.Parameter, SparseWeight]:
-        """Those of the named weights that may have sparse products: on CPUs, where nobody else has
-        a hook."""
-        return {
-            tensor.parameter: SparseWeight(self, layer, tensor)
+    def _accumulate(self, layer: LayerState, tensor: TensorState, gradient: Tensor) -> None:
+        with self._timed(self._is_last):
+            # An embedding with sparse=True has sparse gradients.
+            dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+            if tensor.name in self._wanted:
+                self._pick(tensor, dense)
+            if tensor.name in self._sampled:
+                values_K = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
+                self._sampled[tensor.name] += values_K
+            else:
+                layer.accumulate(tensor, dense, is_last=self._is_last)
+
+    # -- gradients that are taken out of the backward --------------------------------------
+
+    def allow_sparse_products(self, names: Collection[str]) -> None:
+        """Allow sparse products with those of the named weights that may have them: on CPUs."""
+        self._sparse.update(
+            (tensor.parameter, SparseWeight(self, tensor))
             for layer in self._layers
             for tensor in layer.tensors
             if tensor.name in names
             and layer.backend.device.type == "cpu"
             and may_be_sparse(tensor.parameter)
-            and not tensor.parameter._backward_hooks
-            and len(tensor.parameter._post_accumulate_grad_hooks or ()) == 1
-        }
+        )
 
-    def sample(self, layer: LayerState, tensor: TensorState, rows: Tensor, outer: Tensor) -> bool:
-        """Accumulate the kept entries of a gradient `outerᵀ rows`, where growth candidates do not
-        need the others; returns whether it did."""
+    def sparse_products(self, weight: nn.Parameter) -> SparseWeight | None:
+        """The sparse products of a weight; None if it never has any."""
+        return self._sparse.get(weight)
+
+    def defer(
+        self, weights: Iterable[nn.Parameter], is_deferred: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Ask `is_deferred` at each gradient that autograd has accumulated in one of these
+        parameters, or that it found to be none; where it is True, `add` and `complete` follow."""
+        self._deferring.update((weight, is_deferred) for weight in weights)
+
+    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Add a dense gradient, which no backward has accumulated."""
+        self._accumulate(*self._tensors[weight], gradient)
+
+    def complete(self, weight: nn.Parameter) -> None:
+        """Note that a weight has all of its gradient of the microbatch."""
+        self._complete(*self._tensors[weight])
+
+    def sample(self, tensor: TensorState, rows: Tensor, outer: Tensor) -> bool:
+        """Compute the kept entries of a gradient `outerᵀ rows`, which `complete` accumulates, where
+        growth candidates do not need the others; returns whether it did."""
         if tensor.name in self._wanted or len(rows) < FEWEST_TOKENS or not can_sample(tensor):
             return False
         values_K = sampled_product(outer, rows, tensor.index)
-        with self._timed(self._is_last):
-            layer.accumulate_kept(tensor, values_K)
-        self._complete(layer, tensor)
+        if tensor.name in self._sampled:
+            self._sampled[tensor.name] += values_K
+        else:
+            self._sampled[tensor.name] = values_K
         return True
 
     def _complete(self, layer: LayerState, tensor: TensorState) -> None:
         """Note that a microbatch's gradient of a tensor is in, and report its layer after the last
         one of the step."""
+        if tensor.name in self._sampled:
+            with self._timed(self._is_last):
+                layer.accumulate_kept(tensor, self._sampled.pop(tensor.name))
         if self._is_last:
             missing = self._missing[layer.name]
             missing.discard(tensor.name)
@@ -210,7 +254,6 @@ class SparseWeight:
     """
 
     collector: GradientCollector
-    layer: LayerState
     tensor: TensorState
 
     @property
@@ -218,16 +261,12 @@ class SparseWeight:
         """Whether the weight is pruned enough for any of the three products."""
         return can_sample(self.tensor) or can_multiply(self.tensor)
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether it is pruned enough for y and ∂x."""
-        return can_multiply(self.tensor)
-
     def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
-        """Whether these are of the weight's type, and enough of them."""
+        """Whether y and ∂x are to be computed from kept entries: if the weight is pruned enough,
+        and x and b are of its type, and x of enough tokens."""
         kind = self.tensor.parameter.dtype
         is_alike = rows.dtype == kind and (bias is None or bias.dtype == kind)
-        return is_alike and len(rows) >= FEWEST_TOKENS
+        return is_alike and len(rows) >= FEWEST_TOKENS and can_multiply(self.tensor)
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """y `(tokens, outputs)`."""
@@ -238,6 +277,6 @@ class SparseWeight:
         return sparse_input_gradient(outer, self.tensor.parameter)
 
     def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
-        """Accumulate the kept entries of ∂W = ∂yᵀ x; False, having done nothing, if all of its
-        entries are wanted."""
-        return self.collector.sample(self.layer, self.tensor, rows, outer)
+        """Compute the kept entries of ∂W = ∂yᵀ x, which the collector accumulates; False, having
+        done nothing, if all of its entries are wanted."""
+        return self.collector.sample(self.tensor, rows, outer)

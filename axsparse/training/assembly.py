@@ -19,8 +19,8 @@ from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.splittable_weights import WeightSplit, is_plain
 from axsparse.pipeline.stage import Stage
+from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
@@ -137,34 +137,23 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
-        split=_split(run, layers, collector),
+        products=_products(run, layers, collector),
     )
 
 
-def _split(
+def _products(
     run: RunSpec, layers: Sequence[BuiltLayer], collector: GradientCollector
-) -> WeightSplit | None:
-    """What takes weight gradients out of backwards; None if autograd makes all of them."""
-    pipeline, samo = run.config.pipeline, run.config.samo
-    # A compiled layer's backward is one function.
-    is_allowed = samo.sparse_products is not False and not pipeline.compile
-    pruned = run.targets.shapes if run.targets is not None and is_allowed else {}
-    sparse = collector.sparse_weights(
-        {
-            tensor.name
-            for layer in layers
-            if samo.sparse_products is True or is_plain(layer.module)
-            for tensor in layer.state.tensors
-            if tensor.name in pruned
-        }
-    )
-    if not (pipeline.split_backward or sparse):
+) -> StageProducts | None:
+    """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
+    compiled layer, whose backward is one function."""
+    is_split = bool(run.config.pipeline.split_backward)
+    if run.config.pipeline.compile:
         return None
-    return WeightSplit(
-        [(layer.spec.name, layer.module) for layer in layers],
-        sparse,
-        is_split=bool(pipeline.split_backward),
-    )
+    if run.targets is not None and run.config.samo.sparse_products is not False:
+        collector.allow_sparse_products(run.targets.shapes)
+    modules = [(layer.spec.name, layer.module) for layer in layers]
+    products = StageProducts(modules, collector, is_split=is_split)
+    return products if is_split or len(products) else None
 
 
 def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,7 +50,7 @@ class Step:
         self._config = config
         self._parts = parts
         self._warned: set[str] = set()
-        self._whole: set[str] = set()
+        self._unsplit: set[str] = set()
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
@@ -112,7 +112,7 @@ class Step:
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._warn_of_unused(parts.collector.finish())
-        self._warn_of_whole(parts.engine.whole)
+        self._warn_of_unsplit(parts.engine.unsplit)
         return losses
 
     def _all_reduce_gradients(self) -> None:
@@ -305,14 +305,16 @@ class Step:
                 "zero (freeze what no sample ever uses)"
             )
 
-    def _warn_of_whole(self, reasons: Mapping[str, str]) -> None:
-        """Warn once of the matrices whose gradients a split backward cannot leave for later."""
-        new = {name: why for name, why in reasons.items() if name not in self._whole}
+    def _warn_of_unsplit(self, weights: Sequence[str]) -> None:
+        """Warn once of each weight whose gradients a split backward leaves to autograd."""
+        new = [name for name in weights if name not in self._unsplit]
         if new:
-            self._whole.update(new)
+            self._unsplit.update(new)
             if self._parts.place.replica == 0:
-                named = _listed([f"{name} ({why})" for name, why in new.items()])
-                write_line(f"{self._parts.place}: pipeline.split_backward leaves whole: {named}")
+                write_line(
+                    f"{self._parts.place}: pipeline.split_backward leaves unsplit, since they have "
+                    f"gradients besides that of one call of their layer: {_listed(new)}"
+                )
 
 
 def _listed(names: Sequence[str]) -> str:

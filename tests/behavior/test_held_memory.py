@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.exhaustive import by_default
+from support.sums import Sums
 from torch import Tensor, nn
 
 from axsparse.config.model_config import CnnConfig, GptConfig
@@ -18,8 +19,8 @@ from axsparse.models.zoo.gpt import gpt
 from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.splittable_weights import WeightSplit
 from axsparse.pipeline.stage import Key, Stage
+from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.planner.surveyed_model import SurveyedModel
@@ -66,7 +67,7 @@ class Played:
         for _, module in modules:
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.02)
-                parameter.register_post_accumulate_grad_hook(_drop)
+        sums = Sums(nn.ModuleList(module for _, module in modules), is_dropping=True)
         self._stage = Stage(
             [
                 LayerRunner(
@@ -78,7 +79,7 @@ class Played:
             metrics={},
             input_dtype=None,
             seed=0,
-            split=WeightSplit(modules),
+            products=StageProducts(modules, sums, is_split=True),
         )
         self._is_last = bool(stage)
         self._number, self._schedule = stage, schedule
@@ -111,10 +112,6 @@ class Played:
             yield action
             if action.kind is Kind.FORWARD and not self._is_last:
                 policy.arrived(Direction.BACKWARD, action.microbatch)
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def planned(

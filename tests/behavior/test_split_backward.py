@@ -30,9 +30,9 @@ from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.actions import Action
 from axsparse.pipeline.announcements import Announcements
-from axsparse.pipeline.late_weights import LateWeights
 from axsparse.pipeline.policy import UNKNOWN, Forecast
 from axsparse.pipeline.split_policy import MessageDrivenSplit
+from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.planner import run_workload
 from axsparse.runtime.communication import Announcement
 from axsparse.runtime.local.local_link import LocalLink
@@ -48,10 +48,10 @@ def splitting(is_split: bool, **sections: Any) -> Config:
     return tiny_config(**sections, pipeline=pipeline)
 
 
-def plans(trainer: Trainer) -> int:
-    """How many weights of a rank's stage are split."""
-    split = trainer.parts.engine._stage._split
-    return 0 if split is None else len(split.plan)
+def split_modules(trainer: Trainer) -> int:
+    """How many modules of a rank's stage have their weight gradients deferred."""
+    products = trainer.parts.engine._stage._products
+    return 0 if products is None or products.deferred is None else len(products)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_split_backwards_are_bitwise_the_oracle(
 
     ranks = train_in_process(*layout, tiny_gpt(config), config, data, order=5)
 
-    assert sum(plans(trainer) for trainer, _ in ranks[: layout[0]]) == 9
+    assert sum(split_modules(trainer) for trainer, _ in ranks[: layout[0]]) == 8
     for _, trace in ranks:
         assert_bitwise(trace, oracle)
 
@@ -110,7 +110,7 @@ def test_split_backwards_are_bitwise_whole_ones(case: str, layout: tuple[int, in
 
     ranks = train_in_process(*layout, tiny_gpt(split), split, data, order=7)
 
-    assert any(plans(trainer) for trainer, _ in ranks)
+    assert any(split_modules(trainer) for trainer, _ in ranks)
     assert not all(reference[0][1].finite) or "overflow" not in case
     for (_, trace), (_, expected) in zip(ranks, reference, strict=True):
         for each in (trace, expected):  # An overflow's norm is NaN, which equals nothing.
@@ -201,7 +201,7 @@ def test_layers_whose_input_needs_no_gradient_are_split_as_well() -> None:
 
     ranks = train_in_process(3, 1, mlp(), config, data)
 
-    assert [plans(trainer) > 0 for trainer, _ in ranks] == [True] * 3
+    assert [split_modules(trainer) > 0 for trainer, _ in ranks] == [True] * 3
     for _, trace in ranks:
         assert_bitwise(trace, oracle)
 
@@ -210,7 +210,7 @@ def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.Monkey
     data = token_data()
     small = tiny_config(train={"steps": 1})
     for trainer, _ in train_in_process(2, 1, tiny_gpt(small), small, data):
-        assert trainer.parts.engine._stage._split is None
+        assert trainer.parts.engine._stage._products is None
     monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1e4)
     for layout, sections, expected in (
         ((2, 1), {}, True),
@@ -221,7 +221,7 @@ def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.Monkey
     ):
         config = tiny_config(**{"train": {"steps": 1}, **sections})
         for trainer, _ in train_in_process(*layout, tiny_gpt(config), config, data):
-            assert (trainer.parts.engine._stage._split is not None) is expected
+            assert (trainer.parts.engine._stage._products is not None) is expected
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
@@ -247,22 +247,22 @@ def test_weight_gradients_wait_and_all_have_run_at_the_end_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most: list[int] = []
-    ended: list[LateWeights] = []
-    run = LateWeights.run
+    ended: list[DeferredGradients] = []
+    run = DeferredGradients.run
 
-    def counting(late: LateWeights, microbatch: int) -> None:
-        most.append(len(late))
-        ended.append(late)
-        run(late, microbatch)
+    def counting(deferred: DeferredGradients, microbatch: int) -> None:
+        most.append(len(deferred))
+        ended.append(deferred)
+        run(deferred, microbatch)
 
-    monkeypatch.setattr(LateWeights, "run", counting)
+    monkeypatch.setattr(DeferredGradients, "run", counting)
     config = splitting(True, train={"steps": 2})
 
     train_in_process(3, 1, tiny_gpt(config), config, token_data(), order=2)
 
     assert max(most) > 1
     assert len(most) == 3 * 2 * 12
-    assert all(len(late) == 0 for late in ended)
+    assert all(len(deferred) == 0 for deferred in ended)
 
 
 def test_a_layers_all_reduce_starts_with_its_last_weight_gradients(
@@ -280,7 +280,7 @@ def test_a_layers_all_reduce_starts_with_its_last_weight_gradients(
 
     train_in_process(2, 2, tiny_gpt(config), config, token_data(), order=2)
 
-    last = {"embed": "B5", "block0": "W5", "block1": "W5", "head": "W5"}
+    last = {"embed": "B5", "block0": "W5", "block1": "W5", "head": "B5"}
     assert sorted(ready) == sorted(4 * list(last.items()))
 
 
@@ -294,7 +294,7 @@ class _Shared(nn.Module):
         return out
 
 
-def test_what_stays_whole_is_named_once_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_stays_unsplit_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     layers = [
         Layer(name, make, init=random_init)
         for name, make in (
@@ -309,6 +309,6 @@ def test_what_stays_whole_is_named_once_with_its_reason(capfd: pytest.CaptureFix
 
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "split" in line] == [
-        "axsparse: rank 0 (stage 0, replica 0): pipeline.split_backward leaves whole: "
-        "shared.inner.weight (one microbatch uses it 2 times)"
+        "axsparse: rank 0 (stage 0, replica 0): pipeline.split_backward leaves unsplit, since "
+        "they have gradients besides that of one call of their layer: shared.inner.weight"
     ]

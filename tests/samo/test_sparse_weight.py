@@ -50,8 +50,10 @@ class Case:
 
     @property
     def weights(self) -> dict[str, SparseWeight]:
-        found = self.collector.sparse_weights(self.names)
-        return {weight.tensor.name: weight for weight in found.values()}
+        self.collector.allow_sparse_products(self.names)
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
+        found = [self.collector.sparse_products(tensor.parameter) for tensor in tensors]
+        return {weight.tensor.name: weight for weight in found if weight is not None}
 
     @property
     def first(self) -> LayerState:
@@ -74,17 +76,39 @@ def factors(seed: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
 def test_the_first_product_of_a_step_replaces_and_later_ones_add() -> None:
     case = Case()
     weight = case.weights["first.weight"]
+    parameter = weight.tensor.parameter
     case.collector.begin()
     assert weight.accumulate(*factors(7))
+    case.collector.complete(parameter)
 
     case.collector.begin()
-    assert weight.accumulate(*factors(1))
-    assert weight.accumulate(*factors(2))
+    for seed in (1, 2):
+        assert weight.accumulate(*factors(seed))
+        case.collector.complete(parameter)
 
     index = weight.tensor.index
     total = sum(by_gather(outer, rows, index).float() for rows, outer in map(factors, (1, 2)))
     assert torch.equal(case.first.gradient_of(weight.tensor), torch.as_tensor(total))
     assert case.collector.finish() == ["first.bias", "second.weight"]
+
+
+def test_the_parts_of_a_microbatch_s_gradient_are_added_first() -> None:
+    """And rounded, as those of a dense gradient."""
+    case = Case()
+    weight = case.weights["first.weight"]
+    parameter = weight.tensor.parameter
+    case.collector.begin()
+    for microbatch in range(2):
+        assert weight.accumulate(*factors(microbatch))
+        case.collector.add(parameter, torch.ones_like(parameter))
+        assert weight.accumulate(*factors(microbatch + 2))
+        case.collector.complete(parameter)
+
+    def part(seed: int) -> Tensor:
+        return by_gather(*reversed(factors(seed)), weight.tensor.index)
+
+    total = ((part(0) + 1) + part(2)).float() + ((part(1) + 1) + part(3)).float()
+    assert torch.equal(case.first.gradient_of(weight.tensor), total)
 
 
 def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
@@ -94,12 +118,15 @@ def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
     case.collector.microbatch(is_last=False)
     for weight in weights.values():
         assert weight.accumulate(*factors(1))
+        case.collector.complete(weight.tensor.parameter)
     assert case.ready == []
 
     case.collector.microbatch(is_last=True)
     assert weights["second.weight"].accumulate(*factors(2))
+    assert case.ready == [], "there may be another gradient"
+    case.collector.complete(weights["second.weight"].tensor.parameter)
     assert case.ready == ["second"]
-    assert weights["first.weight"].accumulate(*factors(2))
+    case.collector.complete(weights["first.weight"].tensor.parameter)
     assert case.ready == ["second"], "the bias is missing"
     bias = case.first.tensor("first.bias").parameter
     bias.float().sum().backward()
@@ -107,6 +134,35 @@ def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
     assert case.ready == ["second", "first"]
     assert case.collector.finish() == []
     assert case.ready == ["second", "first"]
+
+
+def test_a_parameter_that_autograd_gave_no_gradient_is_complete() -> None:
+    case = Case()
+    case.collector.begin()
+    case.collector.microbatch(is_last=True)
+    parameter = case.layers[1].tensors[0].parameter
+    [hook] = (parameter._post_accumulate_grad_hooks or {}).values()
+
+    hook(parameter)
+
+    assert case.ready == ["second"]
+
+
+def test_what_is_deferred_is_left_alone() -> None:
+    case = Case(sparsity=0, gradient_dtype=torch.bfloat16)
+    tensor = case.first.tensor("first.weight")
+    answers = [True, False, False]
+    case.collector.defer([tensor.parameter], lambda _: answers.pop(0))
+    case.collector.begin()
+    case.collector.microbatch(is_last=False)
+    tensor.parameter.sum().backward()
+    assert tensor.parameter.grad is not None
+    assert not tensor.accumulated
+
+    tensor.parameter.grad = None
+    tensor.parameter.sum().backward()
+    assert tensor.accumulated
+    assert tensor.parameter.grad is None, "autograd would add before what is deferred is added"
 
 
 def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None:
@@ -117,6 +173,7 @@ def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None
 
     assert not weights["first.weight"].accumulate(*factors(1))
     assert weights["second.weight"].accumulate(*factors(1))
+    case.collector.complete(weights["second.weight"].tensor.parameter)
     assert not weights["second.weight"].accumulate(*factors(1, tokens=20))
     assert case.collector.finish() == ["first.weight", "first.bias"]
 
@@ -128,15 +185,11 @@ def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None
 def test_who_may_be_sampled() -> None:
     case = Case()
     assert list(case.weights) == ["first.weight", "second.weight"]
-    assert list(case.collector.sparse_weights(["second.weight"])) == [
-        case.layers[1].tensors[0].parameter
-    ]
 
-    case.first.tensor("first.weight").parameter.register_hook(lambda gradient: gradient)
-    assert list(case.weights) == ["second.weight"]
-    weight = case.layers[1].tensors[0].parameter
-    weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert case.weights == {}
+    other = Case()
+    other.collector.allow_sparse_products(["second.weight"])
+    allowed = [other.collector.sparse_products(each.tensors[0].parameter) for each in other.layers]
+    assert [weight is not None for weight in allowed] == [False, True]
 
 
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
@@ -156,6 +209,7 @@ def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
     case.collector.begin()
     rows, outer = factors(1)
     assert case.weights["first.weight"].accumulate(rows, outer)
+    case.collector.complete(tensor.parameter)
     tensor.parameter.sum().backward()
 
     total = by_gather(outer, rows, tensor.index) + 1

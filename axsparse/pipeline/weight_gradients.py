@@ -1,0 +1,432 @@
+"""Who takes the gradients of a stage's linear and convolution weights, and when.
+
+A backward computes gradients of activations, and of weights. Of the plain modules of a stage
+(`models/module_products.py`) the gradient of the weight can be taken out of the backward:
+
+- where backwards are split, what it is a product of is deferred, and `DeferredGradients.run`
+  computes it in the action W of its microbatch;
+- of a mostly pruned weight just the kept entries are computed, and the layer's other products from
+  them, at once in an unsplit backward, and in W in a split one.
+
+Whatever else makes a gradient of such a weight, a penalty or a use of the weight itself, comes
+through autograd and is added. Where backwards are split it waits for W as well, so that gradients
+are added in the order of the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.module_products import (
+    forwards_in_place,
+    has_products,
+    product_forward,
+)
+from axsparse.runtime.errors import ConfigError
+
+
+class SparseProducts(Protocol):
+    """Computes the products of a linear layer from those entries of its weight that are kept."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the weight is pruned enough for any of the products, at present."""
+        ...
+
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        """Whether the output of an input `(tokens, inputs)`, and the input's gradient, are to be
+        computed from kept entries."""
+        ...
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """The output `(tokens, outputs)` of an input that it takes."""
+        ...
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        """The gradient of that input, of the output's gradient `(tokens, outputs)`."""
+        ...
+
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
+        """Accumulate the kept entries of the weight's gradient, of the input `(tokens, inputs)` and
+        the output's gradient `(tokens, outputs)`; False, having done nothing, if the dense gradient
+        is wanted."""
+        ...
+
+
+class Accumulator(Protocol):
+    """Accumulates the gradients of a stage's parameters; `GradientCollector` is one."""
+
+    def sparse_products(self, weight: nn.Parameter) -> SparseProducts | None:
+        """The sparse products of a weight that may have them."""
+        ...
+
+    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Add a dense gradient of the microbatch."""
+        ...
+
+    def complete(self, weight: nn.Parameter) -> None:
+        """Note that the weight has all of its gradient of the microbatch."""
+        ...
+
+    def defer(
+        self, weights: Iterable[nn.Parameter], is_deferred: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Ask `is_deferred` at each gradient that autograd has accumulated in one of these
+        parameters, or that it found to be none: True if the accumulator is to leave it alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """The gradients of one product's weights, before they are computed."""
+
+    products: WeightProducts | None
+    """Of the module whose product it is; None for a gradient that autograd has made."""
+    weights: tuple[nn.Parameter, ...]
+    saved: tuple[Tensor, ...]
+    compute: Callable[..., list[Tensor]]
+    """Makes the gradients of `weights` of what is saved."""
+    versions: tuple[int, ...]
+    """Of what is saved, when it was deferred."""
+
+    def accumulate_kept(self) -> bool:
+        """Accumulate just the kept entries, if that is possible, and return whether it was."""
+        self._check()
+        sparse = None if self.products is None else self.products.sparse
+        return sparse is not None and sparse.accumulate(*self.saved)
+
+    def gradients(self) -> list[Tensor]:
+        """The dense gradients."""
+        self._check()
+        return self.compute(*self.saved)
+
+    def _check(self) -> None:
+        """ConfigError if what is saved has been written to."""
+        if self.versions != tuple(tensor._version for tensor in self.saved):
+            name = "" if self.products is None else f" {self.products.name}"
+            raise ConfigError(
+                f"layer weight{name}: an activation or its gradient was written to between "
+                "the backward and the gradient of the weight; write to copies, or set "
+                "pipeline.split_backward to false"
+            )
+
+
+class DeferredGradients:
+    """The weight gradients of one stage that are deferred, by microbatch."""
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        self._accumulator = accumulator
+        self._waiting: dict[int, list[Deferred]] = {}
+        """In the order of the backward."""
+        self._current: int | None = None
+        """The microbatch whose backward runs."""
+        self._weights: set[nn.Parameter] = set()
+        """Of which it has deferred a gradient."""
+
+    def __len__(self) -> int:
+        """How many microbatches wait for their weight gradients."""
+        return len(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs and output gradients that wait; each storage counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for deferred in self._waiting.values()
+            for each in deferred
+            for tensor in each.saved
+        }
+        return sum(storages.values())
+
+    @contextmanager
+    def backward_of(self, microbatch: int) -> Iterator[None]:
+        """What is deferred inside this block belongs to this microbatch."""
+        self._waiting[microbatch] = []
+        self._current = microbatch
+        try:
+            yield
+        finally:
+            self._current = None
+            self._weights.clear()
+
+    def has(self, weight: nn.Parameter) -> bool:
+        """Whether any gradient of a weight waits."""
+        return any(
+            weight is other
+            for deferred in self._waiting.values()
+            for each in deferred
+            for other in each.weights
+        )
+
+    def waits(self, weight: nn.Parameter) -> bool:
+        """Whether the backward that runs has deferred a gradient of a weight."""
+        return weight in self._weights
+
+    def append(
+        self,
+        products: WeightProducts | None,
+        weights: tuple[nn.Parameter, ...],
+        saved: tuple[Tensor, ...],
+        compute: Callable[..., list[Tensor]],
+    ) -> None:
+        """Defer gradients to the `run` of the microbatch whose backward runs."""
+        assert self._current is not None, "no backward runs"
+        versions = tuple(tensor._version for tensor in saved)
+        self._waiting[self._current].append(Deferred(products, weights, saved, compute, versions))
+        self._weights.update(weights)
+
+    @torch.no_grad()
+    def run(self, microbatch: int) -> None:
+        """Compute the gradients of one microbatch, and hand each to the accumulator.
+
+        Products of one weight are added in the order in which the backward reached them, as
+        autograd adds them. What a product saved is freed once it is used.
+        """
+        waiting = self._waiting.pop(microbatch)
+        left = Counter(weight for each in waiting for weight in each.weights)
+        sums: dict[nn.Parameter, Tensor] = {}
+        waiting.reverse()
+        while waiting:
+            deferred = waiting.pop()
+            weights = deferred.weights
+            gradients = [] if deferred.accumulate_kept() else deferred.gradients()
+            del deferred
+            for weight in weights:
+                if gradients:
+                    gradient = gradients.pop(0)
+                    sums[weight] = sums.pop(weight) + gradient if weight in sums else gradient
+                    del gradient
+                left[weight] -= 1
+                if not left[weight]:
+                    if weight in sums:
+                        self._accumulator.add(weight, sums.pop(weight))
+                    self._accumulator.complete(weight)
+
+
+class WeightProducts:
+    """The products of one module, and the way of the gradient of its weight."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: nn.Parameter,
+        sparse: SparseProducts | None,
+        stage: StageProducts,
+    ) -> None:
+        """`name` is the weight's, for errors; `sparse` computes what is kept, where enough is
+        pruned."""
+        self.name = name
+        self.weight = weight
+        self.sparse = sparse
+        self.is_alone: bool | None = None
+        """Whether all of the gradient of a microbatch comes from one call of the module; None
+        until a backward has shown it."""
+        self._stage = stage
+        self._first: dict[nn.Parameter, Tensor | None] = {}
+        """The gradients of the first call in the backward that shows it, until they are compared
+        with those that arrive."""
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
+        if self.sparse is None or not self.sparse.takes(rows, bias):
+            return None
+        return self.sparse.output(rows, bias)
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        assert self.sparse is not None
+        return self.sparse.input_gradient(outer)
+
+    def take(
+        self,
+        weights: Sequence[nn.Parameter],
+        saved: tuple[Tensor, Tensor],
+        compute: Callable[..., list[Tensor]],
+    ) -> list[Tensor | None]:
+        """Defer the gradients, or accumulate what is kept of them; None for each that is taken.
+
+        Hooks of others on a weight are for the gradient as autograd has it, so these weights keep
+        theirs; and a backward that a layer starts itself has nothing to do with microbatches.
+        """
+        stage = self._stage
+        if stage.is_in_backward and not any(map(_has_hooks, weights)):
+            if stage.deferred is None:
+                if self.sparse is not None and self.sparse.accumulate(*saved):
+                    return [None]
+            elif self._is_deferred(stage.deferred):
+                stage.deferred.append(self, tuple(weights), saved, compute)
+                return [None] * len(weights)
+            elif self.is_alone is None:
+                return self._first_gradients(weights, compute(*saved))
+        return list(compute(*saved))
+
+    def _is_deferred(self, deferred: DeferredGradients) -> bool:
+        """Whether the gradient of a call waits.
+
+        The first gradient does not: autograd makes all of it, and shows whether this call was all
+        that there is. If it was not, autograd adds the gradients of this weight in its own order
+        for good, as an unsplit backward does.
+        """
+        if self.is_alone is None:
+            is_sparse = self.sparse is not None and self.sparse.is_wanted
+            return is_sparse or deferred.has(self.weight)
+        return self.is_alone
+
+    def _first_gradients(
+        self, weights: Sequence[nn.Parameter], gradients: list[Tensor]
+    ) -> list[Tensor | None]:
+        if self._first:
+            self.is_alone = False
+        else:
+            self._first.update(zip(weights, gradients, strict=True))
+            self._stage.show(self)
+        return list(gradients)
+
+    def compare(self, weight: nn.Parameter) -> None:
+        """Compare the gradient that has arrived at a weight with that of the call."""
+        first = self._first.get(weight)
+        if first is not None:
+            self._first[weight] = None
+            if weight.grad is None or not _same_bits(first, weight.grad):
+                self.is_alone = False
+
+    def conclude(self) -> None:
+        """End the backward that shows whether the module's gradient is alone."""
+        self._first.clear()
+        if self.is_alone is None:
+            self.is_alone = True
+
+
+class StageProducts:
+    """The products of all plain modules of a stage."""
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[str, nn.Module]],
+        accumulator: Accumulator,
+        *,
+        is_split: bool,
+    ) -> None:
+        """`layers` are the stage's modules by name. Unless backwards are split, only modules whose
+        weight may have sparse products take part."""
+        self.is_in_backward = False
+        """Whether the backward of a microbatch runs."""
+        self.deferred = DeferredGradients(accumulator) if is_split else None
+        """What split backwards have deferred; None where backwards are not split."""
+        self._products: dict[nn.Module, WeightProducts] = {}
+        for name, module in layers:
+            for path, each in _uncompiled(module):
+                if not has_products(each):
+                    continue
+                weight = each._parameters["weight"]
+                assert isinstance(weight, nn.Parameter)
+                sparse = (
+                    accumulator.sparse_products(weight) if isinstance(each, nn.Linear) else None
+                )
+                if is_split or sparse is not None:
+                    full = ".".join(filter(None, (name, path, "weight")))
+                    self._products[each] = WeightProducts(full, weight, sparse, self)
+        self._showing: list[WeightProducts] = []
+        self._forwards: dict[nn.Module, Callable[..., object]] = {}
+        if is_split:
+            accumulator.defer(self._weights(), self._arrived)
+
+    def __len__(self) -> int:
+        """How many modules may take part."""
+        return len(self._products)
+
+    @property
+    def unsplit(self) -> list[str]:
+        """The weights whose gradients split backwards leave to autograd, since they have others
+        besides that of one call of their module; known once a microbatch has shown it."""
+        return [each.name for each in self._products.values() if each.is_alone is False]
+
+    def begin_step(self) -> None:
+        """See which modules take part in the step that begins. Called while no microbatch is in
+        flight, since forward and backward have to see the same."""
+        self._forwards = {
+            module: product_forward(module, products)
+            for module, products in self._products.items()
+            if self.deferred is not None
+            or (products.sparse is not None and products.sparse.is_wanted)
+        }
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A block in which the modules call their products."""
+        with forwards_in_place(self._forwards):
+            yield
+
+    @contextmanager
+    def backward_of(self, microbatch: int) -> Iterator[None]:
+        """The backward of a microbatch; what is recomputed there calls the products as well."""
+        self.is_in_backward = True
+        try:
+            if self.deferred is None:
+                with self.in_place():
+                    yield
+            else:
+                with self.in_place(), self.deferred.backward_of(microbatch):
+                    yield
+        finally:
+            self.is_in_backward = False
+        while self._showing:
+            self._showing.pop().conclude()
+
+    def show(self, products: WeightProducts) -> None:
+        """Have the gradients of these products looked at in the present backward."""
+        self._showing.append(products)
+
+    def _arrived(self, weight: nn.Parameter) -> bool:
+        """Look at a gradient that autograd has accumulated in a weight; True if it has to wait for
+        the others of the weight."""
+        assert self.deferred is not None
+        for products in self._showing:
+            products.compare(weight)
+        if not self.deferred.waits(weight):
+            return False
+        if weight.grad is not None:
+            self.deferred.append(None, (weight,), (weight.grad,), _as_it_is)
+            weight.grad = None
+        return True
+
+    def _weights(self) -> Iterator[nn.Parameter]:
+        """The weights, and what is deferred together with them."""
+        for module, products in self._products.items():
+            yield products.weight
+            bias = module._parameters.get("bias")
+            if bias is not None and not isinstance(module, nn.Linear):
+                yield bias
+
+
+def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, each with its path, less those whose backward torch.compile
+    makes."""
+    has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
+    if has_compiled_call or type(module).__name__ == "OptimizedModule":
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _uncompiled(child, f"{path}.{name}" if path else name)
+
+
+def _has_hooks(weight: nn.Parameter) -> bool:
+    """Whether others than the accumulator have hooks on a weight."""
+    hooks = weight._post_accumulate_grad_hooks or ()
+    return bool(weight._backward_hooks) or len(hooks) > 1
+
+
+def _as_it_is(gradient: Tensor) -> list[Tensor]:
+    return [gradient]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors are equal bit by bit, numbers that are none included."""
+    if one.shape != other.shape or one.dtype != other.dtype or other.layout is not torch.strided:
+        return False
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))

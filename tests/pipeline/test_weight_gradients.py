@@ -1,0 +1,662 @@
+"""Weight gradients that are deferred or computed sparsely are those of torch's own backward.
+
+One table of modules, each with a way of using its weights; one judge, plain autograd; four ways of
+taking the gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.allocated import peak_of_torch
+from support.sums import Sums
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.stage import Key, Stage
+from axsparse.pipeline.weight_gradients import StageProducts
+from axsparse.runtime.errors import ConfigError
+
+SIZE = 12
+MICROBATCHES = 3
+
+
+class Played:
+    """A stage of one layer that trains on microbatches of its own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: tuple[int, ...] = (3, 5, SIZE),
+        *,
+        is_split: bool = False,
+        is_sparse: bool = False,
+        is_recomputed: bool = False,
+        is_dropping: bool = False,
+        needs_input: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.module = module
+        self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
+        self.products = StageProducts([("layer", module)], self.sums, is_split=is_split)
+        self.stage = Stage(
+            [LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)],
+            loss=None,
+            metrics={},
+            input_dtype=None,
+            seed=0,
+            products=self.products,
+        )
+        self.inputs: list[Tensor] = []
+        self._is_split = is_split
+        self._drawn = partial(torch.randn, shape, requires_grad=needs_input)
+        self._dtype = dtype
+
+    def forward(self, microbatch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(microbatch)
+        x = self._drawn(generator=generator).detach().to(self._dtype)
+        self.inputs.append(x.requires_grad_(self._drawn.keywords["requires_grad"]))
+        (y,) = self.stage.forward(microbatch, (self.inputs[-1],), Key(0, 0), None, 1.0)
+        return y
+
+    def backward(self, microbatch: int, y: Tensor) -> None:
+        gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(100 + microbatch))
+        self.stage.backward(microbatch, [gradient.to(y.dtype)], 1.0)
+
+    def play(self) -> Played:
+        """All microbatches; the weight gradients of each wait for the next one's backward."""
+        for microbatch in range(MICROBATCHES):
+            self.backward(microbatch, self.forward(microbatch))
+            if self._is_split and microbatch:
+                self.stage.weight_gradients(microbatch - 1)
+        if self._is_split:
+            self.stage.weight_gradients(MICROBATCHES - 1)
+        return self
+
+    def names(self, weights: Iterable[nn.Parameter]) -> list[str]:
+        known = dict(self.module.named_parameters())
+        return [name for name, weight in known.items() if any(weight is one for one in weights)]
+
+
+def assert_trained_alike(one: Played, other: Played) -> None:
+    parameters = [dict(each.module.named_parameters()) for each in (one, other)]
+    for name, weight in parameters[0].items():
+        gradients = (
+            one.sums.totals.get(weight),
+            other.sums.totals.get(parameters[1][name]),
+        )
+        assert (gradients[0] is None) == (gradients[1] is None), name
+        if gradients[0] is not None and gradients[1] is not None:
+            assert gradients[0].dtype == gradients[1].dtype
+            assert torch.equal(gradients[0], gradients[1]), name
+    for mine, yours in zip(one.inputs, other.inputs, strict=True):
+        assert (mine.grad is None) == (yours.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, torch.as_tensor(yours.grad))
+
+
+def by_torch(make: Callable[[], nn.Module], shape: tuple[int, ...], **given: Any) -> Played:
+    """What plain autograd makes."""
+    torch.manual_seed(4)
+    module = make().to(given.get("dtype", torch.float32))
+    played = Played(module, shape, **given)
+    assert len(played.products) == 0, "nothing takes part in it"
+    return played.play()
+
+
+# -- the table --------------------------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """A linear layer, and what a forward does with it."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor], outputs: int = SIZE) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, outputs)
+        self.calls = 0
+        self.hidden = [self.inner.weight]
+        self._way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self._way(self, x)
+
+
+class Attention(nn.Module):
+    """Three products of one input, whose output gradients are strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(3))
+        self.out = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).view(*x.shape[:2], 3, 4).transpose(1, 2) for w in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return out
+
+
+class LowRank(nn.Module):
+    """A frozen layer with an update of low rank, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
+        self.down, self.up = nn.Linear(SIZE, 3, bias=False), nn.Linear(3, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(x) + self.up(self.down(x)) / 2
+        return out
+
+
+class Overridden(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x * 2, self.weight) - self.bias
+
+
+class Inherited(nn.Linear):
+    """A class of one's own with torch's forward."""
+
+
+class TorchAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(SIZE, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(SIZE, SIZE, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[0]
+        return out
+
+
+def frozen_bias(module: nn.Linear | nn.Conv2d) -> nn.Module:
+    assert module.bias is not None
+    module.bias.requires_grad_(False)
+    return module
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+    module[2].weight = module[0].weight
+    return module
+
+
+def slope(inner: nn.Linear, x: Tensor, *, again: bool = False) -> Tensor:
+    """The gradient of an activation alone; `again` says that it is differentiated itself."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        score = inner(leaf).square().sum()
+        (gradient,) = torch.autograd.grad(score, leaf, create_graph=again)
+    return gradient
+
+
+def of_weight(module: Uses, x: Tensor) -> Tensor:
+    """A step against the gradient of the weight itself."""
+    with torch.enable_grad():
+        loss = module.inner(x.detach()).square().sum()
+        (gradient,) = torch.autograd.grad(loss, module.inner.weight)
+    return torch.as_tensor(module.inner(x)) - F.linear(x, 1e-3 * gradient)
+
+
+def frozen_once(module: Uses, x: Tensor) -> Tensor:
+    module.inner.weight.requires_grad_(False)
+    y = module.inner(x).tanh()
+    module.inner.weight.requires_grad_(True)
+    return torch.as_tensor(module.inner(y))
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(SIZE, SIZE)
+    module.weight.register_hook(lambda gradient: gradient * 2)
+    return module
+
+
+def replaced_forward() -> nn.Module:
+    module = nn.Linear(SIZE, SIZE)
+    vars(module)["forward"] = lambda x: F.linear(x * 3, module.weight)
+    return module
+
+
+def mapped(module: Uses, x: Tensor) -> Tensor:
+    by_row: Callable[[Tensor], Tensor] = torch.func.vmap(module.inner)
+    return by_row(x)
+
+
+def dual(module: Uses, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y = module.inner(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+        tangent = forward_ad.unpack_dual(y).tangent
+    return torch.as_tensor(module.inner(x)) + tangent.detach()
+
+
+def jacobian(module: Uses, x: Tensor) -> Tensor:
+    (row,) = torch.func.vjp(lambda y: module.inner(y).sum(), x.detach())[1](torch.tensor(1.0))
+    return torch.as_tensor(module.inner(x)) + row.detach()
+
+
+def copied(module: Uses, x: Tensor) -> Tensor:
+    other = copy.deepcopy(module.inner)
+    assert other.weight is not module.inner.weight
+    with torch.no_grad():
+        other.weight.mul_(2)
+    return torch.as_tensor(module.inner(x)) + other(x).detach()
+
+
+def later(way: Callable[[Uses, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A way that a module takes from its second microbatch on."""
+    return lambda module, x: module.inner(x) if module.calls < 2 else way(module, x)
+
+
+def own_checkpoint(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
+    def way(module: Uses, x: Tensor) -> Tensor:
+        return torch.as_tensor(checkpoint(module.inner, x, use_reentrant=use_reentrant))
+
+    return way
+
+
+ALL = ["weight"]
+INNER = ["inner.weight"]
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
+    "2-d": (lambda: nn.Linear(SIZE, 20), (7, SIZE), ALL),
+    "3-d": (lambda: nn.Linear(SIZE, 20), (3, 5, SIZE), ALL),
+    "4-d": (lambda: nn.Linear(SIZE, 20), (3, 2, 5, SIZE), []),
+    "no bias": (lambda: nn.Linear(SIZE, 20, bias=False), (3, 5, SIZE), ALL),
+    "one row": (lambda: nn.Linear(SIZE, 20), (1, SIZE), ALL),
+    "no row": (lambda: Uses(lambda m, x: m.inner(x[:0])), (4, SIZE), INNER),
+    "one output": (lambda: nn.Linear(SIZE, 1), (3, 5, SIZE), ALL),
+    "frozen bias": (lambda: frozen_bias(nn.Linear(SIZE, 20)), (7, SIZE), ALL),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(SIZE, 20), nn.ReLU(inplace=True), nn.Linear(20, 8)),
+        (3, 5, SIZE),
+        ["0.weight", "2.weight"],
+    ),
+    "attention": (Attention, (3, 5, SIZE), ["q.weight", "k.weight", "v.weight", "out.weight"]),
+    "low rank": (LowRank, (3, 5, SIZE), ["down.weight", "up.weight"]),
+    "class with torch's forward": (lambda: Inherited(SIZE, 20), (7, SIZE), ALL),
+    # Other uses beside one call: autograd adds all, or they wait for W.
+    "twice": (lambda: Uses(lambda m, x: m.inner(m.inner(x))), (3, 5, SIZE), []),
+    "tied": (tied, (3, 5, SIZE), []),
+    "penalty": (lambda: Uses(lambda m, x: m.inner(x) + m.inner.weight.sum()), (3, 5, SIZE), []),
+    "squared penalty": (
+        lambda: Uses(lambda m, x: m.inner(x + (m.inner.weight * m.inner.weight).sum())),
+        (3, 5, SIZE),
+        [],
+    ),
+    "twice and a penalty": (
+        lambda: Uses(lambda m, x: m.inner(m.inner(x) + m.inner.weight.mean())),
+        (3, 5, SIZE),
+        [],
+    ),
+    "raw product": (lambda: Uses(lambda m, x: F.linear(x, m.inner.weight)), (3, 5, SIZE), []),
+    "call and raw product": (
+        lambda: Uses(lambda m, x: F.linear(m.inner(x), m.inner.weight)),
+        (3, 5, SIZE),
+        [],
+    ),
+    "by a reference": (
+        lambda: Uses(lambda m, x: m.inner(x) * m.hidden[0].sum()),
+        (3, 5, SIZE),
+        [],
+    ),
+    "gradient penalty": (
+        lambda: Uses(lambda m, x: m.inner(x) + slope(m.inner, x, again=True)),
+        (3, 5, SIZE),
+        [],
+    ),
+    "slope of an activation": (
+        lambda: Uses(lambda m, x: m.inner(x) + slope(m.inner, x)),
+        (3, 5, SIZE),
+        INNER,
+    ),
+    "gradient of the weight": (lambda: Uses(of_weight), (7, SIZE), INNER),
+    "frozen for one call": (lambda: Uses(frozen_once), (3, 5, SIZE), INNER),
+    "transposed input": (
+        lambda: Uses(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1)),
+        (3, 5, SIZE),
+        [],
+    ),
+    "overridden": (lambda: Overridden(SIZE, 20), (7, SIZE), []),
+    "replaced forward": (replaced_forward, (7, SIZE), []),
+    "tensor hook": (hooked, (7, SIZE), []),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(SIZE, 20)), (7, SIZE), []),
+    "torch's attention": (TorchAttention, (3, 5, SIZE), []),
+    "recurrent": (Recurrent, (3, 5, SIZE), []),
+    "vmap": (lambda: Uses(mapped), (3, 5, SIZE), []),
+    "forward mode": (lambda: Uses(dual), (3, 5, SIZE), INNER),
+    "vjp": (lambda: Uses(jacobian), (3, 5, SIZE), INNER),
+    "copied": (lambda: Uses(copied), (3, 5, SIZE), INNER),
+    "penalty from the second microbatch on": (
+        lambda: Uses(later(lambda m, x: m.inner(x) + m.inner.weight.sum())),
+        (3, 5, SIZE),
+        INNER,
+    ),
+    "twice from the second microbatch on": (
+        lambda: Uses(later(lambda m, x: m.inner(m.inner(x)))),
+        (3, 5, SIZE),
+        INNER,
+    ),
+    "unused from the second microbatch on": (
+        lambda: Uses(later(lambda m, x: x * m.inner.bias)),
+        (3, 5, SIZE),
+        [],
+    ),
+    "checkpoint of its own": (lambda: Uses(own_checkpoint(use_reentrant=False)), (7, SIZE), INNER),
+    "reentrant checkpoint": (lambda: Uses(own_checkpoint(use_reentrant=True)), (7, SIZE), INNER),
+    "slope in a checkpoint": (
+        lambda: Uses(
+            lambda m, x: checkpoint(
+                lambda y: slope(m.inner, y) + m.inner(y), x, use_reentrant=False
+            )
+        ),
+        (3, 5, SIZE),
+        INNER,
+    ),
+    "slope in a reentrant checkpoint": (
+        lambda: Uses(
+            lambda m, x: checkpoint(lambda y: slope(m.inner, y) + m.inner(y), x, use_reentrant=True)
+        ),
+        (3, 5, SIZE),
+        INNER,
+    ),
+    "conv 1-d": (lambda: nn.Conv1d(6, 9, 3), (4, 6, 17), ["weight", "bias"]),
+    "conv 2-d": (
+        lambda: nn.Conv2d(6, 9, 3, stride=2, padding=1),
+        (4, 6, 9, 9),
+        ["weight", "bias"],
+    ),
+    "conv 3-d": (lambda: nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 6), ["weight", "bias"]),
+    "conv one by one": (lambda: nn.Conv2d(6, 9, 1, bias=False), (4, 6, 9, 9), ALL),
+    "conv groups": (
+        lambda: nn.Conv2d(6, 12, 3, groups=6, dilation=2, padding="same"),
+        (4, 6, 9, 9),
+        ["weight", "bias"],
+    ),
+    "conv uneven": (lambda: nn.Conv2d(6, 9, 3, padding=(1, 0)), (4, 6, 9, 9), ["weight", "bias"]),
+    "conv even kernel": (lambda: nn.Conv2d(6, 9, 2, padding="same"), (4, 6, 9, 9), []),
+    "conv reflected": (
+        lambda: nn.Conv2d(6, 9, 3, padding=1, padding_mode="reflect"),
+        (4, 6, 9, 9),
+        ["weight", "bias"],
+    ),
+    "conv frozen bias": (lambda: frozen_bias(nn.Conv2d(6, 9, 3)), (4, 6, 9, 9), ALL),
+    "conv unbatched": (lambda: nn.Conv2d(6, 9, 3), (6, 9, 9), []),
+    "conv transposed": (lambda: nn.ConvTranspose2d(5, 3, 2), (4, 5, 3, 3), []),
+    "conv and norm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(6, 9, 3, bias=False), nn.BatchNorm2d(9), nn.ReLU(True), nn.Conv2d(9, 4, 3)
+        ),
+        (4, 6, 9, 9),
+        ["0.weight", "3.weight", "3.bias"],
+    ),
+}
+"""A module, the shape of its input, and which of its parameters split backwards take for W."""
+NOT_RECOMPUTED = [
+    name for name in MODULES if "reentrant" in name or "from the second" in name or name == "vjp"
+]
+"""What torch itself cannot recompute, and what would see that it is."""
+ROUNDED = ("squared penalty", "twice and a penalty", "gradient penalty")
+"""Weights with three gradients, which sparse products add in another order than autograd."""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated", "ignore:Using padding='same' with even kernel"
+)
+
+
+@pytest.mark.parametrize("way", ["kept", "recomputed", "input does not train"])
+@pytest.mark.parametrize("name", MODULES)
+def test_split_backwards_make_the_gradients_of_torch(name: str, way: str) -> None:
+    make, shape, deferred = MODULES[name]
+    given: dict[str, Any] = {
+        "is_recomputed": way == "recomputed",
+        "needs_input": way != "input does not train",
+    }
+    if name in NOT_RECOMPUTED and way == "recomputed":
+        pytest.skip("torch recomputes this to something else, or not at all")
+    if "reentrant" in name and way == "input does not train":
+        pytest.skip("a reentrant checkpoint wants the gradient of an input")
+    expected = by_torch(make, shape, **given)
+    torch.manual_seed(4)
+
+    split = Played(make(), shape, is_split=True, **given).play()
+
+    assert_trained_alike(split, expected)
+    assert split.names(split.sums.late) == deferred
+    assert (split.stage.held, split.stage.deferred_bytes) == (0, 0)
+    counts = [Counter(map(id, each.sums.completed)) for each in (split, expected)]
+    assert sorted(counts[0].values()) == sorted(counts[1].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["2-d", "3-d", "no bias", "attention", "conv 2-d", "conv groups"])
+def test_half_precision_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    make, shape, deferred = MODULES[name]
+    expected = by_torch(make, shape, dtype=dtype)
+    torch.manual_seed(4)
+
+    split = Played(make().to(dtype), shape, is_split=True, dtype=dtype).play()
+
+    assert_trained_alike(split, expected)
+    assert split.names(split.sums.late) == deferred
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("conv")])
+def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool) -> None:
+    """Whatever else uses a weight is added to what they accumulate, in one order."""
+    make, shape, _ = MODULES[name]
+    if name in NOT_RECOMPUTED and is_recomputed:
+        pytest.skip("torch recomputes this to something else, or not at all")
+    expected = by_torch(make, shape, is_recomputed=is_recomputed)
+    played = []
+    for is_split in (False, True):
+        torch.manual_seed(4)
+        given = {"is_split": is_split, "is_sparse": True, "is_recomputed": is_recomputed}
+        played.append(Played(make(), shape, **given).play())
+    unsplit, split = played
+
+    assert_trained_alike(split, unsplit)
+    if name in ROUNDED:
+        others = dict(expected.module.named_parameters())
+        for each, weight in unsplit.module.named_parameters():
+            if weight in unsplit.sums.totals:
+                total = expected.sums.totals[others[each]]
+                torch.testing.assert_close(unsplit.sums.totals[weight], total)
+    else:
+        assert_trained_alike(unsplit, expected)
+    assert (split.stage.held, split.stage.deferred_bytes) == (0, 0)
+
+
+COUNTS = {"3-d": 1, "no bias": 1, "mlp": 2, "attention": 4, "twice": 2, "tied": 2, "penalty": 1}
+COUNTS |= {"raw product": 0, "gradient penalty": 2, "overridden": 0, "reentrant checkpoint": 1}
+"""How many products of a microbatch are sparse."""
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_call_of_a_plain_module_is_sparse(name: str) -> None:
+    make, shape, _ = MODULES[name]
+    played = Played(make(), shape, is_sparse=True).play()
+
+    calls = sum(products.calls for products in played.sums.sparse.values())
+    assert calls == MICROBATCHES * COUNTS[name]
+
+
+def test_a_weight_with_hooks_of_others_has_gradients_of_autograd() -> None:
+    """They see what they saw, and see it in the backward."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        seen: list[Tensor] = []
+        module = nn.Linear(SIZE, SIZE)
+
+        def note(tensor: Tensor, seen: list[Tensor] = seen) -> None:
+            seen.append((tensor if tensor.grad_fn or tensor.grad is None else tensor.grad).clone())
+
+        played = Played(module, is_split=True, is_sparse=True)
+        getattr(module.weight, register)(note)
+        played.play()
+
+        assert len(seen) == MICROBATCHES
+        [products] = played.sums.sparse.values()
+        assert products.calls == 0
+        assert played.sums.late == set()
+
+
+def test_forward_and_module_hooks_see_what_they_saw() -> None:
+    seen: list[str] = []
+    module = nn.Sequential(nn.Linear(SIZE, 20), nn.Tanh(), nn.Linear(20, SIZE))
+    module[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    module[0].register_forward_hook(lambda *_: seen.append("after"))
+    module[2].register_full_backward_hook(lambda *_: seen.append("backward"))
+
+    Played(module, is_split=True).play()
+
+    assert seen == ["before", "after", "backward"] * MICROBATCHES
+
+
+def test_what_split_backwards_leave_unsplit_is_named() -> None:
+    module = nn.Sequential(nn.Linear(SIZE, SIZE), MODULES["twice"][0](), tied())
+    played = Played(module, is_split=True).play()
+
+    names = ["layer.1.inner.weight", "layer.2.0.weight", "layer.2.2.weight"]
+    assert played.stage.unsplit == names
+
+
+def test_a_nan_does_not_leave_a_weight_unsplit() -> None:
+    module = nn.Linear(SIZE, SIZE)
+    played = Played(module, is_split=True)
+    y = played.forward(0)
+    played.stage.backward(0, [torch.full_like(y, torch.nan)], 1.0)
+
+    assert played.stage.unsplit == []
+    assert played.products._products[module].is_alone
+
+
+def test_sparse_products_are_taken_while_they_are_wanted() -> None:
+    module = nn.Linear(SIZE, 20)
+    played = Played(module, is_sparse=True)
+    [products] = played.sums.sparse.values()
+    seen = []
+    for is_wanted, multiplies, accumulates in (
+        (True, True, True),
+        (True, False, True),
+        (True, True, False),
+        (False, False, False),
+    ):
+        products.is_wanted, products.multiplies = is_wanted, multiplies
+        products.accumulates = accumulates
+        played.play()
+        seen.append((products.outputs, products.input_gradients, products.calls))
+
+    assert seen == [(3, 3, 3), (3, 3, 6), (6, 6, 6), (6, 6, 6)]
+
+
+def test_modules_have_their_forward_back_whatever_happens() -> None:
+    def way(module: Uses, x: Tensor) -> Tensor:
+        assert "forward" in vars(module.inner)
+        raise RuntimeError("in the middle")
+
+    module = Uses(way)
+    played = Played(module, is_split=True)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        played.forward(0)
+
+    assert "forward" not in vars(module.inner)
+    assert torch.equal(copy.deepcopy(module.inner).weight, module.inner.weight)
+
+
+@pytest.mark.parametrize("place", ["module", "around"])
+def test_compiled_modules_take_no_part(place: str) -> None:
+    module = nn.Sequential(nn.Linear(SIZE, SIZE))
+    (module[0] if place == "module" else module).compile(backend="eager")
+
+    assert len(Played(module, is_split=True).products) == 0
+
+
+def test_an_activation_that_changes_before_its_weight_gradient_is_refused() -> None:
+    played = Played(nn.Linear(SIZE, SIZE), (3, SIZE), is_split=True)
+    for microbatch in range(2):
+        played.backward(microbatch, played.forward(microbatch))
+    with torch.no_grad():
+        played.inputs[1].zero_()
+
+    played.stage.weight_gradients(0)
+    with pytest.raises(
+        ConfigError, match=r"layer\.weight: an activation or its gradient was writt"
+    ):
+        played.stage.weight_gradients(1)
+
+
+def test_a_recomputed_layer_keeps_no_activations_for_its_weights_before_its_backward() -> None:
+    module = nn.Sequential(nn.Linear(SIZE, 400), nn.Tanh(), nn.Linear(400, SIZE))
+    played = Played(module, (3, SIZE), is_split=True, is_recomputed=True)
+    for microbatch in range(2):
+        y = played.forward(microbatch)
+        assert played.stage.deferred_bytes == 0
+        played.backward(microbatch, y)
+
+    values = (SIZE + 400) + (400 + SIZE)  # of each row: input and output gradient of both layers
+    assert played.stage.deferred_bytes == 3 * values * 4
+
+
+def test_what_several_products_share_is_counted_once_and_freed_with_the_last() -> None:
+    played = Played(Attention(), is_split=True)
+    for microbatch in range(3):
+        played.backward(microbatch, played.forward(microbatch))
+
+    # The first microbatch has shown that each weight is used once, and deferred nothing. Inputs of
+    # q, k, v and out are x and the heads; the gradients of the three heads are a tensor each.
+    assert played.stage.deferred_bytes == 2 * 6 * played.inputs[0].nbytes
+    assert played.stage.held == 3
+    for microbatch in range(3):
+        played.stage.weight_gradients(microbatch)
+    assert (played.stage.deferred_bytes, played.stage.held) == (0, 0)
+
+
+def test_at_most_one_dense_weight_gradient_is_there_at_a_time() -> None:
+    width, layers = 256, 8
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    played = Played(module, (1, width), is_split=True, is_dropping=True)
+    for microbatch in range(2):
+        y = played.forward(microbatch)
+        first = peak_of_torch(partial(played.backward, microbatch, y))
+    played.stage.weight_gradients(0)
+    second = peak_of_torch(lambda: played.stage.weight_gradients(1))
+
+    assert first < width * width * 4
+    assert width * width * 4 <= second < 1.5 * width * width * 4
+
+
+def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
+    """Not only at the end of the backward, as the graph is."""
+    module = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
+    played = Played(module, (4, SIZE), is_sparse=True)
+    given: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def accumulate(rows: Tensor, outer: Tensor) -> bool:
+        alive.append(sum(each() is not None for each in given))
+        given.append(weakref.ref(rows))
+        return True
+
+    for products in played.sums.sparse.values():
+        products.accumulate = accumulate  # type: ignore[method-assign]
+    played.backward(0, played.forward(0))
+
+    assert alive == [0, 0, 0]

@@ -1,0 +1,89 @@
+"""An accumulator of weight gradients by plain additions, and sparse products by torch's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Products:
+    """Sparse products that take everything, by torch's kernels."""
+
+    def __init__(self, weight: nn.Parameter, sums: Sums) -> None:
+        self.weight, self._sums = weight, sums
+        self.is_wanted = self.multiplies = self.accumulates = True
+        self.outputs = self.input_gradients = self.calls = 0
+
+    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
+        return self.multiplies
+
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        self.outputs += 1
+        return F.linear(rows, self.weight, bias)
+
+    def input_gradient(self, outer: Tensor) -> Tensor:
+        self.input_gradients += 1
+        return outer.mm(self.weight)
+
+    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
+        if self.accumulates:
+            self.calls += 1
+            self._sums.put(self.weight, outer.t().mm(rows))
+        return self.accumulates
+
+
+class Sums:
+    """An accumulator that adds dense gradients, microbatch by microbatch, or drops them."""
+
+    def __init__(
+        self, module: nn.Module, *, is_sparse: bool = False, is_dropping: bool = False
+    ) -> None:
+        self._is_dropping = is_dropping
+        self.totals: dict[nn.Parameter, Tensor] = {}
+        self._parts: dict[nn.Parameter, Tensor] = {}
+        self.late: set[nn.Parameter] = set()
+        """The weights that got a dense gradient by `add`."""
+        self.completed: list[nn.Parameter] = []
+        self.sparse = {
+            weight: Products(weight, self)
+            for weight in module.parameters()
+            if is_sparse and weight.dim() == 2
+        }
+        self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
+        for weight in filter(lambda one: one.requires_grad, module.parameters()):
+            weight.register_post_accumulate_grad_hook(self._hook)
+
+    def _hook(self, tensor: Tensor) -> None:
+        assert isinstance(tensor, nn.Parameter)
+        if tensor in self._deferring and self._deferring[tensor](tensor):
+            return
+        if tensor.grad is not None:
+            self.put(tensor, tensor.grad)
+            tensor.grad = None
+        self.complete(tensor)
+
+    def put(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Add a part of the microbatch's gradient."""
+        if not self._is_dropping:
+            before = self._parts.get(weight)
+            self._parts[weight] = gradient.clone() if before is None else before + gradient
+
+    def complete(self, weight: nn.Parameter) -> None:
+        self.completed.append(weight)
+        if weight in self._parts:
+            gradient, before = self._parts.pop(weight), self.totals.get(weight)
+            self.totals[weight] = gradient if before is None else before + gradient
+
+    def sparse_products(self, weight: nn.Parameter) -> Products | None:
+        return self.sparse.get(weight)
+
+    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        self.late.add(weight)
+        self.put(weight, gradient)
+
+    def defer(
+        self, weights: Iterable[nn.Parameter], is_deferred: Callable[[nn.Parameter], bool]
+    ) -> None:
+        self._deferring.update((weight, is_deferred) for weight in weights)
