@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from axsparse.cli.parser import CommandParser, arguments_of, run_command
-from axsparse.data.prepare.documents import Reading
-from axsparse.data.prepare.preparation import prepare
-from axsparse.data.prepare.request import Request
-from axsparse.data.prepare.text_sources import Filter
-from axsparse.data.prepare.tokenizers import SEPARATOR, in_folder
+from axsparse.data.documents import Reading
+from axsparse.data.preparation import Request, prepare
+from axsparse.data.tokenizers import SEPARATOR, in_folder
 from axsparse.runtime.console import make_console
 
 MEGABYTE = 1_000_000
@@ -35,7 +33,8 @@ A killed run goes on where it was when it is started again with the same argumen
 """
 EPILOG = """\
 how text is read:
-  Files named *.jsonl or *.ndjson hold a record a line, all others are text. Documents that
+  Files named *.jsonl or *.ndjson hold a record a line, all others are text; .gz, .bz2 or .xz
+  after the name says that a file is compressed. Documents that
   cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field) are left
   out, counted and named; they end nothing. A separator follows each document.
 
@@ -45,8 +44,8 @@ what it writes, in --out:
   tokens.json                       counts, hashes and settings; written last
 
 exit codes:
-  0 done   65 no document can be used   66 input missing   70 a worker was killed
-  74 output cannot be written   78 arguments that cannot be run   130 interrupted
+  0 done   65 no document can be used   66 input missing   74 output cannot be written
+  78 arguments that cannot be run   130 interrupted
 """
 
 
@@ -77,7 +76,8 @@ def parser() -> CommandParser:
         metavar="N",
         type=_count,
         default=len(os.sched_getaffinity(0)),
-        help="processes; the tokens do not depend on their number (default %(default)s)",
+        help="threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
+        "their number (default %(default)s)",
     )
     return arguments
 
@@ -190,7 +190,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
     request = Request(
         inputs=tuple(arguments.inputs),
         out=arguments.out,
-        wanted=Filter(tuple(arguments.include), tuple(arguments.exclude)),
         validation=tuple(arguments.validation),
         validation_fraction=arguments.validation_fraction,
         train_bpe=arguments.train_bpe,
@@ -201,6 +200,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
             split_documents=arguments.split_documents,
             jsonl_field=arguments.jsonl_field,
             max_line=arguments.max_line_mb * MEGABYTE,
+            include=tuple(arguments.include),
+            exclude=tuple(arguments.exclude),
         ),
     )
     with contextlib.closing(make_console(sys.stdout)) as console:

@@ -338,7 +338,7 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
 def _write(path: Path, content: bytes, option: str) -> None:
     """Write what `option` names, which appears whole; OutputError if it cannot, or if a file of
     somebody else is there."""
-    from axsparse.data.prepare.whole_files import new_file, writes
+    from axsparse.data.whole_files import new_file, writes
 
     with writes(path):
         if path.exists() and not _is_ours(path):

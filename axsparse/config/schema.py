@@ -31,7 +31,7 @@ class DataConfig(Section):
     """images: height and width of the model's input, in pixels. Training crops and mirrors at
     random; validation takes the middle."""
     workers: Annotated[int, Field(ge=0)] = 2
-    """images: processes that decode for a rank of the first stage; 0 decodes in the rank itself."""
+    """images: threads that decode for a rank of the first stage; 0 decodes when a batch is read."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
     separate_documents: bool = False

@@ -1,19 +1,30 @@
-"""The tokenizer that a run's data were made with, for texts that its model continues."""
+"""The tokenizer that a run's data were made with: to continue texts, and as files for transformers.
+
+tokenizer.json           the tokenizer itself
+tokenizer_config.json    which of its tokens begins and ends a text, and how long one may be
+generation_config.json   the ids of that token
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from axsparse.data.prepare.tokenizers import SEPARATOR, ByteTokenizer, Subwords, Tokenizer
-from axsparse.data.prepare.whole_files import digest_of
 from axsparse.data.stdlib import SEPARATOR as STDLIB_SEPARATOR
-from axsparse.data.token_file import TOKENIZER, read_sidecar
+from axsparse.data.stdlib import split_name
+from axsparse.data.token_file import TOKENIZER, Sidecar, read_sidecar
+from axsparse.data.tokenizers import SEPARATOR, ByteTokenizer, Subwords, Tokenizer
+from axsparse.data.whole_files import digest_of
 from axsparse.runtime.errors import DataError, reading
 
 if TYPE_CHECKING:
     from axsparse.config.schema import DataConfig
 
+SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 WHERE = "data.path"
 
 
@@ -26,10 +37,75 @@ def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:
     if data.source == "stdlib":
         return ByteTokenizer(), STDLIB_SEPARATOR
     assert data.path is not None, "a run on tokens has a path"
-    folder = Path(data.path)
-    sidecar = read_sidecar(folder, WHERE)
+    sidecar = read_sidecar(Path(data.path), WHERE)
     if sidecar.tokenizer.kind == "bytes":
         return ByteTokenizer(), sidecar.separator
+    path, end = _checked(Path(data.path), sidecar)
+    return Subwords(path, sidecar.tokenizer, end), sidecar.separator
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """A tokenizer that gives texts the ids of the training data."""
+
+    tokenizer: Mapping[str, Any]
+    """The contents of tokenizer.json."""
+    end: str
+    """The token that follows each document of the training data."""
+    end_id: int
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """What config.json and generation_config.json say of it.
+
+        The same token begins a text, as GPT-2 has it: what follows it in the data is the beginning
+        of a document.
+        """
+        return {"bos_token_id": self.end_id, "eos_token_id": self.end_id}
+
+    def files(self, length: int) -> dict[str, dict[str, Any]]:
+        """The contents of all files, by name; `length` is the longest text of the model."""
+        return {
+            TOKENIZER: dict(self.tokenizer),
+            SETTINGS: {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": self.end,
+                "eos_token": self.end,
+                "model_max_length": length,
+                "clean_up_tokenization_spaces": False,
+            },
+            GENERATION: self.ids,
+        }
+
+
+def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> ExportedTokenizer | None:
+    """The tokenizer of the training data; None if the run read data of another origin.
+
+    `name` and `fingerprint` are those of the training samples: in Python a run may have data of
+    its own, of which its configuration says nothing.
+
+    Raises MissingInputError if the folder of tokens is not there, DataError if it is damaged.
+    """
+    if data.source == "stdlib" and name == split_name("train"):
+        return byte_tokenizer(STDLIB_SEPARATOR)
+    if data.source != "tokens" or data.path is None:
+        return None
+    sidecar = read_sidecar(Path(data.path), WHERE)
+    if sidecar.train.digest != fingerprint:
+        return None
+    if sidecar.tokenizer.kind == "bytes":
+        return byte_tokenizer(sidecar.separator)
+    path, end = _checked(Path(data.path), sidecar)
+    # The preparation has texts neither cut, nor filled up, nor put between special tokens.
+    bare = {"truncation": None, "padding": None, "post_processor": None}
+    return ExportedTokenizer(json.loads(path.read_bytes()) | bare, end, sidecar.separator)
+
+
+def _checked(folder: Path, sidecar: Sidecar) -> tuple[Path, str]:
+    """The tokenizer.json of a folder of tokens, and the token after each document.
+
+    Raises MissingInputError if it cannot be read, DataError if it did not make the tokens.
+    """
     path = folder / TOKENIZER
     with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
         digest = digest_of(path)
@@ -38,5 +114,56 @@ def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:
             f"{WHERE}: {path} is not the tokenizer that made the tokens; copy it again, or prepare "
             "the data again"
         )
-    separator = str(sidecar.settings.get("separator", SEPARATOR))
-    return Subwords(path, sidecar.tokenizer, separator), sidecar.separator
+    return path, str(sidecar.settings.get("separator", SEPARATOR))
+
+
+def byte_tokenizer(separator: int) -> ExportedTokenizer:
+    """A tokenizer whose ids are the bytes of UTF-8; the id `separator`, 0 … 255, ends a text.
+
+    Texts that hold the byte `separator` itself, which those of the training data do not, lose it.
+    """
+    vocabulary = {letter: byte for byte, letter in enumerate(_letters()) if byte != separator}
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": separator,
+                "content": SEPARATOR,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**by_bytes, "use_regex": True},
+        "post_processor": None,
+        "decoder": {**by_bytes, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {**vocabulary, SEPARATOR: separator},
+            "merges": [],
+        },
+    }
+    return ExportedTokenizer(tokenizer, SEPARATOR, separator)
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in byte-level encodings (Radford et al. 2019).
+
+    Bytes that Latin-1 prints stand for themselves; the others, in order, for U+0100 and on.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,19 +41,6 @@ class Record(BaseModel):
     """Base class of records that are stored as JSON: frozen, strict about names and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-@dataclass(frozen=True)
-class TokenFormat:
-    """How tokens are stored: the type of an id, and the id that ends a document."""
-
-    dtype: DtypeName
-    separator: int
-
-    @property
-    def separator_bytes(self) -> bytes:
-        """The separator as it stands in a file."""
-        return np.array([self.separator], stored(self.dtype)).tobytes()
 
 
 class TokenizerRecord(Record):
@@ -88,7 +74,7 @@ class SourceCounts(Record):
     left_out: dict[str, NonNegativeInt]
     """Number of documents left out, by reason."""
     examples: tuple[str, ...]
-    """The first of these: file, byte at which the document begins, reason."""
+    """The first of these: file, line at which the document begins, reason."""
 
 
 class Sidecar(Record):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from axsparse.data.batches import Batches
-from axsparse.data.prepare.whole_files import digest_of
 from axsparse.data.token_dataset import token_datasets
 from axsparse.data.token_file import SAMPLED_BYTES, DtypeName, dtype_for, sample_digest, stored
+from axsparse.data.whole_files import digest_of
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 

@@ -7,19 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from axsparse.data.prepare.documents import Reading
-from axsparse.data.prepare.preparation import prepare
-from axsparse.data.prepare.request import Request
+from axsparse.data.documents import Reading
+from axsparse.data.preparation import Request, prepare
 from axsparse.data.token_file import Sidecar
 from axsparse.runtime.console import Console
 
 LINE = "The cat sat on the mat, and the dog did not.\n"
 
 
-def run(request: Request, workers: int = 1) -> tuple[Sidecar, str]:
+def run(request: Request, threads: int = 1) -> tuple[Sidecar, str]:
     """The sidecar, and what the screen says."""
     screen = io.StringIO()
-    return prepare(request, workers, Console(screen, bar=False)), screen.getvalue()
+    return prepare(request, threads, Console(screen, bar=False)), screen.getvalue()
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
@@ -47,7 +46,6 @@ def requested(library: Path, out: Path, **values: Any) -> Request:
             "out": out,
             "validation_fraction": 0.1,
             "reading": Reading("regex:^= .* =$"),
-            "part_bytes": 3000,
             **values,
         }
     )

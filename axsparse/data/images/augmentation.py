@@ -1,7 +1,7 @@
 """Training and validation views of an image: the crops and the flip customary for ImageNet.
 
-The decoding processes import this module, hence it needs no torch. Pillow is imported inside the
-functions, since it is an optional dependency (`pip install 'axsparse[images]'`).
+Pillow is imported inside the functions, since it is an optional dependency
+(`pip install 'axsparse[images]'`).
 """
 
 from __future__ import annotations

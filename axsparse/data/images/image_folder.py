@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.images.augmentation import View
-from axsparse.data.images.decoders import Workers
+from axsparse.data.images.augmentation import View, render
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 TRAINING, VALIDATION = "train", "val"
@@ -24,6 +25,52 @@ ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".w
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's training images: red, green and blue in [0, 1]."""
+
+
+class Decoders:
+    """`count` threads that decode images, which are created when the first view is started.
+
+    Pillow decodes and scales without Python's lock, so that threads work in parallel with each
+    other and with the training step. With `count` 0, views are decoded when they are fetched, by
+    the thread that fetches them. Any thread may call the methods; callers bound the number of
+    started views by fetching them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(self, view: View) -> Callable[[], bytes]:
+        """Begin to decode a view; the returned function waits for its pixels (see `render`).
+
+        That function raises DataError if the file is not a complete image.
+        """
+        if self._count == 0:
+            return lambda: _pixels(view)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._count, "axsparse-decode")
+            return self._pool.submit(_pixels, view).result
+
+    def close(self) -> None:
+        """End the threads; to fetch a view that was not begun raises. `start` makes new ones."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+                self._pool = None
+
+
+def _pixels(view: View) -> bytes:
+    try:
+        return render(view)
+    except Exception as error:
+        # Error messages are one line.
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise DataError(
+            f"{view.path}: not an image that can be read ({reason}); repair it, or take it out of "
+            "the folder on all hosts"
+        ) from error
 
 
 class ImageFolder:
@@ -40,7 +87,7 @@ class ImageFolder:
     targets_per_sample = 1
 
     def __init__(
-        self, root: Path, split: str, *, size: int, workers: Workers, seed: int | None
+        self, root: Path, split: str, *, size: int, decoders: Decoders, seed: int | None
     ) -> None:
         """With a `seed`, crops and flips are random, keyed by (seed, epoch, sample). Without
         one, the middle of each image is taken.
@@ -55,7 +102,7 @@ class ImageFolder:
             )
         self._root = root / split
         self._size = size
-        self._workers = workers
+        self._decoders = decoders
         self._seed = seed
         self.classes = _folders(self._root)
         self.name = f"images {self._root}"
@@ -88,11 +135,10 @@ class ImageFolder:
     ) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to decode images; their pixels are normalised when they are fetched.
 
-        The returned function raises DataError for a file that cannot be decoded,
-        TrainingError if a worker process died.
+        The returned function raises DataError for a file that cannot be decoded.
         """
         pending = [
-            self._workers.start(self._view(sample, epoch))
+            self._decoders.start(self._view(sample, epoch))
             for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True)
         ]
         return lambda: (self._normalised([pixels() for pixels in pending]),)
@@ -105,8 +151,8 @@ class ImageFolder:
         return targets.numel()
 
     def close(self) -> None:
-        """End the worker processes, which data sets may share."""
-        self._workers.close()
+        """End the threads that decode, which data sets may share."""
+        self._decoders.close()
 
     def _view(self, sample: int, epoch: int) -> View:
         key = None if self._seed is None else (self._seed, epoch, sample)
@@ -127,16 +173,16 @@ class ImageFolder:
 def image_folders(
     root: Path, *, size: int, workers: int, seed: int, validate: bool
 ) -> tuple[ImageFolder, ImageFolder | None]:
-    """The training and validation images below `root`, which share `workers` processes.
+    """The training and validation images below `root`, which share `workers` threads.
 
     The validation images are None unless `validate`. Raises what `ImageFolder` raises, and
     DataError if the two splits differ in their classes.
     """
-    crew = Workers(workers)
-    training = ImageFolder(root, TRAINING, size=size, workers=crew, seed=seed)
+    decoders = Decoders(workers)
+    training = ImageFolder(root, TRAINING, size=size, decoders=decoders, seed=seed)
     if not validate:
         return training, None
-    validation = ImageFolder(root, VALIDATION, size=size, workers=crew, seed=None)
+    validation = ImageFolder(root, VALIDATION, size=size, decoders=decoders, seed=None)
     if validation.classes != training.classes:
         odd = sorted(set(validation.classes) ^ set(training.classes))[0]
         where = TRAINING if odd in training.classes else VALIDATION

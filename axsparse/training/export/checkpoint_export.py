@@ -30,8 +30,8 @@ from torch import Tensor
 
 from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.schema import Config
-from axsparse.data.exported_tokenizer import ExportedTokenizer, exported_tokenizer
-from axsparse.data.prepare.whole_files import writes
+from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
+from axsparse.data.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfModel, hf_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError

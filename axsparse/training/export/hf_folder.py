@@ -24,7 +24,7 @@ from torch import Tensor
 from axsparse.config.hf_config import config_json, model_settings, refuse_other_sizes
 from axsparse.config.hf_json import CONFIG_FILE, read_json
 from axsparse.config.model_config import Family, TextFamily
-from axsparse.data.exported_tokenizer import ExportedTokenizer
+from axsparse.data.run_tokenizer import ExportedTokenizer
 from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfModel
 from axsparse.runtime.files.durable import sync_folder, write_new

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,7 @@ from PIL import Image
 
 from axsparse.data.batches import Batches
 from axsparse.data.images.augmentation import View, render
-from axsparse.data.images.decoders import Workers
-from axsparse.data.images.image_folder import MEAN, STD, ImageFolder, image_folders
+from axsparse.data.images.image_folder import MEAN, STD, Decoders, ImageFolder, image_folders
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 CLASSES = {"cat": 3, "ant": 4, "bee": 1}
@@ -40,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def folder(root: Path, split: str = "train", seed: int | None = 5, workers: int = 0) -> ImageFolder:
-    return ImageFolder(root, split, size=16, workers=Workers(workers), seed=seed)
+    return ImageFolder(root, split, size=16, decoders=Decoders(workers), seed=seed)
 
 
 def test_samples_are_numbered_class_by_class_in_the_order_of_names(root: Path) -> None:
@@ -165,11 +167,11 @@ def test_a_step_is_the_same_in_any_layout_and_with_any_number_of_workers(
     assert pixels(root, step + 1) != expected
 
 
-def test_training_and_validation_share_processes_and_number_classes_alike(root: Path) -> None:
+def test_training_and_validation_share_threads_and_number_classes_alike(root: Path) -> None:
     training, validation = image_folders(root, size=16, workers=3, seed=5, validate=True)
 
     assert validation is not None
-    assert training._workers is validation._workers
+    assert training._decoders is validation._decoders
     assert (training._seed, validation._seed) == (5, None)
     assert (training.name, validation.name) == (f"images {root}/train", f"images {root}/val")
 
@@ -231,3 +233,78 @@ def test_without_pillow_the_extra_is_named(root: Path, monkeypatch: pytest.Monke
         match=r"Pillow, which decodes images, is not installed; pip install 'axsparse\[images\]'",
     ):
         folder(root)
+
+
+# -- threads that decode --------------------------------------------------------------------
+
+
+def decoding_threads() -> int:
+    return sum(thread.name.startswith("axsparse-decode") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_any_number_of_threads_gives_the_same_pixels_in_the_order_asked_for(
+    count: int, root: Path
+) -> None:
+    paths = [*(root / "train").rglob("*.png")] * 3
+    views = [View(str(p), 6, None if n % 2 else (1, 2, n)) for n, p in enumerate(paths)]
+    decoders = Decoders(count)
+    assert decoding_threads() == 0
+
+    for _ in range(2):  # closed decoders come back when they are needed
+        fetch = [decoders.start(view) for view in views]
+        assert decoding_threads() == count
+        assert [pixels() for pixels in fetch] == [render(view) for view in views]
+        decoders.close()
+        decoders.close()
+        assert decoding_threads() == 0
+
+
+def test_closing_ends_what_still_waits(root: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    decoders = Decoders(1)
+    stuck = decoders.start(View(str(tmp_path / "pipe.png"), 6, None))
+    behind = decoders.start(View("never", 6, None))
+    closing = threading.Thread(target=decoders.close)
+    with (tmp_path / "pipe.png").open("wb"):  # which waits for the thread
+        closing.start()
+        with pytest.raises(CancelledError):
+            behind()
+
+    closing.join()
+    with pytest.raises(DataError, match="not an image"):
+        stuck()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.png", b""),
+        ("text.png", b"no image"),
+        ("cut.png", None),
+        ("gone.png", None),
+        ("gone_\udcff.png", None),  # a byte that is no UTF-8
+    ],
+)
+def test_a_broken_image_is_named_and_harms_no_other(
+    name: str, content: bytes | None, count: int, root: Path
+) -> None:
+    good, broken = View(str(root / "train" / "ant" / "ant_0.png"), 6, None), root / name
+    if name == "cut.png":
+        Image.effect_noise((64, 64), 50).save(broken)
+        content = broken.read_bytes()[:-400]
+    if content is not None:
+        broken.write_bytes(content)
+    decoders = Decoders(count)
+
+    first, second, third = map(decoders.start, (good, View(str(broken), 6, None), good))
+
+    assert first() == third() == render(good)
+    with pytest.raises(
+        DataError,
+        match=r"/\w+\W*\.png: not an image that can be read \(\w+: .+\); "
+        r"repair it, or take it out of the folder on all hosts",
+    ):
+        second()
+    decoders.close()

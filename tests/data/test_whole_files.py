@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.data.prepare.whole_files import digest_of, locked, new_file, remove_unfinished
+from axsparse.data.whole_files import digest_of, locked, new_file, remove_unfinished
 from axsparse.runtime.errors import OutputError
 
 

@@ -14,16 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.data.prepare import tokenizers as prepare_tokenizers
-from axsparse.data.prepare.tokenizers import (
+from axsparse.data import documents
+from axsparse.data.token_file import TokenizerRecord
+from axsparse.data.tokenizers import (
     SEPARATOR,
     ByteTokenizer,
     Subwords,
-    check_readable,
-    describe,
     import_tokenizers,
     in_folder,
-    pieces,
     train_bpe,
 )
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
@@ -39,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(path: Path, separator: str = SEPARATOR) -> Subwords:
-    return Subwords(path, describe(path, "bpe"), separator)
+    return Subwords(path, TokenizerRecord(kind="bpe"), separator)
 
 
 @given(st.text())
@@ -89,24 +87,25 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     expected = tokenizer.encode(text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_tokenizers, "PIECE", size)
-        patch.setattr(prepare_tokenizers, "SLACK", 24)  # there is a word's end within
-        assert "".join(pieces(text)) == text
-        assert all(len(piece) <= size + 24 for piece in pieces(text))
-        np.testing.assert_array_equal(tokenizer.encode(text), expected)
+        patch.setattr(documents, "PIECE", size)
+        patch.setattr(documents, "SLACK", 24)  # there is a word's end within
+        cut = list(documents.pieces(text))
+    assert "".join(cut) == text
+    assert all(len(piece) <= size + 24 for piece in cut)
+    np.testing.assert_array_equal(np.concatenate(tokenizer.encode_batch(cut)), expected)
 
 
 def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_tokenizers, "PIECE", 4)
-    monkeypatch.setattr(prepare_tokenizers, "SLACK", 2)
+    monkeypatch.setattr(documents, "PIECE", 4)
+    monkeypatch.setattr(documents, "SLACK", 2)
 
-    assert list(pieces("abcdefghijklm")) == ["abcd", "efgh", "ijklm"]
-    assert list(pieces("abcde fghijk")) == ["abcde", " fgh", "ijk"]
+    assert list(documents.pieces("abcdefghijklm")) == ["abcd", "efgh", "ijklm"]
+    assert list(documents.pieces("abcde fghijk")) == ["abcde", " fgh", "ijk"]
 
 
 def test_learning_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from axsparse.data.prepare.tokenizers import *\n"
+        "import sys; from pathlib import Path; from axsparse.data.tokenizers import *\n"
         f"train_bpe([w * 3 for w in {WORDS!r}.split(' ')] * 200, 320, Path(sys.argv[1]))"
     )
     digests = set()
@@ -151,12 +150,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"t.json holds no tokenizer \(.+\); name a tokenizer.json"):
         opened(path)
-    with pytest.raises(MissingInputError) as caught:
-        check_readable(tmp_path / "missing")
-    assert str(caught.value) == (
-        f"--tokenizer: {tmp_path}/missing cannot be read (No such file or directory); name a "
-        "tokenizer.json"
-    )
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

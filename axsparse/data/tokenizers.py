@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.data.prepare.whole_files import digest_of, new_file
 from axsparse.data.token_file import TOKENIZER, TokenizerRecord
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
+from axsparse.data.whole_files import new_file
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,25 +24,17 @@ SEPARATOR = "<|endoftext|>"
 """The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
 """The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
-PIECE = 1 << 16
-"""Characters that are tokenized together; this takes about a hundred times their memory."""
-SLACK = 1 << 13
-"""Characters beyond a piece in which a place to cut is searched for."""
-WORD_END = re.compile(r"\S(?=[ \t\r\n])")
-"""Finds the last letter of a word before white space."""
 
 
 class Tokenizer(Protocol):
     """Turns text into token ids.
 
-    Every worker process opens a tokenizer of its own (`open_tokenizer`) and encodes whole
-    documents with it, or, where a file was cut into parts within a document, pieces of one.
-    Two rules follow: equal texts give equal ids, in every process; and the ids of a text that
-    is cut where `pieces` cuts, before white space that follows a word, are those of its pieces
-    one after the other.
+    It encodes whole documents, or pieces of long ones. Two rules follow: equal texts give equal
+    ids; and the ids of a text that `documents.pieces` cuts, before white space that follows a
+    word, are those of its pieces one after the other.
 
-    To add a tokenizer, write a class with these members, and return it from `open_tokenizer`
-    for a `TokenizerRecord.kind` of its own.
+    To add a tokenizer, write a class with these members, and return it from
+    `preparation.choose_tokenizer` and `run_tokenizer` for a `TokenizerRecord.kind` of its own.
     """
 
     record: TokenizerRecord
@@ -57,6 +46,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Tokens:
         """The ids of a text, (N,) unsigned integers, without separator; empty for ""."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
+        """The ids of each of several texts, which may be encoded by several threads."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -76,6 +69,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
+        return map(self.encode, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -109,54 +105,16 @@ class Subwords:
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> Tokens:
-        ids = [self._encode(piece) for piece in pieces(text)]
-        return np.concatenate(ids) if ids else np.empty(0, np.uint32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        # This call alone leaves out the places of the tokens in the text.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
-
-    def _encode(self, piece: str) -> Tokens:
-        # Only the batch call leaves out the places of the tokens in the text.
-        (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
-
-
-def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about `PIECE` characters, cut before white space after a word.
-
-    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of
-    the pieces are those of the whole text. If there is no such place within `SLACK`
-    characters, the cut is made after `PIECE` characters.
-    """
-    begin = 0
-    while len(text) - begin > PIECE + SLACK:
-        end = begin + PIECE
-        found = WORD_END.search(text, end - 1, end + SLACK)
-        end = found.end() if found else end
-        yield text[begin:end]
-        begin = end
-    if begin < len(text):
-        yield text[begin:]
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """What a worker process needs to open the tokenizer."""
-
-    path: Path | None
-    """The tokenizer's file; None for bytes."""
-    record: TokenizerRecord
-    separator: str
-    """The token that is written after each document; empty for bytes."""
-
-
-@lru_cache(maxsize=1)
-def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """The chosen tokenizer; the one opened last is kept, and returned again for an equal choice."""
-    if choice.path is None:
-        return ByteTokenizer()
-    return Subwords(choice.path, choice.record, choice.separator)
 
 
 def in_folder(path: Path) -> tuple[Path, str | None]:
@@ -182,19 +140,6 @@ def in_folder(path: Path) -> tuple[Path, str | None]:
     return file, name if isinstance(name, str) else None
 
 
-def describe(path: Path, kind: str) -> TokenizerRecord:
-    """The record of a tokenizer's file, for tokens.json."""
-    return TokenizerRecord.model_validate(
-        {"kind": kind, "digest": digest_of(path), "library": library_version()}
-    )
-
-
-def check_readable(path: Path) -> None:
-    """Raise MissingInputError if a tokenizer's file cannot be read."""
-    with reading(f"--tokenizer: {path}", "name a tokenizer.json"):
-        path.open("rb").close()
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019) and write its file.
 
@@ -213,14 +158,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     with new_file(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode())
 
 
+def set_threads(threads: int) -> None:
+    """Let the library encode and learn in so many threads of this process.
+
+    It reads the number once: the first call in a process decides.
+    """
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
+
+
 def import_tokenizers() -> Any:
     """Hugging Face's tokenizers library; raises ConfigError if it is not installed."""
-    # The work is divided among processes; only `learn_bpe` asks for threads.
+    # Processes that fork later would be warned of; only `set_threads` asks for threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from support.preparing import LINE, run
 
 from axsparse.config.schema import DataConfig
-from axsparse.data.exported_tokenizer import ExportedTokenizer, byte_tokenizer, exported_tokenizer
-from axsparse.data.prepare.request import Request
-from axsparse.data.prepare.tokenizers import ByteTokenizer
-from axsparse.data.run_tokenizer import run_tokenizer
+from axsparse.data.preparation import Request
+from axsparse.data.run_tokenizer import (
+    ExportedTokenizer,
+    byte_tokenizer,
+    exported_tokenizer,
+    run_tokenizer,
+)
 from axsparse.data.token_dataset import token_datasets
+from axsparse.data.tokenizers import ByteTokenizer
 from axsparse.runtime.errors import DataError, MissingInputError
 
 OF_STDLIB = ("stdlib train", "any")

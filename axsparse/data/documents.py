@@ -1,0 +1,366 @@
+"""Files of text as documents, in order, and which of them cannot be used.
+
+To add a format, write a `Reader` and name its file endings in `READERS`; to add a compression,
+name its ending in `COMPRESSIONS`. A document that cannot be used is left out as a whole and
+counted; it never ends the preparation.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import BinaryIO, Literal, NamedTuple, cast
+
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+
+Problem = Literal[
+    "not UTF-8", "empty", "huge line", "malformed JSON", "missing field", "unreadable"
+]
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+STRETCH = 1 << 23
+"""Bytes after which a document of a text file is handed on in stretches."""
+PIECE = 1 << 16
+"""Characters that are tokenized together; this takes about a hundred times their memory."""
+SLACK = 1 << 13
+"""Characters beyond a piece in which a place to cut is searched for."""
+WORD_END = re.compile(r"\S(?=[ \t\r\n])")
+"""Finds the last letter of a word before white space."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are divided into documents."""
+
+    split_documents: str = "none"
+    """How text files are divided. `none`: a file is a document; `blank-line`: documents are
+    separated by blank lines, which belong to none; `lines:N`: every N lines are a document;
+    `regex:PATTERN`: a document begins at each line in which the pattern is found."""
+    jsonl_field: str = "text"
+    """How JSONL files are divided: each record is a document, and this is the key of its text."""
+    max_line: int = 16_000_000
+    """The longest line of a usable document, in bytes."""
+    include: tuple[str, ...] = ()
+    """Which files of a folder are read: patterns of the shell, such as *.txt or drafts/*, held
+    against a file's name and against its path below the folder, in which * also stands for
+    slashes. One of them has to fit, if there are any."""
+    exclude: tuple[str, ...] = ()
+    """None of these patterns may fit."""
+
+    def takes(self, path: PurePath) -> bool:
+        """Whether the file at this path below a folder is read."""
+
+        def fits(pattern: str) -> bool:
+            return fnmatchcase(path.name, pattern) or fnmatchcase(path.as_posix(), pattern)
+
+        chosen = not self.include or any(map(fits, self.include))
+        return chosen and not any(map(fits, self.exclude))
+
+
+# -- formats --------------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """A document as a format's reader finds it, or a part of a long one."""
+
+    line: int
+    """The line of the file, or the row of a table, at which the document begins, from 1 on."""
+    text: str
+    """The text; empty if there is a problem."""
+    ends: bool = True
+    """Whether the document ends here. A part of a document that goes on is cut at the end of a
+    line."""
+    problem: Problem | None = None
+    """Why the document cannot be used."""
+
+
+Reader = Callable[[BinaryIO, Reading], Iterator[Stretch]]
+"""Yields the documents of one open, uncompressed file, with bounded memory. Whatever OSError it
+raises makes the file unreadable."""
+
+
+def read_text(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
+    """The documents of a text file, divided as `Reading.split_documents` says."""
+    divides = divider(reading.split_documents)
+    begin, block, problem = 1, bytearray(), cast("Problem | None", None)
+    for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
+        if divides(line, number - begin):
+            yield _decoded(begin, block, True, problem)
+            begin, block, problem = number, bytearray(), None
+            if reading.split_documents == "blank-line":
+                begin += 1
+                continue
+        if is_huge:
+            problem = "huge line"
+        block += line
+        if len(block) >= STRETCH:
+            yield _decoded(begin, block, False, problem)
+            block.clear()
+    yield _decoded(begin, block, True, problem)
+
+
+def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
+    """The records of a JSONL file: each line is a document."""
+    for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
+        if is_huge:
+            yield Stretch(number, "", problem="huge line")
+        elif line.strip():
+            yield _record(number, line, reading.jsonl_field)
+
+
+READERS: dict[str, Reader] = {".jsonl": read_json_lines, ".ndjson": read_json_lines}
+"""The reader of each file ending; files of any other ending are text."""
+COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+"""What opens a compressed file, whose format the ending before this one names."""
+
+
+def divider(how: str) -> Callable[[bytes, int], bool]:
+    """Says whether a document ends before a line, which so many lines of it precede.
+
+    Raises ConfigError if `how` is no rule of `Reading.split_documents`.
+    """
+    kind, colon, rest = how.partition(":")
+    if how == "none":
+        return lambda _, __: False
+    if how == "blank-line":
+        return lambda line, _: not line.strip()
+    if kind == "lines" and rest.isascii() and rest.isdigit() and int(rest):
+        return lambda _, before: before == int(rest)
+    if kind == "regex" and colon:
+        try:
+            pattern = re.compile(rest)
+        except re.error as reason:
+            raise ConfigError(
+                f"--split-documents: {rest!r} is no regular expression ({reason}); write it as "
+                "Python's re module reads it"
+            ) from None
+        # Bytes that are not UTF-8 are reported when their document is decoded.
+        return lambda line, _: bool(pattern.search(line.decode(errors="replace").rstrip("\r\n")))
+    raise ConfigError(
+        f"--split-documents: {how!r} is no way to split; choose none, blank-line, lines:N or "
+        "regex:PATTERN"
+    )
+
+
+def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
+    """Each line, and whether it has more than `limit` bytes; then only its beginning is given."""
+    line = file.readline(limit + 1).removeprefix(BYTE_ORDER_MARK)
+    while line:
+        is_huge = len(line) > limit and not line.endswith(b"\n")
+        yield line, is_huge
+        rest = line
+        while is_huge and rest and not rest.endswith(b"\n"):
+            rest = file.readline(PIECE)
+        line = file.readline(limit + 1)
+
+
+def _decoded(line: int, block: bytearray, ends: bool, problem: Problem | None) -> Stretch:
+    if problem is not None:
+        return Stretch(line, "", ends, problem)
+    try:
+        return Stretch(line, block.decode("utf-8"), ends)
+    except UnicodeDecodeError:
+        return Stretch(line, "", ends, "not UTF-8")
+
+
+def _record(number: int, line: bytes, field: str) -> Stretch:
+    """The text of a JSON record, or why it cannot be used."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Stretch(number, "", problem="not UTF-8")
+    except (ValueError, RecursionError):
+        return Stretch(number, "", problem="malformed JSON")
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return Stretch(number, "", problem="missing field")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.
+        return Stretch(number, "", problem="not UTF-8")
+    return Stretch(number, text, problem=None if text.strip() else "empty")
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, as it was when the preparation began."""
+
+    path: str
+    """The path with all links resolved."""
+    name: str
+    """The path that messages show: as the user gave it, or below a folder that was given."""
+    size: int
+    """Size in bytes."""
+    changed_ns: int
+    """Time of the last change, in nanoseconds."""
+    validation: bool
+    """Whether the user named it as validation data."""
+
+
+def find_sources(
+    training: Sequence[Path], validation: Sequence[Path], out: Path, reading: Reading
+) -> tuple[list[Source], list[str]]:
+    """The files that are named, and those below named folders in the order of their paths.
+
+    Hidden files, links to folders, the folder `out` and files of folders that `reading` does not
+    take are skipped. Each file is read once, as validation data if it is named as both. Returned
+    second are the names of files and folders that cannot be opened. Raises MissingInputError for
+    a path that is neither a file nor a folder, ConfigError if the patterns leave no file.
+    """
+    found: dict[str, Source] = {}
+    unreadable: list[str] = []
+    for paths, is_validation in ((validation, True), (training, False)):
+        for path in _files(paths, out.resolve(), reading, unreadable):
+            try:
+                status = path.stat()
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError
+            except OSError:
+                unreadable.append(str(path))
+                continue
+            name, real = os.fsencode(path).decode("utf-8", "replace"), os.path.realpath(path)
+            size, changed = status.st_size, status.st_mtime_ns
+            found.setdefault(real, Source(real, name, size, changed, is_validation))
+    if (reading.include or reading.exclude) and not found:
+        raise ConfigError(
+            "input: no file is left by --include and --exclude; a pattern fits a file's name, such "
+            "as '*.txt', or its path below the folder, such as 'drafts/*'"
+        )
+    return list(found.values()), unreadable
+
+
+def _files(
+    paths: Sequence[Path], out: Path, reading: Reading, unreadable: list[str]
+) -> Iterator[Path]:
+    for path in paths:
+        if path.is_file():
+            yield path
+            continue
+        if not path.is_dir():
+            raise MissingInputError(
+                f"input: {path} is neither a file nor a folder; name text files, JSONL files or "
+                "folders of them"
+            )
+        names = []
+        for folder, subfolders, files in os.walk(
+            path, onerror=lambda error: unreadable.append(error.filename)
+        ):
+            at = Path(folder)
+            subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
+            names += [(at / name).relative_to(path) for name in files if name[0] != "."]
+        for name in sorted(names, key=PurePath.as_posix):
+            if reading.takes(name):
+                yield path / name
+
+
+# -- documents ------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A document, or as much of a long one as is tokenized together."""
+
+    place: str
+    """File and line at which the document begins, for messages."""
+    text: str
+    ends: bool
+    """Whether the document ends here."""
+    problem: Problem | None
+    """Why the document cannot be used; None if this piece is usable."""
+    validation: bool
+    """Whether the document is held out for validation."""
+    read: int
+    """Bytes of the file that have been read so far."""
+
+
+def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Piece]:
+    """The documents of a file in pieces; `fraction` of them are held out for validation.
+
+    Documents of white space only are skipped; a file without any other is one empty document.
+    What is `unreadable` gives a last piece with that problem. Raises DataError if the file has
+    changed since it was found.
+    """
+    rest, held_out, begins, is_empty, read = "", False, True, True, 0
+    try:
+        with Path(source.path).open("rb") as raw:
+            _check_unchanged(raw, source)
+            for line, text, ends, problem in _stretches(raw, source, reading):
+                if begins and ends and problem is None and (not text or text.isspace()):
+                    continue
+                is_empty, read, place = False, raw.tell(), f"{source.name}, line {line}"
+                if begins:
+                    held_out = source.validation or falls_to_validation(text, fraction)
+                *cut, rest = pieces(rest + text)
+                for piece in cut:
+                    yield Piece(place, piece, False, None, held_out, read)
+                if ends or problem is not None:
+                    yield Piece(place, rest, ends, problem, held_out, read)
+                    rest = ""
+                begins = ends
+            _check_unchanged(raw, source)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        yield Piece(source.name, "", True, "unreadable", held_out, read)
+        return
+    if is_empty:
+        yield Piece(f"{source.name}, line 1", "", True, "empty", held_out, read)
+
+
+def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stretch]:
+    path, file = PurePath(source.path), raw
+    if opens := COMPRESSIONS.get(path.suffix):
+        path, file = path.with_suffix(""), cast("BinaryIO", opens(raw))
+    return READERS.get(path.suffix, read_text)(file, reading)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of about `PIECE` characters, cut before white space after a word.
+
+    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of
+    the pieces are those of the whole text. If there is no such place within `SLACK`
+    characters, the cut is made after `PIECE` characters. The last piece may be empty.
+    """
+    begin = 0
+    while len(text) - begin > PIECE + SLACK:
+        end = begin + PIECE
+        word = WORD_END.search(text, end - 1, end + SLACK)
+        end = word.end() if word else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def falls_to_validation(text: str, fraction: float) -> bool:
+    """Whether a document is held out for validation.
+
+    A digest of its text decides, so that equal documents go to the same split; of a long
+    document the first stretch is enough.
+    """
+    if fraction == 0:
+        return False
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _check_unchanged(file: BinaryIO, source: Source) -> None:
+    now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (source.size, source.changed_ns):
+        raise DataError(
+            f"input: {source.name} changed while it was being prepared; leave it alone and start "
+            "again"
+        )

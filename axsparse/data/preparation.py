@@ -1,0 +1,527 @@
+"""`axsparse data prepare`: text files become memory-mapped tokens; a killed run can be continued.
+
+Documents are read one after the other, encoded in batches by the threads of the tokenizers
+library, and appended to one file of tokens for each split. These files lie in a folder named after
+the request, beside a record of how far they are, until all is done; tokens.json is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from axsparse.data.documents import (
+    STRETCH,
+    Piece,
+    Reading,
+    Source,
+    divider,
+    documents,
+    find_sources,
+)
+from axsparse.data.token_file import (
+    FORMAT,
+    SIDECAR,
+    TOKENIZER,
+    Sidecar,
+    SourceCounts,
+    Split,
+    SplitRecord,
+    TokenizerRecord,
+    dtype_for,
+    read_sidecar,
+    sample_digest,
+    stored,
+    token_path,
+)
+from axsparse.data.tokenizers import (
+    LEAST_BPE,
+    SEPARATOR,
+    ByteTokenizer,
+    Subwords,
+    Tokenizer,
+    Tokens,
+    import_tokenizers,
+    library_version,
+    set_threads,
+    train_bpe,
+)
+from axsparse.data.whole_files import (
+    copy_file,
+    digest_of,
+    locked,
+    new_file,
+    remove_unfinished,
+    writes,
+)
+from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading
+from axsparse.runtime.version import __version__
+
+PROGRESS = "progress.json"
+PARTIAL = "parts-"
+"""Prefix of the name of the folder in which a request is carried out."""
+BATCH = 1 << 20
+"""Characters that are encoded at a time, by all threads together."""
+SAVED = 64
+"""Batches after which the files of tokens are put on the disk and their progress is recorded."""
+EXAMPLES = 20
+"""Number of left-out documents that are named; all of them are counted."""
+SHOWN = 10
+"""Number of left-out documents that are shown on the screen."""
+BEGINNING = 24
+"""Number of tokens that are shown as text."""
+MEGABYTE = 1_000_000
+
+Settings = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The text to prepare, the folder to write, and the settings.
+
+    At most one of `train_bpe` and `tokenizer` is given; without either, tokens are bytes.
+    """
+
+    inputs: tuple[Path, ...]
+    """Files and folders of text."""
+    out: Path
+    """The folder that receives the tokens."""
+    validation: tuple[Path, ...] = ()
+    """Files and folders whose documents form the validation part."""
+    validation_fraction: float = 0.0
+    """Fraction of the documents held out for validation, in [0, 1), instead of `validation`."""
+    train_bpe: int | None = None
+    """Vocabulary size of a byte-pair encoding that is learnt from the training documents."""
+    bpe_sample_bytes: int = 64_000_000
+    """Text that byte-pair encoding is learnt from, spread evenly over the sources."""
+    tokenizer: Path | None = None
+    """A tokenizer.json of Hugging Face's tokenizers library, applied as it is."""
+    separator: str = SEPARATOR
+    """The token of `tokenizer` that is written after each document."""
+    reading: Reading = field(default_factory=Reading)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        held_out = self.validation or self.validation_fraction > 0
+        return ("train", "validation") if held_out else ("train",)
+
+
+class Progress(BaseModel):
+    """How much of a request is done."""
+
+    pieces: int = 0
+    """Pieces of documents that have been read."""
+    documents: dict[Split, int]
+    """Number of documents in each file of tokens."""
+    tokens: dict[Split, int]
+    """Number of tokens in each file, separators included."""
+    left_out: dict[str, int] = {}
+    """Number of documents left out, by reason."""
+    examples: list[str] = []
+    """The first of these: file, line at which the document begins, reason."""
+    begin: int | None = None
+    """The token of its file at which the document begins whose end has not been read yet."""
+    problem: str | None = None
+    """Why that document will be left out."""
+
+    def leave_out(self, place: str, problem: str) -> None:
+        """Count a document that cannot be used."""
+        self.left_out[problem] = self.left_out.get(problem, 0) + 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(f"{place}: {problem}")
+
+
+def prepare(request: Request, threads: int, console: Console) -> Sidecar:
+    """Carry out a request; returns the contents of tokens.json.
+
+    An interrupted run of the same request is continued. If the folder holds the finished
+    tokens of this request already, only their digests are checked. `threads` encode and learn,
+    where tokens are not bytes; the tokens do not depend on their number.
+
+    Raises ConfigError, DataError, MissingInputError and OutputError.
+    """
+    began = time.monotonic()
+    settings = _settings(request)
+    out = request.out
+    with writes(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out) as is_locked:
+        if not is_locked:
+            console.line(f"{out}: no locks on this file system; let no other run prepare here")
+        sources, unreadable = find_sources(request.inputs, request.validation, out, request.reading)
+        key = _key(settings, sources)
+        size = sum(source.size for source in sources)
+        if (out / SIDECAR).exists():
+            sidecar = _finished(out, key)
+            console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
+        else:
+            files = f"{_count(len(sources), 'file')}, {format_bytes(size)}"
+            console.line(f"{files} · {settings['tokenizer']} → {out}")
+            set_threads(threads)
+            sidecar = _Run(request, sources, unreadable, settings, key, console).make()
+            seconds = time.monotonic() - began
+            speed = format_bytes(size / seconds)
+            console.line(f"{format_bytes(size)} in {format_seconds(seconds)} · {speed}/s")
+        for folder in out.glob(f"{PARTIAL}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return sidecar
+
+
+def _settings(request: Request) -> Settings:
+    """The settings that the tokens depend on; the sources are not among them.
+
+    Raises ConfigError or MissingInputError for a request that cannot be carried out.
+    """
+    divider(request.reading.split_documents)
+    out = request.out.resolve()
+    for path in (*request.inputs, *request.validation):
+        if path.resolve() == out or out in path.resolve().parents:
+            raise ConfigError(
+                f"--out: {path} would be read while {request.out} is written; choose a folder "
+                "that holds no input"
+            )
+    settings: Settings = {
+        "split_documents": request.reading.split_documents,
+        "jsonl_field": request.reading.jsonl_field,
+        "max_line": request.reading.max_line,
+        "validation_fraction": request.validation_fraction,
+        "part_bytes": STRETCH,
+        "tokenizer": "bytes",
+    }
+    if request.train_bpe is not None:
+        if request.train_bpe < LEAST_BPE:
+            raise ConfigError(
+                f"--train-bpe: {request.train_bpe} words are fewer than the 256 bytes and the "
+                f"separator; choose at least {LEAST_BPE}"
+            )
+        settings |= {
+            "tokenizer": f"bpe {request.train_bpe}",
+            "bpe_sample_bytes": request.bpe_sample_bytes,
+            "library": library_version(),
+        }
+    elif request.tokenizer is not None:
+        import_tokenizers()
+        with reading(f"--tokenizer: {request.tokenizer}", "name a tokenizer.json"):
+            digest = digest_of(request.tokenizer)
+        settings |= {
+            "tokenizer": f"file {digest}",
+            "separator": request.separator,
+            "library": library_version(),
+        }
+    return settings
+
+
+def _key(settings: Settings, sources: Sequence[Source]) -> str:
+    """Digest of the settings and of the paths, sizes and times of the sources.
+
+    Two requests of equal keys would write the same files.
+    """
+    digest = hashlib.blake2b(json.dumps([FORMAT, settings]).encode(), digest_size=16)
+    for source in sources:
+        facts = (source.size, source.changed_ns, source.validation)
+        digest.update(os.fsencode(source.path) + b"\0" + repr(facts).encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _finished(out: Path, key: str) -> Sidecar:
+    """The tokens.json of a finished folder.
+
+    Raises OutputError if it belongs to another request, DataError if a file has changed.
+    """
+    sidecar = read_sidecar(out, "--out")
+    if sidecar.request != key:
+        raise OutputError(
+            f"--out: {out} holds tokens of other files or settings; choose another folder, or "
+            "remove this one"
+        )
+    for split, record in sidecar.splits():
+        path = token_path(out, split)
+        if not path.is_file() or digest_of(path) != record.digest:
+            raise DataError(
+                f"--out: {path} is not what was prepared; remove {out} and prepare it again"
+            )
+    return sidecar
+
+
+class _Run:
+    """The making of one folder of tokens, from sources to tokens.json."""
+
+    # Reason: what `prepare` has found out about a request, in one place.
+    def __init__(
+        self,
+        request: Request,
+        sources: Sequence[Source],
+        unreadable: Sequence[str],
+        settings: Settings,
+        key: str,
+        console: Console,
+    ) -> None:
+        self._request = request
+        self._sources = sources
+        self._size = sum(source.size for source in sources)
+        self._unreadable = unreadable
+        self._settings = settings
+        self._key = key
+        self._console = console
+        self._folder = request.out / f"{PARTIAL}{key}"
+
+    def make(self) -> Sidecar:
+        request, folder = self._request, self._folder
+        with writes(request.out):
+            for other in request.out.glob(f"{PARTIAL}*"):
+                if other != folder:
+                    shutil.rmtree(other)
+            folder.mkdir(exist_ok=True)
+            remove_unfinished(request.out)
+            remove_unfinished(folder)
+            tokenizer = self._tokenizer()
+            progress = self._write(tokenizer)
+            _refuse_empty(progress)
+            records = {split: self._record(split, progress) for split in request.splits}
+            for path in (*(token_path(folder, split) for split in records), folder / TOKENIZER):
+                if path.exists():
+                    path.replace(request.out / path.name)
+        self._report(progress, tokenizer)
+        sidecar = Sidecar(
+            version=FORMAT,
+            axsparse=__version__,
+            tokenizer=tokenizer.record,
+            vocab_size=tokenizer.vocab_size,
+            separator=tokenizer.separator,
+            dtype=dtype_for(tokenizer.vocab_size),
+            train=records["train"],
+            validation=records.get("validation"),
+            sources=SourceCounts(
+                files=len(self._sources),
+                bytes=self._size,
+                left_out=progress.left_out,
+                examples=tuple(progress.examples),
+            ),
+            settings=self._settings,
+            request=self._key,
+        )
+        # Writing this file also puts the names of the others on the disk.
+        with new_file(request.out / SIDECAR) as file:
+            file.write(sidecar.model_dump_json(indent=2).encode() + b"\n")
+        return sidecar
+
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer that is asked for; its file, if it has one, lies in the folder then.
+
+        A vocabulary that an earlier run learnt there is used again.
+        """
+        request, path = self._request, self._folder / TOKENIZER
+        if request.train_bpe is None and request.tokenizer is None:
+            return ByteTokenizer()
+        if request.tokenizer is not None:
+            copy_file(request.tokenizer, path)
+        elif request.train_bpe is not None and not path.exists():
+            sample = format_bytes(min(self._size, request.bpe_sample_bytes))
+            self._console.line(f"learning {request.train_bpe:,} words from {sample} …")
+            train_bpe(self._sample(), request.train_bpe, path)
+        kind: Literal["bpe", "file"] = "bpe" if request.tokenizer is None else "file"
+        record = TokenizerRecord(kind=kind, digest=digest_of(path), library=library_version())
+        return Subwords(path, record, request.separator)
+
+    def _sample(self) -> Iterator[str]:
+        """A share of the training documents, spread evenly, to learn a vocabulary from."""
+        share = self._request.bpe_sample_bytes / max(1, self._size)
+        seen = given = 0
+        for piece, _ in self._pieces():
+            if piece.problem is None and not piece.validation:
+                if given <= share * seen:
+                    yield piece.text
+                    given += len(piece.text)
+                seen += len(piece.text)
+
+    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+        """The pieces of all documents, and how many bytes of all files were read up to each."""
+        request, before = self._request, 0
+        for source in self._sources:
+            for piece in documents(source, request.reading, request.validation_fraction):
+                yield piece, before + piece.read
+            before += source.size
+
+    def _write(self, tokenizer: Tokenizer) -> Progress:
+        """Write the files of tokens into the folder, going on where an earlier run was."""
+        with contextlib.ExitStack() as files:
+            writer = _Writer(self._folder, self._request.splits, tokenizer, files)
+            progress = writer.progress
+            if progress.pieces:
+                done = _count(sum(progress.documents.values()), "document")
+                self._console.line(f"going on after {done} from an earlier run")
+            else:
+                for name in self._unreadable:
+                    progress.leave_out(name, "unreadable")
+            began, skipped = time.monotonic(), None
+            rest = islice(self._pieces(), progress.pieces, None)
+            for number, batch in enumerate(_batches(rest), 1):
+                writer.add([piece for piece, _ in batch])
+                if number % SAVED == 0:
+                    writer.save()
+                read = batch[-1][1]
+                skipped = batch[0][1] if skipped is None else skipped
+                speed = max(1, read - skipped) / (time.monotonic() - began)
+                eta = format_seconds((self._size - read) / speed)
+                self._console.progress(
+                    read // MEGABYTE,
+                    max(1, self._size // MEGABYTE),
+                    f"MB  {format_bytes(speed)}/s  eta {eta}",
+                )
+            writer.save()
+            return progress
+
+    def _record(self, split: Split, progress: Progress) -> SplitRecord:
+        path = token_path(self._folder, split)
+        return SplitRecord(
+            documents=progress.documents[split],
+            tokens=progress.tokens[split],
+            digest=digest_of(path),
+            sample_digest=sample_digest(path),
+        )
+
+    def _report(self, progress: Progress, tokenizer: Tokenizer) -> None:
+        """Say what was left out and what was written, and show the first tokens as text."""
+        console = self._console
+        if progress.left_out:
+            total = sum(progress.left_out.values())
+            reasons = ", ".join(f"{count} {name}" for name, count in progress.left_out.items())
+            console.line(f"left out {_count(total, 'document')}: {reasons}")
+            for example in progress.examples[:SHOWN]:
+                console.line(f"  {example}")
+            if total > SHOWN:
+                console.line(f"  and {total - SHOWN} more; {SIDECAR} names the first {EXAMPLES}")
+        for split, tokens in progress.tokens.items():
+            documents = _count(progress.documents[split], "document")
+            console.line(f"{split}: {documents}, {format_count(tokens)} tokens")
+        path, dtype = (
+            token_path(self._request.out, "train"),
+            stored(dtype_for(tokenizer.vocab_size)),
+        )
+        ids = np.fromfile(path, dtype, BEGINNING).tolist()
+        console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
+
+
+class _Writer:
+    """The files of tokens that are being written, and how far they are."""
+
+    def __init__(
+        self,
+        folder: Path,
+        splits: Sequence[Split],
+        tokenizer: Tokenizer,
+        files: contextlib.ExitStack,
+    ) -> None:
+        """Opens the files, which `files` closes, at the progress that was recorded last."""
+        self._path = folder / PROGRESS
+        self._tokenizer = tokenizer
+        self._dtype = stored(dtype_for(tokenizer.vocab_size))
+        paths = {split: token_path(folder, split) for split in splits}
+        for path in paths.values():
+            path.touch()
+        self._files = {
+            split: files.enter_context(path.open("r+b")) for split, path in paths.items()
+        }
+        zeros = dict.fromkeys(splits, 0)
+        self.progress = Progress(documents=zeros, tokens=dict(zeros))
+        try:
+            earlier = Progress.model_validate_json(self._path.read_bytes())
+            sizes = {split: path.stat().st_size for split, path in paths.items()}
+            if all(sizes[split] >= self._bytes(count) for split, count in earlier.tokens.items()):
+                self.progress = earlier
+        except (OSError, ValidationError):
+            pass  # There is no record, or it is damaged: the files are written again.
+        for split, count in self.progress.tokens.items():
+            self._cut(split, count)
+
+    def add(self, batch: Sequence[Piece]) -> None:
+        """Encode these pieces and append their tokens."""
+        encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            self._append(piece, ids)
+
+    def save(self) -> None:
+        """Put the files on the disk, then the record of how far they are."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        with new_file(self._path) as record:
+            record.write(self.progress.model_dump_json().encode())
+
+    def _append(self, piece: Piece, ids: Tokens) -> None:
+        progress, split = self.progress, "validation" if piece.validation else "train"
+        progress.pieces += 1
+        if progress.begin is None:
+            progress.begin, progress.problem = progress.tokens[split], None
+        progress.problem = progress.problem or piece.problem
+        self._files[split].write(ids.astype(self._dtype, copy=False).data)
+        progress.tokens[split] += len(ids)
+        if not piece.ends:
+            return
+        if progress.problem is not None:
+            self._cut(split, progress.begin)
+            progress.leave_out(piece.place, progress.problem)
+        else:
+            self._files[split].write(np.array(self._tokenizer.separator, self._dtype).tobytes())
+            progress.tokens[split] += 1
+            progress.documents[split] += 1
+        progress.begin = None
+
+    def _cut(self, split: Split, tokens: int) -> None:
+        """Let a file end after so many tokens."""
+        self._files[split].seek(self._bytes(tokens))
+        self._files[split].truncate()
+        self.progress.tokens[split] = tokens
+
+    def _bytes(self, tokens: int) -> int:
+        return tokens * self._dtype.itemsize
+
+
+def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
+    """The pieces in lists of about `BATCH` characters."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        # Many empty documents, such as unusable ones, fill a batch as well.
+        size += 1 + len(piece[0].text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _refuse_empty(progress: Progress) -> None:
+    """Raise DataError if a split has no document."""
+    documents = sum(progress.documents.values())
+    if documents == 0:
+        reasons = ", ".join(f"{count} {name}" for name, count in progress.left_out.items())
+        first = f"; the first: {progress.examples[0]}" if progress.examples else ""
+        raise DataError(
+            f"input: no document can be used ({reasons or 'there is none'}{first}); name UTF-8 "
+            "text files or JSONL files with --jsonl-field"
+        )
+    for split, count in progress.documents.items():
+        if count == 0:
+            raise DataError(
+                f"{split}: none of the {documents} documents is left for it; give "
+                "--validation-fraction another value, mark documents by --split-documents, or "
+                "name validation files by --validation"
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

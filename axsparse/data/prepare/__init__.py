@@ -1,1 +1,0 @@
-"""`axsparse data prepare`: turns text files into memory-mapped tokens; a killed run can go on."""

@@ -1,0 +1,308 @@
+"""The documents of files: how they are found, cut and named, and those that cannot be used."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axsparse.data import documents as module
+from axsparse.data.documents import (
+    Piece,
+    Reading,
+    Source,
+    documents,
+    find_sources,
+    read_json_lines,
+    read_text,
+)
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+
+
+def source_of(path: Path) -> Source:
+    [source], _ = find_sources([path], [], path / "out", Reading())
+    return source
+
+
+def pieces_of(path: Path, reading: Reading | None = None) -> list[Piece]:
+    return list(documents(source_of(path), reading or Reading(), 0.0))
+
+
+def texts(data: bytes, how: str, max_line: int = 100) -> list[str | None]:
+    """The documents of a text file but those of white space; None stands for an unusable one."""
+    found = read_text(io.BytesIO(data), Reading(how, max_line=max_line))
+    return [s.problem or s.text for s in found if s.problem or s.text.strip()]
+
+
+# -- text -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("none", ["= A =\nx\n \n\ny\n= B =\nz"]),
+        ("blank-line", ["= A =\nx\n", "y\n= B =\nz"]),
+        ("lines:2", ["= A =\nx\n", "y\n= B =\n", "z"]),
+        ("regex:^= .* =$", ["= A =\nx\n \n\ny\n", "= B =\nz"]),
+        ("regex:^y$", ["= A =\nx\n \n\n", "y\n= B =\nz"]),
+    ],
+)
+def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> None:
+    text = b"\xef\xbb\xbf= A =\nx\n \n\ny\n= B =\nz"  # a byte-order mark is no text
+
+    assert texts(text, how) == expected
+    if not how.endswith("$"):
+        return
+    assert texts(text.replace(b"\n", b"\r\n"), how) == [e.replace("\n", "\r\n") for e in expected]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("paragraph", r"'paragraph' is no way to split; choose none, blank-line, lines:N"),
+        ("lines:0", r"'lines:0' is no way to split"),
+        ("lines:x", r"is no way to split"),
+        ("regex", r"is no way to split"),
+        ("regex:(", r"'\(' is no regular expression \(missing \), unterminated subpattern at"),
+    ],
+)
+def test_other_ways_of_splitting_are_refused(how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        module.divider(how)
+
+
+def test_a_document_that_cannot_be_used_spoils_no_other() -> None:
+    data = b"good\n\n\xff\n\n" + b"y" * 101 + b"\n\nalso good\n"
+
+    assert texts(data, "blank-line") == ["good\n", "not UTF-8", "huge line", "also good\n"]
+
+
+@pytest.mark.parametrize("length", [100, 101])
+@pytest.mark.parametrize("before", [b"", b"ab\n" * 40, b"c\n"])
+def test_the_longest_line_is_the_longest_allowed(length: int, before: bytes) -> None:
+    text = before + b"x" * length + b"\nz\n"
+
+    assert texts(text, "none") == ([text.decode()] if length == 100 else ["huge line"])
+
+
+def expected_documents(data: bytes, how: str, max_line: int) -> list[str]:
+    """The usable documents of a file, found by a simple loop over its lines."""
+    found = [b""]
+    for line in data.splitlines(keepends=True):
+        if how == "blank-line" and not line.strip():
+            found.append(b"")
+            continue
+        if how == "regex:=" and "=" in line.decode(errors="replace"):
+            found.append(b"")
+        found[-1] += line
+    usable = []
+    for document in found:
+        with contextlib.suppress(UnicodeDecodeError):
+            longest = max((len(line) for line in document.split(b"\n")), default=0)
+            if document.decode().strip() and longest <= max_line:
+                usable.append(document.decode())
+    return usable
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    fragments=st.lists(
+        st.sampled_from([b"a", b"bc", b" ", b"\n", b"\n\n", b"= x\n", "é".encode(), b"\xff"]),
+        max_size=60,
+    ),
+    how=st.sampled_from(["none", "blank-line", "regex:="]),
+    sizes=st.tuples(st.integers(1, 50), st.integers(1, 20), st.integers(0, 5)),
+)
+def test_pieces_are_the_usable_documents_however_a_file_is_cut(
+    fragments: list[bytes],
+    how: str,
+    sizes: tuple[int, int, int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tmp_path_factory.mktemp("documents") / "a.txt"
+    path.write_bytes(b"".join(fragments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("STRETCH", "PIECE", "SLACK"), sizes, strict=True):
+            patch.setattr(module, name, size)
+        pieces = pieces_of(path, Reading(how, max_line=12))
+
+    found, text, usable = [], "", True
+    for piece in pieces:
+        text, usable = text + piece.text, usable and piece.problem is None
+        if piece.ends:
+            # A document that is cut may turn out to be white space only after it has begun.
+            found += [text] if usable and text.strip() else []
+            text, usable = "", True
+    assert text == ""
+    assert found == expected_documents(path.read_bytes(), how, 12)
+
+
+# -- JSONL ----------------------------------------------------------------------------------
+
+RECORDS = {
+    b'{"text": "a\\nb", "id": 1}': ("a\nb", None),
+    b'{"id": 1}': ("", "missing field"),
+    b'{"text": null}': ("", "missing field"),
+    b'["text"]': ("", "missing field"),
+    b'{"text": "x"': ("", "malformed JSON"),
+    b"[" * 100_000: ("", "malformed JSON"),
+    b'{"text": "\xe9"}': ("", "not UTF-8"),
+    b'{"text": "\\ud800"}': ("", "not UTF-8"),
+    b'{"text": " \\n"}': (" \n", "empty"),
+    '{"text": "é"}'.encode(): ("é", None),
+}
+
+
+def test_each_record_stands_for_itself() -> None:
+    data = b"\xef\xbb\xbf" + b"\n".join(RECORDS) + b"\n \n"
+
+    found = list(read_json_lines(io.BytesIO(data), Reading()))
+
+    assert [(s.text, s.problem) for s in found] == list(RECORDS.values())
+    assert [s.line for s in found] == [*range(1, len(RECORDS) + 1)]
+    assert all(s.ends for s in found)
+
+
+def test_the_field_has_the_name_it_is_given() -> None:
+    (record,) = read_json_lines(io.BytesIO(b'{"text": "a", "b": "x"}'), Reading(jsonl_field="b"))
+
+    assert record.text == "x"
+
+
+def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECE", 7)
+    data = b'{"text": "' + b"x" * 60 + b'"}\n{"text": "y"}\n' + b"z" * 50
+
+    found = read_json_lines(io.BytesIO(data), Reading(max_line=30))
+
+    assert [(s.line, s.text, s.problem) for s in found] == [
+        *((1, "", "huge line"), (2, "y", None), (3, "", "huge line")),
+    ]
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ending", "opens"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"text": "é"}\n'), ("a.txt", "é")])
+def test_a_compressed_file_is_what_it_was_before(
+    name: str, text: str, ending: str, opens: object, tmp_path: Path
+) -> None:
+    compress: Callable[[bytes], bytes] = opens.compress  # type: ignore[attr-defined]
+    path = tmp_path / f"{name}.{ending}"
+    path.write_bytes(compress(text.encode()))
+
+    assert [piece.text for piece in pieces_of(path)] == ["é"]
+    path.write_bytes(compress(text.encode() * 9)[:-9])
+    assert [piece.problem for piece in pieces_of(path)][-1] == "unreadable"
+    path.write_bytes(b"no archive")
+    assert [piece.problem for piece in pieces_of(path)] == ["unreadable"]
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xef\xbb\xbf", "\u3000\n".encode()])
+def test_a_file_of_white_space_is_one_empty_document(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(data)
+
+    assert [(piece.place, piece.problem) for piece in pieces_of(tmp_path / "a")] == [
+        (f"{tmp_path}/a, line 1", "empty")
+    ]
+
+
+@pytest.mark.parametrize("name", ["a", "a.jsonl"])
+def test_a_file_that_changes_meanwhile_is_refused_and_one_that_disappears_is_unreadable(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text("before")
+    source = source_of(path)
+    path.write_text("behind")
+    os.utime(path, ns=(0, 0))
+
+    with pytest.raises(DataError, match="changed while it was being prepared; leave it alone"):
+        list(documents(source, Reading(), 0.0))
+    path.unlink()
+    assert [(p.problem, p.ends) for p in documents(source, Reading(), 0.0)] == [
+        ("unreadable", True)
+    ]
+
+
+def write(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    root = write(tmp_path, "b", "a/z", "a/b/c", "a.txt", ".hidden", ".git/config", "out/train")
+    (root / "loop").symlink_to(root, target_is_directory=True)
+
+    found, _ = find_sources([root], [], root / "out", Reading())
+
+    names = [source.name.removeprefix(f"{root}/") for source in found]
+    assert names == ["a.txt", "a/b/c", "a/z", "b"]
+    assert [source.size for source in found] == [len(name) for name in names]
+
+
+def test_a_file_counts_once_and_as_validation_data_if_it_is_named_so(tmp_path: Path) -> None:
+    root = write(tmp_path, "a", "b")
+    (root / "link").symlink_to(root / "a")
+
+    found, _ = find_sources([root, root / "a"], [root / "b"], root / "out", Reading())
+
+    assert sorted((Path(s.path).name, s.validation) for s in found) == [("a", False), ("b", True)]
+
+
+def test_what_is_no_file_is_counted_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
+    root = write(tmp_path, "a")
+    (root / "lost").symlink_to("/nowhere")
+    os.mkfifo(root / "pipe")
+
+    [_], unreadable = find_sources([root], [], root / "out", Reading())
+    assert unreadable == [f"{root}/lost", f"{root}/pipe"]
+    assert find_sources([root / "a"], [], root / "out", Reading())[1] == []
+    for name in ("lost", "pipe", "missing"):
+        with pytest.raises(MissingInputError, match=f"{name} is neither a file nor a folder"):
+            find_sources([root / name], [], root / "out", Reading())
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "read"),
+    [
+        ((), (), ["a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt"]),
+        (("*.txt",), (), ["a.txt", "drafts/c.txt", "drafts/old/d.txt"]),
+        (("*.txt", "*.md"), ("drafts/*",), ["a.txt", "b.md"]),
+        (("drafts/*",), ("drafts/old/*",), ["drafts/c.txt"]),
+    ],
+)
+def test_patterns_say_which_files_of_a_folder_are_read(
+    include: tuple[str, ...], exclude: tuple[str, ...], read: list[str], tmp_path: Path
+) -> None:
+    root = write(tmp_path, "a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt")
+    reading = Reading(include=include, exclude=exclude)
+
+    found, _ = find_sources([root], [], root / "out", reading)
+
+    assert [Path(file.path).relative_to(root).as_posix() for file in found] == read
+
+
+def test_patterns_concern_no_file_that_is_named_and_have_to_leave_one(tmp_path: Path) -> None:
+    root, reading = write(tmp_path, "a.md"), Reading(include=("*.txt",))
+
+    assert len(find_sources([root / "a.md"], [], root / "out", reading)[0]) == 1
+    message = "no file is left by --include and --exclude; a pattern fits"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        find_sources([root], [], root / "out", reading)

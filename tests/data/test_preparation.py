@@ -1,0 +1,489 @@
+"""The whole preparation: what it writes, and that finished work is used and never overwritten."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.mpirun import LONGEST_SECONDS
+from support.preparing import LINE, make_library, outputs, requested, run
+
+from axsparse.data import preparation
+from axsparse.data.preparation import Request
+from axsparse.data.token_file import Split, read_sidecar, stored, token_path
+from axsparse.data.whole_files import locked
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+
+
+def ids_of(folder: Path, split: Split = "train") -> Any:
+    return np.fromfile(token_path(folder, split), stored(read_sidecar(folder, "").dtype))
+
+
+def documents_of(folder: Path, split: Split = "train") -> list[str]:
+    """The documents that the tokens in a folder decode to."""
+    sidecar = read_sidecar(folder, "")
+    ids = ids_of(folder, split)
+    assert ids[-1] == sidecar.separator
+    ends = np.flatnonzero(ids == sidecar.separator)
+    documents = [part[part != sidecar.separator] for part in np.split(ids, ends)[:-1]]
+    if sidecar.tokenizer.kind == "bytes":
+        return [document.astype(np.uint8).tobytes().decode() for document in documents]
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.decode(list(document)) for document in documents]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    return make_library(tmp_path / "library")
+
+
+# -- what comes out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bpe", [None, 300])
+def test_neither_threads_nor_batches_nor_pieces_change_a_byte(
+    library: Path, tmp_path: Path, bpe: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(requested(library, tmp_path / "1", train_bpe=bpe), threads=1)
+    monkeypatch.setattr("axsparse.data.preparation.BATCH", 50)
+    monkeypatch.setattr("axsparse.data.preparation.SAVED", 3)
+    monkeypatch.setattr("axsparse.data.documents.PIECE", 100)
+    monkeypatch.setattr("axsparse.data.documents.SLACK", 50)
+    run(requested(library, tmp_path / "4", train_bpe=bpe), threads=4)
+
+    assert outputs(tmp_path / "1") == outputs(tmp_path / "4")
+    assert set(outputs(tmp_path / "1")) == {
+        *("train.tokens", "validation.tokens", "tokens.json"),
+        *(() if bpe is None else ("tokenizer.json",)),
+    }
+
+
+def test_byte_pairs_are_those_of_each_document(library: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    run(requested(library, tmp_path / "words", train_bpe=300))
+    run(requested(library, tmp_path / "bytes"))
+
+    documents = documents_of(tmp_path / "words")
+    assert documents == documents_of(tmp_path / "bytes")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "words" / "tokenizer.json"))
+    together = [id_ for text in documents for id_ in (*tokenizer.encode(text).ids, 0)]
+    assert ids_of(tmp_path / "words").tolist() == together
+    assert ids_of(tmp_path / "words").dtype == np.uint16
+
+
+def test_a_tokenizer_that_is_given_makes_the_tokens(library: Path, tmp_path: Path) -> None:
+    run(requested(library, tmp_path / "trained", train_bpe=300))
+    given = tmp_path / "trained" / "tokenizer.json"
+
+    sidecar, _ = run(requested(library, tmp_path / "given", tokenizer=given))
+
+    assert (sidecar.tokenizer.kind, sidecar.vocab_size, sidecar.separator) == ("file", 300, 0)
+    for name in ("train.tokens", "validation.tokens", "tokenizer.json"):
+        assert outputs(tmp_path / "given")[name] == outputs(tmp_path / "trained")[name]
+
+
+def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(
+    tmp_path: Path,
+) -> None:
+    texts = [f"document {number}\n" for number in range(1000)] * 2
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+    sidecar, _ = run(Request((tmp_path / "a.jsonl",), tmp_path / "o", validation_fraction=0.2))
+
+    training, held_out = (documents_of(tmp_path / "o", split) for split in ("train", "validation"))
+    assert sorted(training + held_out) == sorted(texts)
+    assert not set(training) & set(held_out)
+    assert sidecar.validation is not None
+    assert sidecar.validation.documents == len(held_out) == pytest.approx(400, abs=60)
+
+
+def test_validation_files_are_no_training_files(library: Path, tmp_path: Path) -> None:
+    named = (library / "more" / "3.txt",)
+
+    run(requested(library, tmp_path / "o", validation=named, validation_fraction=0.0))
+
+    assert documents_of(tmp_path / "o", "validation") == [LINE * 3]
+    assert LINE * 3 not in documents_of(tmp_path / "o")
+
+
+def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
+    library: Path, tmp_path: Path
+) -> None:
+    sidecar, screen = run(requested(library, tmp_path / "o"))
+
+    assert sidecar.sources.left_out == {"unreadable": 1, "not UTF-8": 1, "empty": 1}
+    assert sidecar.sources.examples == (
+        f"{library}/lost.txt: unreadable",
+        f"{library}/latin.txt, line 1: not UTF-8",
+        f"{library}/more/0.txt, line 1: empty",
+    )
+    assert "left out 3 documents: 1 unreadable, 1 not UTF-8, 1 empty\n" in screen
+    for example in sidecar.sources.examples:
+        assert f"  {example}\n" in screen
+    assert re.search(r"^train: 6\d\d documents, \S+k tokens$", screen, re.MULTILINE)
+
+
+def test_many_that_are_left_out_are_not_all_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n" * 30 + '{"text": "x"}')
+
+    sidecar, screen = run(Request((tmp_path / "a.jsonl",), tmp_path / "o"))
+
+    assert sidecar.sources.left_out == {"malformed JSON": 30}
+    assert len(sidecar.sources.examples) == 20
+    assert screen.count(": malformed JSON\n") == 10
+    assert "  and 20 more; tokens.json names the first 20\n" in screen
+
+
+def test_a_long_document_with_a_bad_byte_is_left_out_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"word\n" * 100 + b"\xff" + b" word\n" * 100)
+    (tmp_path / "b").write_bytes(b"good")
+    for name, size in {
+        "documents.STRETCH": 64,
+        "documents.PIECE": 9,
+        "preparation.BATCH": 20,
+    }.items():
+        monkeypatch.setattr(f"axsparse.data.{name}", size)
+
+    sidecar, _ = run(Request((tmp_path / "a", tmp_path / "b"), tmp_path / "o"))
+
+    assert documents_of(tmp_path / "o") == ["good"]
+    assert sidecar.sources.examples == (f"{tmp_path}/a, line 1: not UTF-8",)
+
+
+PAIRS = [f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz"]
+
+
+def words_of(folder: Path) -> set[str]:
+    """The words of a learnt vocabulary that are two characters long."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    return {word for word in vocabulary if len(word) == 2}
+
+
+def test_a_vocabulary_is_learnt_from_an_even_share_of_the_training_documents(
+    tmp_path: Path,
+) -> None:
+    records = [json.dumps({"text": f"{pair} " * 50}) + "\n" for pair in PAIRS]
+    (tmp_path / "a.jsonl").write_text("".join(records))
+    (tmp_path / "named.txt").write_text("mn " * 500)
+    source = (tmp_path / "a.jsonl",)
+
+    run(Request(source, tmp_path / "o", validation_fraction=0.3, train_bpe=500))
+    run(Request(source, tmp_path / "n", validation=(tmp_path / "named.txt",), train_bpe=500))
+    share = len("".join(records)) // 4
+    run(Request(source, tmp_path / "s", train_bpe=500, bpe_sample_bytes=share))
+
+    held_out = {document[:2] for document in documents_of(tmp_path / "o", "validation")}
+    assert 5 < len(held_out) < 40
+    assert words_of(tmp_path / "o") & {*PAIRS} == {*PAIRS} - held_out
+    assert words_of(tmp_path / "n") & {*PAIRS, "mn"} == {*PAIRS}
+    assert words_of(tmp_path / "s") & {*PAIRS} == {*PAIRS[::4]}
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    peaks = []
+    for number, megabytes in enumerate((3, 60, 3, 60)):
+        path = tmp_path / (f"{number}.jsonl" if number > 1 else f"{number}.txt")
+        with path.open("w") as file:
+            file.write('{"text": "usable"}\n' if number > 1 else "")
+            for _ in range(megabytes):
+                file.write("x" * 1_000_000 if number > 1 else LINE * (1_000_000 // len(LINE)))
+        command = [sys.executable, "-c", MEASURED, path, tmp_path / str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+
+    # The whole text would take at least this many times as much.
+    assert peaks[1] - peaks[0] < 30_000_000  # three stretches of 8 MiB as bytes and as text
+    assert peaks[3] - peaks[2] < 16_000_000
+
+
+MEASURED = """
+import io, resource, sys
+from pathlib import Path
+from axsparse.data.documents import Reading
+from axsparse.data.preparation import Request, prepare
+from axsparse.runtime.console import Console
+request = Request((Path(sys.argv[1]),), Path(sys.argv[2]), reading=Reading(max_line=1 << 20))
+prepare(request, 1, Console(io.StringIO(), bar=False))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("contents", "values", "error", "message"),
+    [
+        (
+            [b"\xff", b""],
+            {},
+            DataError,
+            r"input: no document can be used \(1 not UTF-8, 1 empty; the first: \S+0, line 1: not",
+        ),
+        (
+            [],
+            {},
+            DataError,
+            r"input: no document can be used \(there is none\); name UTF-8 text files or JSONL",
+        ),
+        (
+            [b"one document"],
+            {"validation_fraction": 1e-6},
+            DataError,
+            "validation: none of the 1 documents is left for it; give",
+        ),
+        (
+            [b"x"],
+            {"train_bpe": 256},
+            ConfigError,
+            "--train-bpe: 256 words are fewer than the 256 bytes",
+        ),
+        (
+            [b"x"],
+            {"tokenizer": Path("missing")},
+            MissingInputError,
+            r"--tokenizer: missing cannot be read \(No such file or directory\); name a tokenizer",
+        ),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(
+    contents: list[bytes],
+    values: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number, content in enumerate(contents):
+        (tmp_path / "in" / str(number)).write_bytes(content)
+
+    with pytest.raises(error, match=message):
+        run(Request((tmp_path / "in",), tmp_path / "o", **values))
+    assert not list((tmp_path / "o").glob("t*"))
+
+
+@pytest.mark.parametrize("out", [".", "more/.."])
+def test_a_folder_that_is_read_is_not_written_into(out: str, library: Path) -> None:
+    with pytest.raises(ConfigError, match=r"would be read while \S+ is written; choose a folder"):
+        run(requested(library, library / out))
+
+
+def test_the_result_may_lie_below_the_text(library: Path) -> None:
+    run(requested(library, library / "tokens"))
+    before = outputs(library / "tokens")
+    shutil.rmtree(library / "tokens")
+
+    run(requested(library, library / "tokens"))
+
+    assert outputs(library / "tokens") == before
+
+
+def test_a_place_that_cannot_be_written_is_named(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OutputError, match=r"--out: \S+ cannot be written \(Not a directory\)"):
+        run(requested(library, tmp_path / "file" / "o"))
+
+
+# -- a folder that is not empty -------------------------------------------------------------
+
+DEATHS = {
+    # phase: the function that is replaced by one that kills its process, and at which call
+    "before the vocabulary is learnt": ("train_bpe", 1),
+    "after the vocabulary": ("library_version", 2),
+    "before the first record": ("_Writer.save", 1),
+    "after the third record": ("_Writer.save", 4),
+    "within a document": ("_Writer._append", 55),
+    "after the last document": ("_refuse_empty", 1),
+    "before the files are moved": ("sample_digest", 2),
+    "before the sidecar": ("Sidecar", 1),
+    "before the rest is removed": ("shutil.rmtree", 1),
+}
+KILLED = """
+import io, os, pickle, signal, sys
+from axsparse.data import documents, preparation
+from axsparse.runtime.console import Console
+request, (place, call) = pickle.loads(bytes.fromhex(sys.argv[1]))
+documents.PIECE, documents.SLACK, documents.STRETCH = 300, 30, 700
+preparation.BATCH, preparation.SAVED = 900, 2
+*owners, name = place.split(".")
+owner = preparation
+for step in owners:
+    owner = getattr(owner, step)
+real, calls = getattr(owner, name), 0
+def dying(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == call:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+setattr(owner, name, dying)
+preparation.prepare(request, 1, Console(io.StringIO(), bar=False))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A folder of text, and the files that an uninterrupted preparation makes of it."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "in").mkdir()
+    for number in range(12):
+        text = "".join(f"{number} {line} {LINE}" for line in range(40))
+        (folder / "in" / str(number)).write_text(text)
+    (folder / "in" / "5").write_bytes(text.encode() + b"\xff")
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        run(restartable(folder, folder / "whole"))
+    return folder, outputs(folder / "whole")
+
+
+def small(patch: pytest.MonkeyPatch) -> None:
+    """Documents of many stretches and pieces, whose progress is recorded often."""
+    sizes = {"documents.PIECE": 300, "documents.SLACK": 30, "documents.STRETCH": 700}
+    for name, size in {**sizes, "preparation.BATCH": 900, "preparation.SAVED": 2}.items():
+        patch.setattr(f"axsparse.data.{name}", size)
+
+
+def restartable(folder: Path, out: Path) -> Request:
+    return Request((folder / "in",), out, validation_fraction=0.2, train_bpe=300)
+
+
+@pytest.mark.parametrize("phase", DEATHS)
+def test_a_killed_run_goes_on_where_it_was_and_ends_in_the_same_bytes(
+    phase: str,
+    shared: tuple[Path, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small(monkeypatch)
+    folder, expected = shared
+    request = restartable(folder, tmp_path / "out")
+    order = pickle.dumps((request, DEATHS[phase])).hex()
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, order], timeout=LONGEST_SECONDS, check=False
+    )
+    assert died.returncode == -9
+    if phase != "before the rest is removed":
+        with pytest.raises(MissingInputError):
+            read_sidecar(request.out, "")
+
+    _, screen = run(request)
+
+    assert outputs(request.out) == expected
+    begun = ("after the third record", "within a document", "after the last document")
+    assert ("from an earlier run" in screen) == (phase in (*begun, "before the files are moved"))
+    learns = ("before the vocabulary is learnt", "before the sidecar")
+    assert ("learning" in screen) == (phase in learns)
+    assert ("already prepared" in screen) == (phase == "before the rest is removed")
+
+
+def test_progress_that_does_not_fit_the_files_is_no_progress(
+    shared: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(monkeypatch)
+    folder, expected = shared
+    request = restartable(folder, tmp_path / "out")
+    harms: list[Callable[[Path], object]] = [
+        lambda part: (part / "train.tokens").write_bytes(b"short"),
+        lambda part: (part / "progress.json").write_text("{"),
+    ]
+    for harm in harms:
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "_refuse_empty", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(request)
+        [part] = request.out.glob("parts-*")
+        harm(part)
+    _, screen = run(request)
+
+    assert "earlier run" not in screen
+    assert outputs(request.out) == expected
+
+
+def interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_another_request_has_begun_is_removed(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "o" / "parts-0").mkdir(parents=True)
+
+    run(requested(library, tmp_path / "o"))
+
+    assert set(outputs(tmp_path / "o")) == {"train.tokens", "validation.tokens", "tokens.json"}
+
+
+def test_a_second_run_says_that_all_is_done_and_touches_nothing(
+    library: Path, tmp_path: Path
+) -> None:
+    first, _ = run(requested(library, tmp_path / "o"))
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")}
+
+    second, screen = run(requested(library, tmp_path / "o"))
+
+    assert second == first
+    assert f"{tmp_path}/o/tokens.json: already prepared from these files, and unharmed" in screen
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")} == times
+
+
+def test_the_folders_of_earlier_versions_count_as_prepared(tmp_path: Path) -> None:
+    """The key of a request is a digest of these settings, and of its sources."""
+    (tmp_path / "a").write_text("x")
+    sidecar, _ = run(Request((tmp_path / "a",), tmp_path / "o"))
+
+    assert json.dumps(sidecar.settings) == (
+        '{"split_documents": "none", "jsonl_field": "text", "max_line": 16000000, '
+        '"validation_fraction": 0.0, "part_bytes": 8388608, "tokenizer": "bytes"}'
+    )
+
+
+def harm_tokens(folder: Path, library: Path) -> None:
+    path = folder / "train.tokens"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "error", "message"),
+    [
+        (harm_tokens, {}, DataError, r"train.tokens is not what was prepared; remove"),
+        (lambda _, library: None, {"validation_fraction": 0.2}, OutputError, "holds tokens of"),
+        (lambda _, library: (library / "large.txt").write_text("x"), {}, OutputError, "of other f"),
+        (lambda _, library: (library / "new.txt").write_text("x"), {}, OutputError, "; choose"),
+    ],
+    ids=["harmed", "settings", "contents", "another file"],
+)
+def test_a_folder_with_other_tokens_is_never_overwritten(
+    change: Callable[[Path, Path], object],
+    values: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    library: Path,
+    tmp_path: Path,
+) -> None:
+    run(requested(library, tmp_path / "o"))
+    change(tmp_path / "o", library)
+    before = outputs(tmp_path / "o")
+
+    with pytest.raises(error, match=message):
+        run(requested(library, tmp_path / "o", **values))
+    assert outputs(tmp_path / "o") == before
+
+
+def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+
+    with locked(tmp_path / "o"), pytest.raises(OutputError, match="is being prepared by another"):
+        run(requested(library, tmp_path / "o"))
