@@ -136,7 +136,7 @@ class Batches:
     ) -> Batch:
         """A batch whose microbatches lie between neighbouring `bounds`, positions in `samples`."""
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
-        # All reads begin before the first one is waited for, so that processes read in parallel.
+        # All reads begin before the first one is waited for, so that threads read in parallel.
         parts = [self._start(samples[span], epochs[span]) for span in spans]
         microbatches = []
         for span, part in zip(spans, parts, strict=True):

@@ -106,7 +106,7 @@ class PartedDataset(Samples, Protocol):
     """Samples whose inputs are expensive to make, so that each stage reads only its own part.
 
     The first stage reads the inputs, the last stage the targets. `start` begins to read, so
-    that several processes may work on a batch at once. Unlike those of a `Dataset`, inputs may
+    that several threads may work on a batch at once. Unlike those of a `Dataset`, inputs may
     change from epoch to epoch (random crops), as long as they are a pure function of sample
     and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
 
@@ -131,7 +131,7 @@ class PartedDataset(Samples, Protocol):
         ...
 
     def close(self) -> None:
-        """Release what reading needs, such as processes; a later `start` acquires it again."""
+        """Release what reading needs, such as threads; a later `start` acquires it again."""
         ...
 
 

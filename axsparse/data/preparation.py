@@ -462,7 +462,8 @@ class _Writer:
             record.write(self.progress.model_dump_json().encode())
 
     def _append(self, piece: Piece, ids: Tokens) -> None:
-        progress, split = self.progress, "validation" if piece.validation else "train"
+        progress = self.progress
+        split: Split = "validation" if piece.validation else "train"
         progress.pieces += 1
         if progress.begin is None:
             progress.begin, progress.problem = progress.tokens[split], None

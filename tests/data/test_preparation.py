@@ -201,7 +201,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
             file.write('{"text": "usable"}\n' if number > 1 else "")
             for _ in range(megabytes):
                 file.write("x" * 1_000_000 if number > 1 else LINE * (1_000_000 // len(LINE)))
-        command = [sys.executable, "-c", MEASURED, path, tmp_path / str(number)]
+        command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / str(number))]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
 

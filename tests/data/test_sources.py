@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_images_are_opened_as_the_settings_say(root: Path) -> None:
     assert isinstance(data.training, ImageFolder)
     (images,) = data.training.start(np.array([0]), np.array([0]))()
     assert images.shape == (1, 3, 8, 8)
-    assert data.training._workers._count == 2
+    assert data.training._decoders._count == 2
     data.training.close()
     other = open_datasets(load_config(None, [*IMAGES, f"data.path={root}", "seed=4"]))
     assert isinstance(other.training, ImageFolder)
@@ -159,24 +158,6 @@ def test_a_broken_image_ends_the_job_with_its_path(root: Path, tmp_path: Path) -
     assert done.returncode == 65, done
     (line,) = done.errors
     assert line.startswith(f"axsparse: error: rank 0 (stage 0, replica 0): {broken}: not an image")
-
-
-def test_a_worker_that_dies_ends_the_job(root: Path, tmp_path: Path) -> None:
-    # The decoding process of each rank loads this when it starts; the rank does not.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys, signal\n"
-        "if 'axsparse.data.images.decoders' in sys.orig_argv:"
-        " os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    settings = flags(*IMAGES, f"data.path={root}")
-    command = ["-m", "axsparse.train", "--run-dir", str(tmp_path / "run"), *settings]
-
-    done = run_mpirun(2, command, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
-
-    assert done.returncode == 70, done
-    (line,) = done.errors
-    assert "rank 0 (stage 0, replica 0): data.workers: the process that decoded" in line
-    assert signal.Signals.SIGKILL.name in line
 
 
 @pytest.mark.exhaustive
