@@ -40,8 +40,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from emulated import emulate, machine
 
-from axsparse.pipeline.actions import Action, action
-from axsparse.pipeline.policy import UNKNOWN, Forecast, InOrder, MessageDriven, Policy
+from axsparse.pipeline.policy import (
+    Action,
+    InOrder,
+    MessageDriven,
+    Policy,
+    action,
+)
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.runtime.communication import Direction
@@ -110,7 +115,7 @@ class _Held:
         assert microbatch == self._here[direction]
         self._here[direction] += 1
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
+    def next(self) -> Action | None:
         held = self._begun[FORWARD] - self._begun[BACKWARD]
         forward = self._begun[FORWARD] < self._here[FORWARD] and held < self._bound
         backward = self._begun[BACKWARD] < self._here[BACKWARD]
