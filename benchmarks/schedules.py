@@ -42,6 +42,7 @@ from emulated import emulate, machine
 
 from axsparse.pipeline.policy import (
     Action,
+    Bounds,
     InOrder,
     MessageDriven,
     Policy,
@@ -137,9 +138,8 @@ class _Held:
 
 def wide_bound(*, stage: int, g_inter: int, microbatches: int, slack: int) -> Policy:
     """Alternating, every stage with the bound of the first one: more memory on the others."""
-    return MessageDriven(
-        stage=stage, g_inter=g_inter, microbatches=microbatches, slack=slack + stage
-    )
+    bounds = Bounds(g_inter + slack, g_inter + slack)
+    return MessageDriven(stage=stage, g_inter=g_inter, microbatches=microbatches, bounds=bounds)
 
 
 def last_too(*, stage: int, g_inter: int, microbatches: int, slack: int) -> Policy:

@@ -17,7 +17,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ def contenders(slack: int) -> dict[str, Contender]:
     return {
         "1f1b": of_schedule(Schedule("1f1b", slack, "alternate")),
         "message-driven, whole": of_schedule(Schedule("message-driven", slack, "alternate")),
-        "zb-h1": of_lists(lambda *place: zb_h1(*place, slack)),
+        "zb-h1": of_lists(partial(zb_h1, slack=slack)),
         FIXED: of_lists(lambda stage, *size: fixed_orders(slack, *size)[stage]),
         OURS: ours(slack),
     }
