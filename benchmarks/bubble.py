@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from emulated import emulate, machine
 from mpi4py import MPI
 
-from axsparse.pipeline.policy import MessageDriven
+from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Grid
@@ -46,7 +45,7 @@ def main() -> None:
     place = Grid(g_inter, 1).place(transport.rank)
     link = transport.link(place)
     durations = Durations.uniform(g_inter, MICROBATCHES, FORWARD_SECONDS, BACKWARD_SECONDS)
-    policy = partial(MessageDriven, slack=SLACK)
+    policy = Schedule("message-driven", SLACK, "alternate").policy
     rows: list[list[float]] = []
     for repeat in range(arguments.repeats + 1):  # the first warms up
         step = emulate(transport, place, link, policy, durations, unit_seconds=1.0)

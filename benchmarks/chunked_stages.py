@@ -12,9 +12,19 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from axsparse.pipeline.zero_bubble import Times
-from axsparse.planner.published.interleaved import Step, interleaved_order
+from published.interleaved import Step, interleaved_order
+
+
+class Times(NamedTuple):
+    """How long actions and messages take, on every stage, in any unit."""
+
+    forward: float
+    backward: float
+    """Of the gradients of inputs alone."""
+    weight: float
+    message: float
 
 
 @dataclass(frozen=True)

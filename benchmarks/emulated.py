@@ -18,9 +18,8 @@ import torch
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.actions import Kind, action
 from axsparse.pipeline.engine import Engine, Rank
-from axsparse.pipeline.policy import Policy
+from axsparse.pipeline.policy import Kind, Policy, action
 from axsparse.pipeline.simulator import Durations
 from axsparse.runtime.communication import Link
 from axsparse.runtime.exchange import sum_by_owner
@@ -75,9 +74,8 @@ class SleepingStage:
 class GivenPolicies:
     """Takes the place of `pipeline.schedules.Schedule`."""
 
-    def __init__(self, new: Callable[..., Policy], *, uses_forecasts: bool) -> None:
+    def __init__(self, new: Callable[..., Policy]) -> None:
         self._new = new
-        self.uses_forecasts = uses_forecasts
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         return self._new(stage=stage, g_inter=g_inter, microbatches=microbatches)
@@ -105,15 +103,12 @@ class EmulatedRank:
         link: Link,
         new_policy: Callable[..., Policy],
         unit_seconds: float,
-        *,
-        uses_forecasts: bool = False,
     ) -> None:
-        """`uses_forecasts`: whether stages announce results to each other."""
         self._transport = transport
         self._phases = Phases()
         self._stage = SleepingStage(place, unit_seconds)
         stage: Any = self._stage
-        schedule: Any = GivenPolicies(new_policy, uses_forecasts=uses_forecasts)
+        schedule: Any = GivenPolicies(new_policy)
         self._engine = Engine(
             Rank(place, transport.backoff, self._phases),
             stage,
@@ -148,5 +143,5 @@ def emulate(
     durations: Durations,
     unit_seconds: float,
 ) -> Emulated:
-    """Run one step that announces nothing; all ranks of one host call this together."""
+    """Run one step; all ranks of one host call this together."""
     return EmulatedRank(transport, place, link, new_policy, unit_seconds).step(durations)

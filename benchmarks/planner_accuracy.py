@@ -44,7 +44,7 @@ from axsparse.config.load import load_config
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.layout_question import Row
+from axsparse.planner.layout import Row
 from axsparse.planner.plan_model import subject
 from axsparse.planner.step_cost import StageSeconds
 from axsparse.planner.step_simulation import durations

@@ -41,7 +41,7 @@ from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
-from axsparse.runtime.communication import Announcement, Link, Message
+from axsparse.runtime.communication import Link, Message
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
@@ -82,14 +82,6 @@ class PushedLink:
             found = self._collected + self._link.arrivals()
             self._collected = []
             return found
-
-    def announce(self, announcement: Announcement) -> None:
-        with self._lock:
-            self._link.announce(announcement)
-
-    def announced(self) -> list[Announcement]:
-        with self._lock:
-            return self._link.announced()
 
     def close(self) -> None:
         self._link.close()

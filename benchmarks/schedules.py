@@ -40,8 +40,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from emulated import emulate, machine
 
-from axsparse.pipeline.actions import Action, action
-from axsparse.pipeline.policy import UNKNOWN, Forecast, InOrder, MessageDriven, Policy
+from axsparse.pipeline.policy import (
+    Action,
+    Bounds,
+    InOrder,
+    MessageDriven,
+    Policy,
+    action,
+)
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.runtime.communication import Direction
@@ -110,7 +116,7 @@ class _Held:
         assert microbatch == self._here[direction]
         self._here[direction] += 1
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
+    def next(self) -> Action | None:
         held = self._begun[FORWARD] - self._begun[BACKWARD]
         forward = self._begun[FORWARD] < self._here[FORWARD] and held < self._bound
         backward = self._begun[BACKWARD] < self._here[BACKWARD]
@@ -132,9 +138,8 @@ class _Held:
 
 def wide_bound(*, stage: int, g_inter: int, microbatches: int, slack: int) -> Policy:
     """Alternating, every stage with the bound of the first one: more memory on the others."""
-    return MessageDriven(
-        stage=stage, g_inter=g_inter, microbatches=microbatches, slack=slack + stage
-    )
+    bounds = Bounds(g_inter + slack, g_inter + slack)
+    return MessageDriven(stage=stage, g_inter=g_inter, microbatches=microbatches, bounds=bounds)
 
 
 def last_too(*, stage: int, g_inter: int, microbatches: int, slack: int) -> Policy:

@@ -3,8 +3,8 @@
     mpirun -n 2 python benchmarks/split_backward.py --save benchmarks/results/split_backward.json
     python benchmarks/split_backward.py --stages 1 --save benchmarks/results/split_backward.json
 
-The split ones announce results to each other, or are silent. Each variant has a trainer on the same
-ranks, and they step in turn, in an order that changes from round to round. A step's time is that of
+Each variant has a trainer on the same ranks, and they step in turn, in an order that changes from
+round to round. A step's time is that of
 the rank that ends last after a common start. Reported is the median over rounds of the ratio of the
 two steps of one round, and the bubble of each variant:
 the mean over ranks of the phase and of the wait for the last rank. Losses have to be the same bits.
@@ -50,7 +50,6 @@ from peers.workload import SIZES, Size
 
 VARIANTS: dict[str, dict[str, bool]] = {
     "whole": {"split_backward": False},
-    "silent": {"split_backward": True, "announce": False},
     "split": {"split_backward": True},
 }
 
@@ -89,7 +88,7 @@ def main() -> None:
             time.sleep(arguments.rest)
             rows[name].append(step(transport, trainers[name]))
     losses = {name: [loss for *_, loss in found] for name, found in rows.items()}
-    assert losses["whole"] == losses["silent"] == losses["split"], "a bit has changed"
+    assert losses["whole"] == losses["split"], "a bit has changed"
     result = summary({name: found[2:] for name, found in rows.items()}, arguments)
     transport.close()
     if transport.rank:
@@ -162,18 +161,12 @@ def summary(
     rows: dict[str, list[tuple[float, float, float, float]]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians of the variants, and of the ratios of the steps of one round."""
-    quartiles = {
-        other: statistics.quantiles(
-            [split[0] / base[0] for split, base in zip(rows["split"], rows[other], strict=True)],
-            n=4,
-        )
-        for other in ("whole", "silent")
-    }
-    cpu = [split[2] / whole[2] for split, whole in zip(rows["split"], rows["whole"], strict=True)]
+    pairs = list(zip(rows["split"], rows["whole"], strict=True))
+    quartiles = statistics.quantiles([split[0] / whole[0] for split, whole in pairs], n=4)
+    cpu = [split[2] / whole[2] for split, whole in pairs]
     return {
-        "split_over_whole": round(quartiles["whole"][1], 4),
-        "quartiles": [round(value, 4) for value in quartiles["whole"]],
-        "announcing_over_silent": [round(value, 4) for value in quartiles["silent"]],
+        "split_over_whole": round(quartiles[1], 4),
+        "quartiles": [round(value, 4) for value in quartiles],
         "best_over_best": round(
             min(row[0] for row in rows["split"]) / min(row[0] for row in rows["whole"]), 4
         ),

@@ -14,21 +14,22 @@ from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
-from axsparse.config.load import load_config
-from axsparse.config.model_config import GptConfig, of_family
-from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.gpt_formula import GptFormula
-from axsparse.planner.layout import Layout
-from axsparse.planner.published.run_file import (
+from published.gpt_formula import GptFormula
+from published.run_file import (
     ModelSizes,
     RunBatch,
     RunLayout,
     RunRow,
     RunTraining,
 )
-from axsparse.planner.published.run_memory import predict_memory
-from axsparse.planner.published.run_step import predict_step, run_costs
+from published.run_memory import predict_memory
+from published.run_step import predict_step, run_costs
+
+from axsparse.config.load import load_config
+from axsparse.config.model_config import GptConfig, of_family
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.layout import Layout
 from axsparse.runtime.grid import Grid
 
 GPUS = {

@@ -115,9 +115,6 @@ class Switched:
     def reset(self) -> None:
         self._in_a_row = 0
 
-    def now(self) -> int:
-        return time.monotonic_ns()
-
 
 # -- messages ---------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
-"""How long steps take whose backwards are split, by schedule: published times, jitter, chunks.
+"""How long steps take whose backwards are split, by order: published times, jitter, chunks.
 
     python benchmarks/zero_bubble.py --save benchmarks/results/zero_bubble.json     (5 minutes)
     chrt --rr 5 mpirun -n 4 python -m mpi4py benchmarks/zero_bubble.py --save …      (5 minutes)
 
 The second command emulates stages that sleep, over the real engine and MPI, and adds its part to
-the file. All else is simulated with the package's own policies. `published` repeats table 5 of the
-zero-bubble paper (Qi et al., 2024) from the times of its table 6. `jitter` draws a random factor
-for each action and compares step times. `chunks` asks whether several pieces of the model on each
-stage, as in Megatron-LM's interleaved order, still pay beside weight gradients. The Markdown of
-the results is written beside the JSON.
+the file. All else is simulated, "ours" with the package's own policy. `published` repeats table 5
+of the zero-bubble paper (Qi et al., 2024) from the times of its table 6. `jitter` draws a random
+factor for each action and compares step times. `chunks` asks whether several pieces of the model on
+each stage, as in Megatron-LM's interleaved order, still pay beside weight gradients. The Markdown
+of the results is written beside the JSON.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from chunked_stages import chunked_seconds
+from chunked_stages import Times, chunked_seconds
 from emulated import machine
 from schedules import LAWS
 
-from axsparse.pipeline.policy import Policy
-from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.policy import Action, InOrder, Kind, Policy, action
+from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
-from axsparse.pipeline.zero_bubble import PATIENCES, Times
 from axsparse.runtime.launcher import started_by_launcher
 
 TIMES = Times(1.0, 1.0, 0.8, 0.05)
 JITTER_LAWS = ("none", "exponential", "lognormal", "stalls")
-MEANS = {"none": 1.0, "exponential": 1.0, "lognormal": 1.1331, "stalls": 1.2}
-"""The mean factor of each law: what stages expect of each other."""
 SIZES = {(4, 16): 20, (8, 32): 20, (16, 64): 10}
 """Stages and microbatches, and how many sets of delays are drawn."""
 SLACKS = (0, 1, 2)
 UNIT_SECONDS = 0.02
 """Of the emulated stages: long against the half millisecond that an action costs a busy host."""
-OURS, STATIC = "ours", "zb-1p"
-EMULATED = ("1f1b", "message-driven, whole", STATIC, "greedy", OURS)
+OURS, FIXED = "ours", "ours, fixed"
+EMULATED = ("1f1b", "message-driven, whole", "zb-h1", FIXED, OURS)
 CHUNKED = ("interleaved", "interleaved, split", "ours, 1p", "ours, 2p")
 PUBLISHED = """\
 1.5B  8  24 18.522 18.086  9.337 0.601 24 2304 0.2431 0.1585 0.1083 0.0433
@@ -62,27 +59,71 @@ PUBLISHED = """\
 bubble rates of 1F1B, ZB-1p (and ZB-H1), ZB-H2 and ZB-2p (table 5)."""
 
 
-def split(name: ScheduleName = "message-driven", slack: int = 0, **more: Any) -> Schedule:
-    """A schedule of split backwards."""
-    return Schedule(name, slack, "alternate", split_backward=True, **more)
+class Contender(NamedTuple):
+    """How the stages of a pipeline work."""
+
+    policy: Callable[[int, int, int], Policy]
+    """Makes the policy of (stage, stages, microbatches)."""
+    is_split: bool = True
 
 
-def run(
-    schedule: Schedule, parts: Durations, times: Times, expected: Durations | None = None
-) -> PipelineRun:
+def zb_h1(stage: int, stages: int, microbatches: int, slack: int = 0) -> list[Action]:
+    """ZB-H1: 1F1B whose stage s leaves the weight gradients of s microbatches for later.
+
+    So no stage holds more than stages + slack microbatches, as the first one under 1F1B. (Qi et
+    al., 2024, section 2.1 and figure 2.)
+    """
+    warm_up = min(microbatches, stages - stage + slack)
+    actions = [action(Kind.FORWARD, microbatch) for microbatch in range(warm_up)]
+    for microbatch in range(microbatches):
+        actions.append(action(Kind.BACKWARD, microbatch))
+        if microbatch >= stage:
+            actions.append(action(Kind.WEIGHT, microbatch - stage))
+        if microbatch + warm_up < microbatches:
+            actions.append(action(Kind.FORWARD, microbatch + warm_up))
+    first_left = max(0, microbatches - stage)
+    actions += [action(Kind.WEIGHT, number) for number in range(first_left, microbatches)]
+    return actions
+
+
+def of_schedule(schedule: Schedule) -> Contender:
+    """A schedule of the package."""
+    return Contender(
+        lambda stage, stages, microbatches: schedule.policy(
+            stage=stage, g_inter=stages, microbatches=microbatches
+        ),
+        schedule.split_backward,
+    )
+
+
+def ours(slack: int = 0, **more: Any) -> Contender:
+    """The package's rule for split backwards."""
+    return of_schedule(Schedule("message-driven", slack, "alternate", split_backward=True, **more))
+
+
+def of_lists(order: Callable[[int, int, int], Sequence[Action]]) -> Contender:
+    """An order that is known beforehand."""
+    return Contender(
+        lambda stage, stages, microbatches: InOrder(
+            order(stage, stages, microbatches), stage=stage, g_inter=stages
+        )
+    )
+
+
+@cache
+def fixed_orders(slack: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """What our rule does where every action takes as long as expected."""
+    done = run(ours(slack), Durations.uniform(stages, microbatches, *TIMES[:3]), TIMES)
+    return [stage.actions for stage in done.stages]
+
+
+def run(contender: Contender, parts: Durations, times: Times) -> PipelineRun:
     """One step. `parts` are durations of split backwards; whole ones take the sum."""
     stages, microbatches = len(parts.forward), len(parts.forward[0])
-    if not schedule.split_backward:
-        parts = whole_backwards(parts)
-
-    def new_policy(stage: int) -> Policy:
-        return schedule.policy(stage=stage, g_inter=stages, microbatches=microbatches)
-
     return simulate(
-        new_policy,
-        parts,
+        lambda stage: contender.policy(stage, stages, microbatches),
+        parts if contender.is_split else whole_backwards(parts),
         [MessageCost(times.message)] * (stages - 1),
-        (expected or parts) if schedule.uses_forecasts else None,
     )
 
 
@@ -107,23 +148,18 @@ def published() -> list[dict[str, Any]]:
         values = [float(number) for number in numbers]
         times, (heads, width), rates = Times(*values[:4]), values[4:6], values[6:]
         size = 32 / (34 + 5 * heads * 1024 / width)
-        wide = split("message-driven", stages - 1, held=2 * stages)
+        wide: dict[str, Any] = {"slack": stages - 1, "held": 2 * stages}
         tried = {
-            "1F1B": [Schedule("1f1b", 0, "alternate")],
-            "ZB-H1": [split("zb-h1")],
-            "1p": [split(patience=each) for each in PATIENCES],
-            "2p": [replace(wide, patience=each) for each in PATIENCES],
-            "2p in bytes": [
-                replace(wide, patience=p, deferred_sizes=(size,) * stages) for p in PATIENCES
-            ],
-            "3p": [
-                split("message-driven", stages + 2, held=3 * stages, patience=each)
-                for each in PATIENCES
-            ],
+            "1F1B": of_schedule(Schedule("1f1b", 0, "alternate")),
+            "ZB-H1": of_lists(zb_h1),
+            "1p": ours(),
+            "2p": ours(**wide),
+            "2p in bytes": ours(**wide, deferred_sizes=(size,) * stages),
+            "3p": ours(stages + 2, held=3 * stages),
         }
         found = {
-            name: [bubble_rate(each, stages, microbatches, times) for each in schedules]
-            for name, schedules in tried.items()
+            name: round(bubble_rate(each, stages, microbatches, times), 4)
+            for name, each in tried.items()
         }
         names = ("1F1B", "ZB-1p", "ZB-H2", "ZB-2p")
         rows.append(
@@ -132,17 +168,17 @@ def published() -> list[dict[str, Any]]:
                 "stages": stages,
                 "microbatches": microbatches,
                 "published": dict(zip(names, rates, strict=True)),
-                "simulated": {k: [round(v, 4) for v in found[k]] for k in found},
+                "simulated": found,
             }
         )
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def bubble_rate(schedule: Schedule, stages: int, microbatches: int, times: Times) -> float:
+def bubble_rate(contender: Contender, stages: int, microbatches: int, times: Times) -> float:
     """The part of the time in which the longest stage does nothing."""
     parts = Durations.uniform(stages, microbatches, *times[:3])
-    done = run(schedule, parts, times)
+    done = run(contender, parts, times)
     cost = max(stage.ends[-1] - stage.begins[0] for stage in done.stages)
     return 1 - microbatches * sum(times[:3]) / cost
 
@@ -150,23 +186,15 @@ def bubble_rate(schedule: Schedule, stages: int, microbatches: int, times: Times
 # -- jitter ---------------------------------------------------------------------------------
 
 
-def contenders(slack: int, expected: Times) -> dict[str, Schedule]:
-    """The schedules that are compared; with split backwards all hold g_inter + slack."""
+def contenders(slack: int) -> dict[str, Contender]:
+    """What is compared; with split backwards all hold stages + slack microbatches."""
     return {
-        "1f1b": Schedule("1f1b", slack, "alternate"),
-        "message-driven, whole": Schedule("message-driven", slack, "alternate"),
-        "zb-h1": split("zb-h1", slack),
-        STATIC: split("zb-1p", slack, times=expected),
-        "greedy": split("message-driven", slack, patience=0.0),
-        OURS: split("message-driven", slack),
-        "patience ¾": split("message-driven", slack, patience=0.75),
+        "1f1b": of_schedule(Schedule("1f1b", slack, "alternate")),
+        "message-driven, whole": of_schedule(Schedule("message-driven", slack, "alternate")),
+        "zb-h1": of_lists(partial(zb_h1, slack=slack)),
+        FIXED: of_lists(lambda stage, *size: fixed_orders(slack, *size)[stage]),
+        OURS: ours(slack),
     }
-
-
-def usual_times(law: str) -> Times:
-    """What actions take on average."""
-    forward, backward, weight = (MEANS[law] * each for each in TIMES[:3])
-    return Times(forward, backward, weight, TIMES.message)
 
 
 def drawn(law: str, size: tuple[int, int], key: int) -> Durations:
@@ -187,15 +215,13 @@ def jitter() -> list[dict[str, Any]]:
     for size, draws in SIZES.items():
         for slack in SLACKS:
             for law in JITTER_LAWS:
-                scaled = usual_times(law)
-                expected = Durations.uniform(*size, *scaled[:3])
-                tried = contenders(slack, scaled)
+                tried = contenders(slack)
                 seconds: dict[str, list[float]] = {name: [] for name in tried}
                 for key in range(1 if law == "none" else draws):
                     parts = drawn(law, size, key)
-                    for name, schedule in tried.items():
-                        seconds[name].append(run(schedule, parts, TIMES, expected).seconds)
-                ours = sum(seconds[OURS])
+                    for name, contender in tried.items():
+                        seconds[name].append(run(contender, parts, TIMES).seconds)
+                total = sum(seconds[OURS])
                 found.append(
                     {
                         "stages": size[0],
@@ -203,7 +229,7 @@ def jitter() -> list[dict[str, Any]]:
                         "slack": slack,
                         "law": law,
                         "units": round(fmean(seconds[OURS]), 3),
-                        "over_ours": {k: round(sum(v) / ours, 3) for k, v in seconds.items()},
+                        "over_ours": {k: round(sum(v) / total, 3) for k, v in seconds.items()},
                     }
                 )
                 print(json.dumps(found[-1]), flush=True)
@@ -220,8 +246,6 @@ def chunks() -> list[dict[str, Any]]:
         stages = size[0]
         for pieces in (2, 4):
             for law in JITTER_LAWS[:2]:
-                scaled = usual_times(law)
-                expected = Durations.uniform(*size, *scaled[:3])
                 seconds: dict[str, list[float]] = {}
                 held = 0.0
                 for key in range(1 if law == "none" else draws // 2):
@@ -236,9 +260,9 @@ def chunks() -> list[dict[str, Any]]:
                     parts = drawn(law, size, key)
                     memory = {"ours, 1p": 0, "ours, 2p": stages - 1, OURS: round(held) - stages}
                     for name, more in memory.items():
-                        done = run(split("message-driven", more), parts, TIMES, expected)
+                        done = run(ours(more), parts, TIMES)
                         seconds.setdefault(name, []).append(done.seconds)
-                ours = sum(seconds[OURS])
+                total = sum(seconds[OURS])
                 found.append(
                     {
                         "stages": stages,
@@ -246,7 +270,7 @@ def chunks() -> list[dict[str, Any]]:
                         "pieces": pieces,
                         "law": law,
                         "held": round(held, 2),
-                        "over_ours": {k: round(sum(v) / ours, 3) for k, v in seconds.items()},
+                        "over_ours": {k: round(sum(v) / total, 3) for k, v in seconds.items()},
                     }
                 )
                 print(json.dumps(found[-1]), flush=True)
@@ -259,6 +283,15 @@ def partial_factor(law: str, chance: random.Random) -> Callable[[], float]:
 
 
 # -- emulated -----------------------------------------------------------------------------
+
+
+def as_schedule(contender: Contender) -> Callable[..., Policy]:
+    """As an engine asks for policies."""
+
+    def policy(*, stage: int, g_inter: int, microbatches: int) -> Policy:
+        return contender.policy(stage, g_inter, microbatches)
+
+    return policy
 
 
 def emulated(repeats: int) -> list[dict[str, Any]] | None:
@@ -276,16 +309,15 @@ def emulated(repeats: int) -> list[dict[str, Any]] | None:
     rows = []
     for slack in SLACKS:
         for law in JITTER_LAWS:
-            tried = contenders(slack, usual_times(law))
+            tried = contenders(slack)
             names = EMULATED
             ranks = {
                 name: EmulatedRank(
                     transport,
                     place,
                     link,
-                    tried[name].policy,
+                    as_schedule(tried[name]),
                     UNIT_SECONDS,
-                    uses_forecasts=tried[name].uses_forecasts,
                 )
                 for name in names
             }
@@ -295,14 +327,13 @@ def emulated(repeats: int) -> list[dict[str, Any]] | None:
                 order = list(names)
                 random.Random(f"{key} {law} {slack}").shuffle(order)  # noqa: S311
                 for name in order:
-                    schedule = tried[name]
-                    durations = parts if schedule.split_backward else whole_backwards(parts)
+                    durations = parts if tried[name].is_split else whole_backwards(parts)
                     step = ranks[name].step(durations).step
                     if key:
                         seconds[name].append(step)
-            ours = seconds[OURS]
+            base = seconds[OURS]
             ratios = {
-                name: median(other / own for other, own in zip(found, ours, strict=True))
+                name: median(other / own for other, own in zip(found, base, strict=True))
                 for name, found in seconds.items()
             }
             rows.append(
@@ -311,7 +342,7 @@ def emulated(repeats: int) -> list[dict[str, Any]] | None:
                     "microbatches": size[1],
                     "slack": slack,
                     "law": law,
-                    "ours_ms": round(1e3 * median(ours), 1),
+                    "ours_ms": round(1e3 * median(base), 1),
                     "over_ours": {name: round(ratio, 3) for name, ratio in ratios.items()},
                 }
             )
@@ -338,9 +369,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         [
             f"{row['model']} m{row['microbatches']}",
             *(f"{row['published'][name]:.4f}" for name in ("1F1B", "ZB-1p", "ZB-H2", "ZB-2p")),
-            *(f"{row['simulated'][name][0]:.4f}" for name in ("1F1B", "ZB-H1")),
-            f"{row['simulated']['1p'][2]:.4f}",
-            *(f"{min(row['simulated'][name]):.4f}" for name in ("1p", "2p", "2p in bytes", "3p")),
+            *(f"{rate:.4f}" for rate in row["simulated"].values()),
         ]
         for row in results["published"]
     ]
@@ -363,15 +392,14 @@ def markdown(results: Mapping[str, Any]) -> str:
         "# Split backwards, simulated\n\nWritten by `benchmarks/zero_bubble.py`.\n\n"
         "## Bubble rates on published times\n\n"
         "Qi et al., 2024: table 5, and the same times (table 6) in our simulator. 1p, 2p and 3p "
-        "are our rule with that memory; the first with a patience of ½, the others with the best "
-        "of 0, ¼, ½ and ¾. In bytes: a deferred microbatch counts what it takes, 32 / (34 + "
-        "5 a s / h) of one in flight.\n\n"
+        "are our rule with that memory. In bytes: a deferred microbatch counts what it takes, "
+        "32 / (34 + 5 a s / h) of one in flight.\n\n"
         + table(
-            "|1F1B|ZB-1p|ZB-H2|ZB-2p|1F1B here|ZB-H1 here|1p, ½|1p|2p|2p in bytes|3p",
+            "|1F1B|ZB-1p|ZB-H2|ZB-2p|1F1B here|ZB-H1 here|1p|2p|2p in bytes|3p",
             rates,
         )
-        + "\n## Step times under jitter\n\nOver ours (message-driven with weight gradients, "
-        "patience ½). F 1, B 1, W 0.8, message 0.05; each action times a random factor.\n\n"
+        + "\n## Step times under jitter\n\nOver ours (message-driven with weight gradients). F 1, "
+        "B 1, W 0.8, message 0.05; each action times a random factor.\n\n"
         + table(
             "|".join(["stages × microbatches", "slack", "law", *(n for n in names if n != OURS)]),
             steps,
@@ -383,9 +411,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             pieces,
         )
         + "\n## Emulated over MPI\n\nFour stages that sleep, 16 microbatches, the real engine and "
-        "links; step times over ours (patience ½, announcements where durations are regular): "
-        "medians of ratios under equal delays.\n\n"
-        + table("slack|law|ours, ms|1f1b|message-driven, whole|zb-1p|greedy", real)
+        "links; step times over ours: medians of ratios under equal delays.\n\n"
+        + table("|".join(["slack", "law", "ours, ms", *(n for n in EMULATED if n != OURS)]), real)
     )
 
 

@@ -11,7 +11,6 @@ _PLACES = {
     "config show": ("axsparse.cli.config", "show_parser"),
     "config schema": ("axsparse.cli.config", "schema_parser"),
     "plan": ("axsparse.cli.plan", "parser"),
-    "plan check": ("axsparse.cli.plan_check", "parser"),
     "calibrate": ("axsparse.cli.calibrate", "parser"),
     "report": ("axsparse.cli.report", "parser"),
     "trace compare": ("axsparse.cli.trace", "parser"),

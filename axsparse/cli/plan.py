@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from axsparse.cli import plan_check
 from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config, counted
@@ -29,7 +28,6 @@ Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
   axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
   axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
   axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
-  axsparse plan check runs.yaml            how far predictions of measured runs are off
 """
 EPILOG = """\
 A layout is stages × replicas. The fewest stages that fit are recommended, at their fastest
@@ -79,9 +77,6 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Plan, and end the process with its exit code; one of many ranks works."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] == "check":
-        plan_check.main(words[1:])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_command(lambda: _plan(parser().parse_args(argv)))
 

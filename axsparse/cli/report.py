@@ -287,7 +287,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     """
     from pydantic import ValidationError
 
-    from axsparse.config.schema import Config
+    from axsparse.config.former_settings import recorded_config
     from axsparse.observe.run_records import number
     from axsparse.planner.memory_picture import memory_bars
     from axsparse.planner.planned_memory import planned_memory
@@ -298,7 +298,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
         return []
     shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
     try:
-        config = Config.model_validate(manifest.config)
+        config = recorded_config(manifest.config)
         found = planned_memory(config, shapes, manifest.pruned, predicted[-1])
     except ValidationError:
         notes.append("the plan of its memory is not shown: another version wrote its settings")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from axsparse.config.former_settings import FORMER_KEYS
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
@@ -139,6 +140,8 @@ def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False
 
 def unknown_key(key: str, origin: str) -> ConfigError:
     """The error about a key that is not in the schema, with the nearest one that is."""
+    if key in FORMER_KEYS:
+        return ConfigError(f"{key} ({origin}): this key is gone; {FORMER_KEYS[key]}")
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
 

@@ -12,31 +12,26 @@ from axsparse.config.section import Auto, Section
 class PipelineConfig(Section):
     """In which order a stage works."""
 
-    schedule: Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"] = (
-        "message-driven"
-    )
+    schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
     """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
-    backward in turn), `gpipe` (all forwards, then all backwards; holds all activations) and the
-    zero-bubble orders are fixed, for comparison: the same losses, bit by bit."""
+    backward in turn) and `gpipe` (all forwards, then all backwards; holds all activations) are
+    fixed orders, for comparison: the same losses, bit by bit."""
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: what runs when a forward and a backward have both arrived."""
     slack: Annotated[int, Field(ge=0)] | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
-    memory requires it. With `layout.cluster`, as many as shorten the simulated step and fit."""
+    memory requires it. With `layout.cluster`, as many as are worth their memory: see
+    `split_backward`."""
     split_backward: bool | Auto = "auto"
     """Compute the gradients of weights apart from the backward, while nothing that a neighbour
     waits for can run; activations are held longer. Linear and convolution layers are split.
-    Changes no bit. `auto` splits large layers where stages wait for each other: with two or more
-    stages and microbatches, under message-driven, with slack, without `compile`; with
-    `layout.cluster`, where the simulated step says that it pays."""
+    Changes no bit. `auto` splits large layers where stages wait for each other (two or more stages
+    and microbatches, under message-driven, without `compile`) if a simulated step gains at least
+    1 % of time for each 3 % of memory, and at most 85 % of what a rank may take is full then."""
     held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
     """split_backward: the memory that a stage may hold of microbatches in flight and of those that
     wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
-    flight; with `layout.cluster`, more where that shortens the simulated step and fits."""
-    announce: bool = True
-    """message-driven with split_backward: stages on CPUs tell their neighbours when a result will
-    come, so that these wait for it rather than begin weight gradients. Changes no bit. Stages on
-    GPUs never do."""
+    flight; with `layout.cluster`, more where the simulated step gains as much by it."""
     checkpoint_activations: Annotated[int, Field(ge=0)] = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -343,13 +343,6 @@ def _check_backwards(loaded: LoadedConfig) -> None:
             "layer's backward into one; choose auto, which leaves it whole, or set "
             "pipeline.compile to false"
         )
-    is_whole = pipeline.split_backward is False or pipeline.compile
-    if is_whole and pipeline.schedule in ("zb-h1", "zb-1p", "zb-2p"):
-        cause = "compile true" if pipeline.compile else "split_backward false"
-        raise ConfigError(
-            f"{loaded.where('pipeline.schedule')}: {pipeline.schedule} is an order of split "
-            f"backwards, which pipeline.{cause} leaves whole; choose 1f1b, or leave that out"
-        )
 
 
 def _check_split_length(loaded: LoadedConfig, g_inter: int) -> None:

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.announcements import Announcements
-from axsparse.pipeline.policy import BACKWARD, FORWARD, ForwardOnly, Policy
+from axsparse.pipeline.policy import BACKWARD, FORWARD, Action, ForwardOnly, Kind, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
@@ -72,9 +70,6 @@ class Engine:
         self._link = link
         self._schedule = schedule
         self._while_idle = while_idle
-        # The host of a GPU knows neither when an action begins nor when it ends.
-        is_on = schedule.uses_forecasts and rank.gpu is None
-        self._announcements = Announcements(rank.place, link, rank.backoff, is_on=is_on)
         self._unfinished: deque[Event] = deque()
         """The ends of the actions that the GPU has not finished."""
         self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
@@ -112,9 +107,6 @@ class Engine:
         losses: list[Tensor] = []
 
         def run(action: Action) -> None:
-            if self._announcements.is_on:
-                with self._phases("p2p"):
-                    self._announcements.begin(action)
             if action.kind is Kind.FORWARD:
                 losses.extend(self._forward(action.microbatch, batch, divisor))
                 return
@@ -124,9 +116,7 @@ class Engine:
             else:
                 with self._phases("compute"):
                     self._stage.weight_gradients(action.microbatch)
-                self._announcements.end(Kind.WEIGHT)
 
-        self._announcements.begin_step()
         self._execute(policy, run)
         self._finish_sending()
         return losses
@@ -194,7 +184,7 @@ class Engine:
                     self._link.push()
             is_congested = self._link.unsent > MOST_UNSENT or self._gpu_is_busy()
             self._tell(policy)
-            action = None if is_congested else policy.next(self._announcements.forecast(policy))
+            action = None if is_congested else policy.next()
             if action is not None:
                 self._phases.action = str(action)
                 run(action)
@@ -213,9 +203,7 @@ class Engine:
 
     def _receive(self) -> None:
         with self._phases("p2p"):
-            messages = self._link.arrivals()
-            self._announcements.take_in(messages)
-            for message in messages:
+            for message in self._link.arrivals():
                 self._arrived[message.direction].append(message)
 
     def _gpu_is_busy(self) -> bool:
@@ -300,5 +288,4 @@ class Engine:
     def _send(self, direction: Direction, number: int, tensors: tuple[Tensor | None, ...]) -> None:
         requires_grad = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
         with self._phases("p2p"):
-            sent_at = self._announcements.end(Kind(direction))
-            self._link.send(Message(direction, number, tensors, requires_grad, sent_at))
+            self._link.send(Message(direction, number, tensors, requires_grad))

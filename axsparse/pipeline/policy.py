@@ -6,40 +6,60 @@ training (`pipeline.engine`) and simulations (`pipeline.simulator`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Literal, Protocol
 
-from axsparse.pipeline.actions import Action, Kind, action
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 Preference = Literal["alternate", "backward", "forward"]
 
 
-class Forecast(NamedTuple):
-    """How soon the next message of each direction is expected, indexed by `Direction`.
+class Kind(IntEnum):
+    """What an action computes.
 
-    The unit is the time that the stage's next WEIGHT action takes. Infinity stands for a message
-    of which nothing is known, and for one that is late by more than `LATEST`: nobody waits for
-    long on a wrong forecast. One that is late by less is 0 away.
+    A backward is whole or split. A whole one (BACKWARD alone) makes the gradients of its stage's
+    inputs and weights. A split one is two actions: BACKWARD makes the gradients of the inputs,
+    which the previous stage waits for, and saves what the gradient of each weight is made from (the
+    layer's input and output gradient); WEIGHT, at any later time, makes the gradients of the
+    weights from that and sends nothing. Whether backwards are split is the same for all actions of
+    a run: `Schedule.split_backward`. (Qi et al., 2024, section 2.)
     """
 
-    forward: float = math.inf
-    backward: float = math.inf
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHT = 2
 
 
-UNKNOWN = Forecast()
-"""The forecast where neighbours announce nothing."""
-LATEST = 0.1
-"""How late a message may be and still be expected, in times of a WEIGHT action."""
+LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.WEIGHT: "W"}
 
 
-def times_away(due: float, now: float, weight: float) -> float:
-    """How soon a message is expected that is due at `due`, as `Forecast` says it; `weight` is how
-    long a WEIGHT action takes."""
-    away = (due - now) / weight
-    return max(0.0, away) if away >= -LATEST else math.inf
+@dataclass(frozen=True)
+class Action:
+    """The forward, the backward or the weight gradients of one microbatch."""
+
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{LETTERS[self.kind]}{self.microbatch}"
+
+    @property
+    def direction(self) -> Direction | None:
+        """Where the result travels, and whence the input has come; None for weight gradients."""
+        return None if self.kind is Kind.WEIGHT else Direction(self.kind)
+
+
+@cache
+def action(kind: Kind, microbatch: int) -> Action:
+    """An `Action` that is made once and reused: policies return the same few again and again.
+
+    A `Direction` will do as kind; mypy does not check the arguments of what is cached.
+    """
+    return Action(Kind(kind), microbatch)
 
 
 class Policy(Protocol):
@@ -53,8 +73,8 @@ class Policy(Protocol):
         while not policy.finished:
             for direction, microbatch in <messages that came in, first come first>:
                 policy.arrived(direction, microbatch)
-            action = policy.next(<how soon messages are expected, if neighbours announce them>)
-            if action is None: wait for a message, or for a while
+            action = policy.next()
+            if action is None: wait for a message
             else: run the action and send its result, if it has one, to the neighbour
 
     These rules hold for every policy:
@@ -71,9 +91,7 @@ class Policy(Protocol):
        An arrival out of order, from a side without a neighbour or beyond the last microbatch is an
        error in the caller: an assertion.
     5. The policies of all stages together never wait for each other for ever.
-    6. The answers depend on the arrivals, calls and forecasts so far, and on nothing else. If a
-       policy waits although it could run something, it does so because of a forecast, and it
-       never waits when the forecast is `UNKNOWN`.
+    6. The answers depend on the arrivals and calls so far, and on nothing else.
 
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
@@ -99,7 +117,7 @@ class Policy(Protocol):
         """Take note that the input of a microbatch's forward or backward has arrived."""
         ...
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:
+    def next(self) -> Action | None:
         """The action to run now, or None if the stage has to wait for an arrival.
 
         The caller must run what it is given: the action counts as begun.
@@ -107,37 +125,91 @@ class Policy(Protocol):
         ...
 
 
-class MessageDriven:
-    """AxoNN's policy: run what has arrived, within a bound on activations in flight.
+@dataclass(frozen=True)
+class Bounds:
+    """What a stage may hold of the microbatches of one step.
 
-    Stage s holds the activations of at most `g_inter − s + slack` microbatches, whose forward
-    has begun and whose backward has not. If a forward and a backward can both run, `prefer`
-    decides: `alternate` takes the kind that did not run last, because two backwards in a row
-    starve the stages downstream. The last stage runs each backward directly after its forward.
+    A microbatch is in flight from its forward to its backward, when all its activations are kept,
+    and deferred from its backward to its weight gradients, for which the inputs and the output
+    gradients of matrices are kept.
     """
 
+    in_flight: int
+    """Microbatches in flight."""
+    held: float
+    """Memory, in units of what a microbatch in flight takes: there are never more than
+    `in_flight + deferred_size * deferred`."""
+    deferred_size: float = 1.0
+    """What a deferred microbatch takes, in the same unit. It is below 1 where activations are kept
+    that weight gradients do not need, such as scores of attention, and above 1 where activations
+    are recomputed."""
+
+    def __post_init__(self) -> None:
+        least = max(1.0, self.deferred_size)
+        if self.in_flight < 1 or self.held < least or self.deferred_size <= 0:
+            raise ValueError(
+                f"bounds: {self}; in_flight has to be at least 1, deferred_size above 0 and held "
+                f"at least {least:g}, what one microbatch takes"
+            )
+
+    def allow_forward(self, in_flight: int, deferred: int) -> bool:
+        """Whether a further forward fits, and after it a backward."""
+        size = self.deferred_size
+        return (
+            in_flight < self.in_flight
+            and in_flight + 1 + size * deferred <= self.held
+            and in_flight + size <= self.held
+        )
+
+    def allow_backward(self, in_flight: int, deferred: int) -> bool:
+        """Whether a further backward fits. With nothing deferred it always does."""
+        return in_flight - 1 + self.deferred_size * (deferred + 1) <= self.held
+
+
+class MessageDriven:
+    """AxoNN's policy: run what has arrived, within bounds on what a stage holds.
+
+    If a forward and a backward can both run, `prefer` decides: `alternate` takes the kind that did
+    not run last, because two backwards in a row starve the stages downstream. The last stage runs
+    each backward directly after its forward.
+
+    With split backwards, weight gradients run when neither a forward nor a backward can. The stage
+    never waits for a message instead of beginning weight gradients, also where these hold up the
+    stages behind it: slack makes up for that.
+    """
+
+    # Reason: a stage's place, its step and the rule's three settings.
     def __init__(
         self,
         *,
         stage: int,
         g_inter: int,
         microbatches: int,
-        slack: int,
+        bounds: Bounds,
         prefer: Preference = "alternate",
+        is_split: bool = False,
     ) -> None:
         self._inputs = Inputs(stage, g_inter, microbatches)
-        self._bound = g_inter - stage + slack
+        self._bounds = bounds
         self._prefer: Preference = "backward" if self._inputs.is_last else prefer
+        self._is_split = is_split
         self._last_run: Kind | None = None
 
     @property
     def in_flight(self) -> int:
         """How many microbatches have begun their forward and not their backward."""
-        return self._inputs.in_flight
+        return self._inputs.begun[Kind.FORWARD] - self._inputs.begun[Kind.BACKWARD]
+
+    @property
+    def deferred(self) -> int:
+        """How many microbatches have begun their backward and not their weight gradients."""
+        begun = self._inputs.begun
+        return begun[Kind.BACKWARD] - begun[Kind.WEIGHT] if self._is_split else 0
 
     @property
     def finished(self) -> bool:
-        return self._inputs.begun[Kind.BACKWARD] == self._inputs.microbatches
+        last = Kind.WEIGHT if self._is_split else Kind.BACKWARD
+        return self._inputs.begun[last] == self._inputs.microbatches
 
     def expects(self, direction: Direction) -> bool:
         return self._inputs.expects(direction)
@@ -145,18 +217,19 @@ class MessageDriven:
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._inputs.arrived(direction, microbatch)
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
-        inputs = self._inputs
+    def next(self) -> Action | None:
+        inputs, bounds = self._inputs, self._bounds
+        in_flight, deferred = self.in_flight, self.deferred
         kind = chosen(
             self._prefer,
             self._last_run,
-            forward=inputs.has(Kind.FORWARD) and inputs.in_flight < self._bound,
-            backward=inputs.has(Kind.BACKWARD),
+            forward=inputs.has(Kind.FORWARD) and bounds.allow_forward(in_flight, deferred),
+            backward=inputs.has(Kind.BACKWARD) and bounds.allow_backward(in_flight, deferred),
         )
-        if kind is None:
-            return None
-        self._last_run = kind
-        return inputs.begin(kind)
+        if kind is not None:
+            self._last_run = kind
+            return inputs.begin(kind)
+        return inputs.begin(Kind.WEIGHT) if deferred else None
 
 
 def chosen(
@@ -196,7 +269,7 @@ class InOrder:
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._inputs.arrived(direction, microbatch)
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
+    def next(self) -> Action | None:
         if self.finished or not self._inputs.has(self._actions[self._done].kind):
             return None
         self._done += 1
@@ -218,11 +291,6 @@ class Inputs:
         self.microbatches = microbatches
         self.here = [microbatches if self._is_first else 0, 0, 0]
         self.begun = [0, 0, 0]
-
-    @property
-    def in_flight(self) -> int:
-        """Microbatches whose forward has begun and whose backward has not."""
-        return self.begun[Kind.FORWARD] - self.begun[Kind.BACKWARD]
 
     def has(self, kind: Kind) -> bool:
         """Whether the next action of this kind could run."""
@@ -298,7 +366,7 @@ class ForwardOnly:
         assert microbatch == self._arrived, f"F{microbatch} arrived, F{self._arrived} was next"
         self._arrived += 1
 
-    def next(self, forecast: Forecast = UNKNOWN) -> Action | None:  # noqa: ARG002
+    def next(self) -> Action | None:
         if self._begun == self._arrived:
             return None
         self._begun += 1

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from axsparse.pipeline.actions import Action, Kind, action
-from axsparse.pipeline.policy import InOrder, MessageDriven, Policy, Preference
-from axsparse.pipeline.split_policy import PATIENCE, Bounds, MessageDrivenSplit
-from axsparse.pipeline.zero_bubble import EQUAL_TIMES, Times, planned_orders, zb_h1
+from axsparse.pipeline.policy import (
+    Action,
+    Bounds,
+    InOrder,
+    Kind,
+    MessageDriven,
+    Policy,
+    Preference,
+    action,
+)
 
-ScheduleName = Literal["message-driven", "1f1b", "gpipe", "zb-h1", "zb-1p", "zb-2p"]
-ZERO_BUBBLE = ("zb-h1", "zb-1p", "zb-2p")
-"""Static orders of split backwards: they have weight gradients as actions of their own."""
+ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
 
 
 @dataclass(frozen=True)
@@ -39,33 +43,18 @@ class Schedule:
 
     name: ScheduleName
     slack: int
-    """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe); zb-2p
-    already has g_inter − s − 1 of them."""
+    """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe)."""
     prefer: Preference
     """What runs when a forward and a backward have both arrived (message-driven)."""
     split_backward: bool = False
     """Whether backwards are split, so that the lists and policies have weight gradients of their
-    own (see `pipeline.actions.Kind`). Those of zero-bubble schedules always have."""
+    own (see `Kind`)."""
     held: float | None = None
     """What a stage may hold of microbatches in flight and deferred, in the unit of `Bounds.held`
-    (message-driven, zb-1p, zb-2p); None: what the first stage has in flight."""
+    (message-driven); None: what the first stage has in flight."""
     deferred_sizes: tuple[float, ...] = ()
     """What a deferred microbatch takes on each stage, in units of one in flight there (split);
     empty: 1 on all."""
-    patience: float = PATIENCE
-    """How far away a message may be to be waited for, in times of a WEIGHT action (message-driven,
-    split). With 0 nobody needs announcements."""
-    times: Times = EQUAL_TIMES
-    """What the orders of zb-1p and zb-2p are made for."""
-
-    def __post_init__(self) -> None:
-        if self.name in ZERO_BUBBLE and not self.split_backward:
-            raise ValueError(f"schedule: {self.name} without split_backward; it needs split ones")
-
-    @property
-    def uses_forecasts(self) -> bool:
-        """Whether the policies ask for more than `UNKNOWN` forecasts."""
-        return self.name == "message-driven" and self.split_backward and self.patience > 0
 
     def bounds(self, stage: int, g_inter: int) -> Bounds:
         """What a stage may hold: of whole backwards g_inter − stage + slack microbatches.
@@ -74,45 +63,30 @@ class Schedule:
         wait for their backward while those of later stages wait for a forward.
         """
         depth = g_inter - stage
-        slack = self.slack + (g_inter - 1 if self.name == "zb-2p" else 0)
         if not self.split_backward:
-            return Bounds(depth + slack, depth + slack)
-        in_flight = depth + min(slack, depth - 1 + max(0, slack - g_inter + 1))
+            return Bounds(depth + self.slack, depth + self.slack)
+        in_flight = depth + min(self.slack, depth - 1 + max(0, self.slack - g_inter + 1))
         size = self.deferred_sizes[stage] if self.deferred_sizes else 1.0
         held = self.held
         if held is None:
-            first = 2 * g_inter + self.slack if self.name == "zb-2p" else g_inter + slack
-            held = first + max(0.0, size - 1)
+            held = g_inter + self.slack + max(0.0, size - 1)
         return Bounds(in_flight, max(held, size), size)
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
-        if self.name == "message-driven" and self.split_backward:
-            return MessageDrivenSplit(
-                stage=stage,
-                g_inter=g_inter,
-                microbatches=microbatches,
-                bounds=self.bounds(stage, g_inter),
-                prefer=self.prefer,
-                patience=self.patience,
-            )
         if self.name == "message-driven":
             return MessageDriven(
                 stage=stage,
                 g_inter=g_inter,
                 microbatches=microbatches,
-                slack=self.slack,
+                bounds=self.bounds(stage, g_inter),
                 prefer=self.prefer,
+                is_split=self.split_backward,
             )
         return InOrder(self.order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
 
     def order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
         """What a stage does in a step under a static schedule."""
-        if self.name == "zb-h1":
-            return zb_h1(stage, g_inter, microbatches, self.slack)
-        if self.name in ("zb-1p", "zb-2p"):
-            bounds = tuple(self.bounds(each, g_inter) for each in range(g_inter))
-            return planned_orders(microbatches, bounds, self.times)[stage]
         if self.name == "1f1b":
             actions = one_forward_one_backward(stage, g_inter, microbatches, self.slack)
         else:

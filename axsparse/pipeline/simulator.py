@@ -7,13 +7,10 @@ gradients are summed, so `planner.step_simulation` plays each of them by itself.
 from __future__ import annotations
 
 import heapq
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import UNKNOWN, Forecast, Policy, times_away
+from axsparse.pipeline.policy import Action, Kind, Policy
 from axsparse.runtime.communication import Direction
 
 
@@ -92,30 +89,22 @@ def simulate(
     new_policy: Callable[[int], Policy],
     durations: Durations,
     edges: Sequence[MessageCost] | None = None,
-    expected: Durations | None = None,
 ) -> PipelineRun:
     """Play one step of a pipeline.
 
     `new_policy(stage)` makes the policy of a stage. `edges[s]` is the cost of a message between
     the stages s and s + 1, in either direction; by default messages cost nothing. As in the
     engine, a stage takes in all that has arrived before it asks its policy; at equal times
-    arrivals come before decisions.
-
-    With `expected`, the durations that stages expect of each other, every stage announces to the
-    neighbour that it has begun an action, and policies are told how soon messages are expected.
-    An announcement takes its edge's latency and costs nothing else.
-    Raises RuntimeError for a deadlock.
+    arrivals come before decisions. Raises RuntimeError for a deadlock.
     """
     g_inter = len(durations.forward)
     if edges is None:
         edges = [MessageCost()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
     stages = [_Stage(new_policy(stage)) for stage in range(g_inter)]
-    return _Simulation(stages, durations, edges, expected).play()
+    return _Simulation(stages, durations, edges).play()
 
 
-ASKED_AGAIN = 1 / 8
-"""After how much of a WEIGHT action's time a stage is asked again that waits for a message."""
 Message = tuple[Direction, int]
 """The direction and the microbatch of a message."""
 
@@ -128,35 +117,23 @@ class _Stage:
     run: StageRun = field(default_factory=StageRun)
     inbox: list[Message] = field(default_factory=list)
     """Messages that have arrived, before the stage takes them in."""
-    announced: tuple[deque[tuple[float, float]], ...] = field(
-        default_factory=lambda: tuple(deque() for _ in Direction)
-    )
-    """When each message that has not arrived was announced and when it is expected, by direction
-    in order of microbatches."""
     done: list[int] = field(default_factory=lambda: [0] * len(Kind))
     """How many actions of each kind have begun."""
     is_idle: bool = False
     """Whether it waits for a message."""
     free: float = 0.0
     """Until when it handles messages that it has taken in."""
-    decision: int = 0
-    """The number of the decision that it waits for; others have been overtaken by an arrival."""
 
 
 class _Simulation:
     """A queue of events in order of time: at a stage, a message arrives or a decision is due."""
 
     def __init__(
-        self,
-        stages: list[_Stage],
-        durations: Durations,
-        edges: Sequence[MessageCost],
-        expected: Durations | None,
+        self, stages: list[_Stage], durations: Durations, edges: Sequence[MessageCost]
     ) -> None:
         self._stages = stages
         self._durations = durations
         self._edges = edges
-        self._expected = expected
         self._events: list[tuple[float, int, int, int, Message | None]] = []
         """Each is (time, 0 for an arrival and 1 for a decision, number, stage, what arrives)."""
         self._number = 0
@@ -167,13 +144,13 @@ class _Simulation:
         for number in range(len(self._stages)):
             self._decide_at(0.0, number)
         while self._events:
-            now, _, event, number, arrival = heapq.heappop(self._events)
+            now, _, _, number, arrival = heapq.heappop(self._events)
             stage = self._stages[number]
             if arrival is not None:
                 stage.inbox.append(arrival)
                 if stage.is_idle:
                     self._decide_at(max(now, stage.free), number)
-            elif event == stage.decision:
+            else:
                 self._decide(number, now)
         waiting = [number for number, stage in enumerate(self._stages) if not stage.policy.finished]
         if waiting:
@@ -183,8 +160,7 @@ class _Simulation:
 
     def _decide_at(self, when: float, number: int) -> None:
         self._number += 1
-        stage = self._stages[number]
-        stage.is_idle, stage.decision = False, self._number
+        self._stages[number].is_idle = False
         heapq.heappush(self._events, (when, 1, self._number, number, None))
 
     def _decide(self, number: int, now: float) -> None:
@@ -192,22 +168,17 @@ class _Simulation:
         stage = self._stages[number]
         if stage.inbox:
             now = stage.free = self._take_in(number, now)
-        forecast = UNKNOWN if self._expected is None else self._forecast(number, now)
-        action = stage.policy.next(forecast)
-        if action is not None:
+        action = stage.policy.next()
+        if action is None:
+            stage.is_idle = True
+        else:
             self._execute(number, action, now)
-            return
-        if min(forecast) < math.inf and stage.done[Kind.BACKWARD] > stage.done[Kind.WEIGHT]:
-            self._decide_at(now + ASKED_AGAIN * self._weight_seconds(number), number)
-        stage.is_idle = True
 
     def _take_in(self, number: int, now: float) -> float:
         """Tell the policy of the messages in the inbox; when the last of them was handled."""
         stage = self._stages[number]
         for direction, microbatch in stage.inbox:
             stage.policy.arrived(direction, microbatch)
-            if self._expected is not None:
-                stage.announced[direction].popleft()
             edge = self._edges[number - 1 if direction is Direction.FORWARD else number]
             now = _handle(stage.run, edge, now)
         stage.inbox.clear()
@@ -229,48 +200,22 @@ class _Simulation:
         freed = weights if self._durations.weight else backwards
         run.most_held = max(run.most_held, forwards - freed)
         if action.direction is not None:
-            end = self._send(number, action, now, end)
+            end = self._send(number, action, end)
         run.end = end
         self._decide_at(end, number)
 
-    def _send(self, number: int, action: Action, begin: float, end: float) -> float:
-        """Send an action's result from `end` on, announced at `begin`; when the sending is done."""
+    def _send(self, number: int, action: Action, end: float) -> float:
+        """Send an action's result from `end` on; when the sending is done."""
         is_forward = action.kind is Kind.FORWARD
         target = number + 1 if is_forward else number - 1
         if not 0 <= target < len(self._stages):
             return end
         edge = self._edges[min(number, target)]
-        direction = Direction(action.kind)
-        if self._expected is not None:
-            due = begin + self._expected.of(number, action) + edge.handling + edge.latency
-            self._stages[target].announced[direction].append((begin + edge.latency, due))
         end = _handle(self._stages[number].run, edge, end)
         self._number += 1
-        message = direction, action.microbatch
+        message = Direction(action.kind), action.microbatch
         heapq.heappush(self._events, (end + edge.latency, 0, self._number, target, message))
         return end
-
-    def _forecast(self, number: int, now: float) -> Forecast:
-        """How soon a stage expects messages, in times of its next WEIGHT action."""
-        unit = self._weight_seconds(number)
-        if not unit:
-            return UNKNOWN
-        announced = self._stages[number].announced
-        return Forecast(*(_away(each, now, unit) for each in announced))
-
-    def _weight_seconds(self, number: int) -> float:
-        """How long a stage's next WEIGHT action is expected to take; 0 if there is none."""
-        done, expected = self._stages[number].done[Kind.WEIGHT], self._expected
-        if expected is None or not expected.weight or done == len(expected.weight[number]):
-            return 0.0
-        return expected.weight[number][done]
-
-
-def _away(announced: deque[tuple[float, float]], now: float, weight: float) -> float:
-    """How far away the first announced message is; infinity if there is none, or it is too late."""
-    if not announced or announced[0][0] > now:
-        return math.inf
-    return times_away(announced[0][1], now, weight)
 
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:

@@ -28,11 +28,10 @@ from axsparse.config.validate import (
 )
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
-from axsparse.planner.layout import Layout
-from axsparse.planner.layout_question import LayoutQuestion, Row
+from axsparse.planner.layout import Layout, LayoutQuestion, Row
 from axsparse.planner.layout_search import Rejection, try_layouts
 from axsparse.planner.run_workload import configured_schedule, run_question, schedules
-from axsparse.planner.schedule_choice import with_schedule_that_pays
+from axsparse.planner.schedule_choice import MOST_ROOM, Trade, with_schedule_that_pays
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
@@ -50,6 +49,8 @@ class Choice:
     """Bytes that a rank may take."""
     smaller: Rejection | None
     """The layout of fewer stages that came closest; None if there was none."""
+    trades: Sequence[Trade] | None = None
+    """What options of the schedule cost and bring; None if the schedule was not searched for."""
 
     @property
     def reason(self) -> str:
@@ -127,15 +128,20 @@ def fewest_stages(
     """
     assert question.g_inter, "there is nothing to try"
     rejected: list[Rejection] = []
+    least_slack = min((each.slack for each in schedules if each is not None), default=0)
     for stages in question.g_inter:
         for schedule in schedules:
             one = replace(question, g_inter=[stages], schedule=schedule)
+            if schedule is not None and schedule.slack > least_slack:
+                one = replace(one, memory_bytes=MOST_ROOM * question.room)  # slack is an option
             rows, found = try_layouts(one)
-            if rows:
-                best = rows[0]
-                if schedule is None:
-                    best = with_schedule_that_pays(one, best).row
-                return Choice(best, question.room, rejected[-1] if rejected else None)
+            if not rows:
+                continue
+            smaller = rejected[-1] if rejected else None
+            if schedule is not None:
+                return Choice(rows[0], question.room, smaller)
+            search = with_schedule_that_pays(one, rows[0])
+            return Choice(search.row, question.room, smaller, search.trades)
         rejected += found
     return rejected[-1]
 

@@ -79,8 +79,8 @@ class Cluster:
     """τ: the time of the products that make gradients of weights, over that of as many flops at
     `efficiency`; None: 1."""
     traffic: float | None = None
-    """Bytes that kernels move, over those that `published.transformer` counts; None where
-    `efficiency` carries that time as well."""
+    """Bytes that kernels move, over those that `benchmarks/published/transformer.py` counts; None
+    where `efficiency` carries that time as well."""
     fused_attention: float | None = None
     """1 if the cluster's usual software computes attention without storing scores, 0 or None if
     not."""

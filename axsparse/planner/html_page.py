@@ -13,7 +13,7 @@ from axsparse.config.validate import counted
 from axsparse.observe import web_page
 from axsparse.observe.timeline_picture import LEFT, WIDTH, timeline
 from axsparse.observe.web_page import SERIES_COLOURS, Labels, html_table, legend, svg
-from axsparse.planner.layout_question import Row
+from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.memory_picture import memory_bars
 from axsparse.planner.plan_report import (

@@ -1,14 +1,28 @@
-"""One way to train on a number of devices, and the memory that each of its stages needs."""
+"""A way to train on a number of devices, what the planner is asked about it, and what it says.
+
+`Layout` has the memory that each of its stages needs; `Row` adds its predicted step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageMemory, most_held, stage_memory
-from axsparse.planner.workload import StageLoad
+from axsparse.planner.step_cost import StepCosts, step_costs
+from axsparse.planner.step_simulation import StepRun, simulate_step
+from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
+
+DEFAULT_SLACK = 1
+PLAYED_REPLICAS = 4
+"""Replicas that are simulated if there is jitter: enough to tell layouts apart."""
+Costing: TypeAlias = Callable[[Workload, Sequence[StageLoad], Cluster, Grid, int], StepCosts]
+"""Gives the seconds of a layout at a microbatch size, the last argument: `step_costs`, or another
+function of the same arguments, which may return measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +60,98 @@ class Layout:
     def memory(self, loads: Sequence[StageLoad], overhead: float) -> list[StageMemory]:
         """What each stage needs on one rank; `loads` has one entry a stage."""
         return [self.stage_memory(stage, load, overhead) for stage, load in enumerate(loads)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutQuestion:
+    """A question to the planner: what is trained, on which devices, and what may be tried."""
+
+    workload: Workload
+    cluster: Cluster
+    gpus: int
+    """Number of devices; a layout uses all of them."""
+    global_batch_size: int
+    """Samples of a step."""
+    memory_bytes: float | None = None
+    """What a rank may take; None: the whole memory of a device."""
+    schedule: Schedule | None = None
+    """None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
+    bound."""
+    split_backward: bool | None = None
+    """Without a `schedule`: whether backwards are split; None: whichever pays."""
+    least_split_samples: int = 1
+    """Without a `schedule` and `split_backward`: the smallest microbatch that is split."""
+    g_inter: Sequence[int] | None = None
+    """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
+    microbatch_sizes: Sequence[int] | None = None
+    """The sizes to try, in samples; None: every power of two that divides a replica's batch."""
+    costing: Costing = step_costs
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank may take."""
+        return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """The schedules to try until one fits."""
+        if self.schedule is not None:
+            return [self.schedule]
+        is_split = self.split_backward is True
+        return [
+            Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout that fits, its memory and its predicted step."""
+
+    layout: Layout
+    loads: Sequence[StageLoad]
+    """What each stage computes and holds."""
+    memory: Sequence[StageMemory]
+    """What each stage needs on one rank."""
+    costs: StepCosts
+    run: StepRun
+    percent_of_peak: float
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.run.seconds
+
+    @property
+    def fullest(self) -> int:
+        """The number of the stage that needs most memory."""
+        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
+
+    @property
+    def most_bytes(self) -> float:
+        """Memory of the fullest stage."""
+        return self.memory[self.fullest].total
+
+
+def simulate_layout(costs: StepCosts, cluster: Cluster, layout: Layout) -> StepRun:
+    """A step of this layout."""
+    return simulate_step(
+        costs,
+        cluster,
+        layout.grid,
+        layout.schedule,
+        layout.microbatches,
+        most_replicas=PLAYED_REPLICAS,
+    )
+
+
+def with_schedule(cluster: Cluster, row: Row, schedule: Schedule) -> Row:
+    """The same layout under another schedule."""
+    layout = replace(row.layout, schedule=schedule).with_sizes(row.loads)
+    run = simulate_layout(row.costs, cluster, layout)
+    return replace(
+        row,
+        layout=layout,
+        memory=layout.memory(row.loads, cluster.overhead_bytes),
+        run=run,
+        percent_of_peak=row.percent_of_peak * row.run.seconds / run.seconds,
+    )

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from axsparse.config.validate import counted
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Layout
-from axsparse.planner.layout_question import LayoutQuestion, Row, simulate_layout
+from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
 from axsparse.planner.schedule_choice import (
     SchedulePoint,
     Search,
     SlackPoint,
+    Trade,
     faster_split,
     may_split,
     with_schedule_that_pays,
@@ -58,6 +58,8 @@ class Plan:
     tried: Sequence[SchedulePoint]
     """What whole backwards would give the recommended layout, with the slack that pays, and what
     split ones would with each bound that was tried; empty if the schedule was given."""
+    trades: Sequence[Trade]
+    """What slack and split backwards cost and bring the recommended layout."""
 
     @property
     def recommended(self) -> Row:
@@ -86,7 +88,7 @@ def plan(question: LayoutQuestion) -> Plan:
     fewest = min(row.layout.grid.g_inter for row in rows)
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    found = Search(best, [], [])
+    found = Search(best, [], [], [])
     if question.schedule is None:
         found = with_schedule_that_pays(question, best)
     return Plan(
@@ -98,6 +100,7 @@ def plan(question: LayoutQuestion) -> Plan:
         rejected,
         found.slack_curve,
         found.tried,
+        found.trades,
     )
 
 

@@ -16,7 +16,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, Precision, load_cluster
-from axsparse.planner.layout_question import LayoutQuestion
+from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
@@ -24,9 +24,7 @@ from axsparse.planner.run_workload import (
     has_costs,
     least_split_samples,
     only_backward,
-    patience,
     schedules,
-    with_announcements,
     workload,
 )
 from axsparse.planner.stage_memory import gigabytes
@@ -92,7 +90,7 @@ class Subject:
         microbatch_sizes: Sequence[int] | None = None,
     ) -> Plan:
         """The plan; ConfigError if nothing fits, which says how many devices would do."""
-        config = with_announcements(self.loaded.config, on_host=self.on_host)
+        config = self.loaded.config
         question = LayoutQuestion(
             workload=self.workload(method),
             cluster=cluster,
@@ -102,7 +100,6 @@ class Subject:
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
             split_backward=only_backward(config.pipeline),
-            patience=patience(config.pipeline),
             least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
         failure: ConfigError | None = None

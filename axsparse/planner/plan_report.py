@@ -8,7 +8,7 @@ from typing import Any
 
 from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.layout_question import Row
+from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
@@ -64,6 +64,7 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
     if plan.slack_curve:
         points = ", ".join(f"{p.slack}: {p.seconds:.4g} s" for p in plan.slack_curve)
         yield f"step over slack: {points}"
+    yield from map(str, plan.trades)
     if len(plan.tried) > 1:
         yield ""
         yield "whole and split backwards:"
@@ -253,6 +254,7 @@ def as_json(answer: MethodPlan) -> dict[str, Any]:
         "rejected": [asdict(each) for each in plan.rejected],
         "slack_curve": [asdict(point) for point in plan.slack_curve],
         "tried": [asdict(point) for point in plan.tried],
+        "trades": [{**asdict(trade), "is_taken": trade.is_taken} for trade in plan.trades],
         "constants": {
             name: {
                 "value": getattr(plan.cluster, name),

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from axsparse.config.pipeline_config import PipelineConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
-from axsparse.pipeline.schedules import ZERO_BUBBLE, Schedule
-from axsparse.pipeline.split_policy import GREEDY, PATIENCE
+from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.calibration_memory import CalibrationPlan
-from axsparse.planner.cluster import Cluster, Precision
-from axsparse.planner.layout import Layout
-from axsparse.planner.layout_question import DEFAULT_SLACK, LayoutQuestion
+from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, Precision, load_cluster
+from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
+from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.stage_memory import StageMemory
+from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.workload import StageLoad, Workload
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
@@ -91,18 +92,14 @@ def _calibration(config: Config, on_host: bool) -> CalibrationPlan | None:
     return CalibrationPlan(pruning.method, pruning.calibration_samples, on_host)
 
 
-def backwards(pipeline: PipelineConfig) -> list[bool]:
-    """Whether backwards may be split, whole, or either; split ones first.
+def only_backward(pipeline: PipelineConfig) -> bool | None:
+    """Whether backwards have to be split, True, or whole, False; None if either will do.
 
     Split ones are of use where what arrives decides, and where nothing fuses whole ones.
     """
     if pipeline.split_backward != "auto":
-        return [pipeline.split_backward]
-    if pipeline.schedule in ZERO_BUBBLE:
-        return [True]
-    return (
-        [True, False] if pipeline.schedule == "message-driven" and not pipeline.compile else [False]
-    )
+        return pipeline.split_backward
+    return None if pipeline.schedule == "message-driven" and not pipeline.compile else False
 
 
 def least_split_samples(survey: Survey, *, on_host: bool) -> int:
@@ -114,21 +111,6 @@ def least_split_samples(survey: Survey, *, on_host: bool) -> int:
     )
     least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
     return math.ceil(least * matrices / max(survey.flops, 1.0))
-
-
-def with_announcements(config: Config, *, on_host: bool) -> Config:
-    """The configuration with `pipeline.announce` as ranks on CPUs or GPUs have it.
-
-    The host of a GPU does not know when an action begins and ends.
-    """
-    announce = config.pipeline.announce and on_host
-    pipeline = config.pipeline.model_copy(update={"announce": announce})
-    return config.model_copy(update={"pipeline": pipeline})
-
-
-def patience(pipeline: PipelineConfig) -> float:
-    """How far away stages wait for a message, in times of a WEIGHT action."""
-    return PATIENCE if pipeline.announce else GREEDY
 
 
 def configured_schedule(
@@ -144,28 +126,22 @@ def configured_schedule(
         pipeline.prefer,
         split_backward=is_split,
         held=None if pipeline.held == "auto" else pipeline.held,
-        patience=patience(pipeline),
     )
 
 
 def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
     """The schedules to try until one fits; None is message-driven with what pays.
 
-    That needs predicted times, so without them (`has_times`) two fixed slacks are tried. Where
-    nothing is announced, split backwards without slack are slower than whole ones, so that `auto`
-    does not take them.
+    That needs predicted times, so without them (`has_times`) two fixed slacks are tried, with whole
+    backwards where the configuration leaves these open: `split_trade` then says whether to split.
     """
     pipeline = config.pipeline
     is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
     if has_times and pipeline.schedule == "message-driven" and is_free:
         return [None]
     slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
-    return [
-        configured_schedule(pipeline, slack=slack, is_split=is_split)
-        for slack in slacks
-        for is_split in backwards(pipeline)
-        if slack or not is_split or pipeline.announce or only_backward(pipeline)
-    ]
+    is_split = only_backward(pipeline) is True
+    return [configured_schedule(pipeline, slack=slack, is_split=is_split) for slack in slacks]
 
 
 def run_question(
@@ -187,14 +163,64 @@ def run_question(
         g_inter=stages,
         microbatch_sizes=[config.batch.microbatch_size],
         split_backward=only_backward(config.pipeline),
-        patience=patience(config.pipeline),
+        least_split_samples=least_split_samples(subject.survey, on_host=cluster.is_of_hosts),
     )
 
 
-def only_backward(pipeline: PipelineConfig) -> bool | None:
-    """Whether backwards have to be split; None if either will do."""
-    [first, *others] = backwards(pipeline)
-    return None if others else first
+def split_trade(
+    subject: SurveyedModel,
+    cluster: Cluster | None,
+    config: Config,
+    grid: Grid,
+    slack: int,
+    room: float,
+) -> Trade | None:
+    """What split backwards cost and bring a run, where `pipeline.split_backward: auto` decides.
+
+    `room` is what a rank may take, in bytes beside what the process holds before it builds
+    anything. Without a cluster, whose constants would tell the seconds of each action, an action
+    is assumed to take as long as its flops say, and messages no time. None if there is nothing to
+    decide, or nothing that could wait: one stage, one microbatch, or products that are too small.
+    """
+    if only_backward(config.pipeline) is not None:
+        return None
+    machine = cluster
+    if machine is None:
+        machine = replace(
+            load_cluster(DEFAULT_CLUSTER),
+            overhead_bytes=0.0,
+            jitter=0.0,
+            intra_node_latency=0.0,
+            inter_node_latency=0.0,
+        )
+    question = replace(
+        run_question(subject, machine, config, grid.size, [grid.g_inter], math.inf),
+        schedule=configured_schedule(config.pipeline, slack=slack, is_split=False),
+        costing=step_costs if cluster is not None else _costs_by_flops,
+        least_split_samples=1,  # the caller knows where the ranks compute
+    )
+    [whole], _ = try_layouts(question)
+    if not may_split(question, whole.layout):
+        return None
+    question = replace(question, memory_bytes=room)
+    return trade(question, "split backwards", whole, split_row(question, whole))
+
+
+def _costs_by_flops(
+    _: Workload, loads: Sequence[StageLoad], __: Cluster, ___: Grid, microbatch_size: int
+) -> StepCosts:
+    """The costs of the actions in flops instead of seconds; all else takes no time."""
+    stages = [
+        StageSeconds(
+            forward=microbatch_size * load.flops,
+            backward=microbatch_size * (2 * load.flops + load.again_flops),
+            compress=0.0,
+            weight=microbatch_size * load.weight_flops,
+        )
+        for load in loads
+    ]
+    nothing = [0.0] * len(loads)
+    return StepCosts(stages, messages=nothing[1:], all_reduce=nothing, optimizer=nothing)
 
 
 @dataclass(frozen=True)
@@ -208,6 +234,8 @@ class Prediction:
     """Predicted seconds of a step; None without a cluster, whose constants would tell."""
     reason: str | None
     """Why there are this many stages; None if the configuration says so."""
+    trades: Sequence[Trade] = ()
+    """What options of the schedule that `auto` decides on cost and bring."""
 
 
 def predict(

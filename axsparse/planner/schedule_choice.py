@@ -1,15 +1,57 @@
 """Chooses the message-driven schedule of a layout by simulation: how backwards are made, how many
-microbatches are in flight, and how much may wait for its weight gradients."""
+microbatches are in flight, and how much may wait for its weight gradients.
+
+Slack, split backwards and a larger bound each take memory to save time. An option is taken if it
+saves at least 1 % of the step for each 3 % of memory that it costs, and never if the fullest rank
+would then need more than 85 % of what it may take: see `Trade`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.layout import Layout
-from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row, with_schedule
+from axsparse.planner.layout import Layout, LayoutQuestion, Row, with_schedule
+
+PAYS = 0.005
+"""The part of a step that an option has to save, even if it costs no memory."""
+SAVED_FOR_MEMORY = 1 / 3
+"""The part of a step that an option has to save, over the part of memory that it costs."""
+MOST_ROOM = 0.85
+"""The part of what a rank may take beyond which no option is taken: plans are estimates, and a
+machine that is nearly full is slow."""
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What an option costs and brings, over the same layout without it."""
+
+    name: str
+    """The option, such as "split backwards"."""
+    memory: float
+    """How much more the fullest rank needs: 0.27 is 27 % more."""
+    seconds: float
+    """How much longer a step takes: −0.07 is 7 % shorter."""
+    fits: bool
+    """Whether the fullest rank then needs at most `MOST_ROOM` of what it may take."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the option is worth its memory."""
+        return self.fits and -self.seconds >= max(PAYS, SAVED_FOR_MEMORY * self.memory)
+
+    def __str__(self) -> str:
+        verdict = "taken" if self.is_taken else "not taken"
+        if not self.fits:
+            verdict += f", as more than {100 * MOST_ROOM:.0f} % of the memory would be full"
+        memory, seconds = _percent(self.memory), _percent(self.seconds)
+        return f"{self.name}: {memory} memory for {seconds} time: {verdict}"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:+.0f} %".replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -39,6 +81,7 @@ class Search:
     row: Row
     slack_curve: Sequence[SlackPoint]
     tried: Sequence[SchedulePoint]
+    trades: Sequence[Trade]
 
 
 def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
@@ -47,71 +90,60 @@ def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
     Everything is simulated with the same delays, as far as the memory goes. Backwards that nothing
     is gained by splitting are split only if the question says so.
     """
-    found: list[Search] = []
-    if question.split_backward is not True:
-        found.append(_with_slack_that_pays(question, row, is_split=False))
-    if question.split_backward is True or may_split(question, row.layout):
-        try_split = _with_slack_that_pays(question, row, is_split=True)
-        if try_split.slack_curve:
-            found.append(_with_bound_that_pays(question, try_split))
-    tried = [point for search in found for point in search.tried]
-    best = found[0]
-    if len(found) > 1 and found[1].row.seconds <= (1 - PAYS) * best.row.seconds:
-        best = found[1]
-    return replace(best, tried=tried)
+    must_split = question.split_backward is True
+    curve = _slacks(question, row, is_split=must_split)
+    if not curve:
+        return Search(row, [], [], [])
+    best = worth_its_memory(question, curve)
+    trades = [_of_slack(question, curve, best)] if len(curve) > 1 else []
+    tried = [best]
+    if must_split or may_split(question, row.layout):
+        split_curve = curve if must_split else _slacks(question, row, is_split=True)
+        split = split_curve and worth_its_memory(question, split_curve)
+        if split:
+            bounds = _bounds(question, split)
+            tried = [*([] if must_split else [best]), *bounds]
+            whole, best = best, worth_its_memory(question, [best, *bounds])
+            if not must_split:
+                shown = best if best is not whole else bounds[0]
+                trades.append(trade(question, "split backwards", whole, shown))
+                curve = split_curve if best is not whole else curve
+    return Search(best, [_slack_point(each) for each in curve], [_point(r) for r in tried], trades)
 
 
-def chosen_slack(curve: Sequence[SlackPoint]) -> int:
-    """The smallest slack whose step is at most `PAYS` longer than the shortest."""
-    shortest = min(point.seconds for point in curve)
-    return next(point.slack for point in curve if point.seconds <= (1 + PAYS) * shortest)
+def trade(question: LayoutQuestion, name: str, without: Row, option: Row) -> Trade:
+    """What an option of a schedule costs and brings."""
+    return Trade(
+        name,
+        memory=option.most_bytes / without.most_bytes - 1,
+        seconds=option.seconds / without.seconds - 1,
+        fits=option.most_bytes <= MOST_ROOM * question.room,
+    )
 
 
-def _with_slack_that_pays(question: LayoutQuestion, row: Row, *, is_split: bool) -> Search:
-    """The step with each slack up to G_inter, as far as the memory goes, and the one that pays."""
-    points, rows = [], []
-    schedule = replace(row.layout.schedule, split_backward=is_split)
-    for slack in range(row.layout.grid.g_inter + 1):
-        found = with_schedule(question.cluster, row, replace(schedule, slack=slack))
-        if found.most_bytes > question.room:
-            break
-        points.append(SlackPoint(slack, found.seconds, found.most_bytes))
-        rows.append(found)
-    if not points:
-        return Search(row, [], [])
-    best = rows[chosen_slack(points)]
-    return Search(best, points, [_point(best)])
+def worth_its_memory(question: LayoutQuestion, rows: Sequence[Row]) -> Row:
+    """The last of the rows, by rising memory, that is taken over the one taken before it.
 
-
-def _with_bound_that_pays(question: LayoutQuestion, search: Search) -> Search:
-    """A split layout with more memory for weight gradients that wait.
-
-    The least bound is taken whose step is at most `PAYS` longer than the shortest.
+    The first row is the one without any option.
     """
-    row, tried = search.row, list(search.tried)
-    grid, schedule = row.layout.grid, row.layout.schedule
-    least = max(schedule.bounds(stage, grid.g_inter).held for stage in range(grid.g_inter))
-    best: list[Row] = []
-    for more in (0, -(-grid.g_inter // 2), grid.g_inter):
-        held = math.ceil(least) + more if more else None
-        found = with_schedule(question.cluster, row, replace(schedule, held=held))
-        if found.most_bytes > question.room:
-            break
-        if more:
-            tried.append(_point(found))
-        best.append(found)
-    shortest = min(each.seconds for each in best)
-    pays = next(each for each in best if each.seconds <= (1 + PAYS) * shortest)
-    return replace(search, row=pays, tried=tried)
+    best, *options = rows
+    for option in sorted(options, key=lambda row: row.most_bytes):
+        if trade(question, "", best, option).is_taken:
+            best = option
+    return best
 
 
 def faster_split(question: LayoutQuestion, row: Row) -> Row:
     """The same layout with split backwards, if these are allowed, fit and pay; else unchanged."""
     if not may_split(question, row.layout):
         return row
-    split = with_schedule(question.cluster, row, replace(row.layout.schedule, split_backward=True))
-    fits = split.most_bytes <= question.room
-    return split if fits and split.seconds <= (1 - PAYS) * row.seconds else row
+    return worth_its_memory(question, [row, split_row(question, row)])
+
+
+def split_row(question: LayoutQuestion, row: Row) -> Row:
+    """The same layout with split backwards."""
+    schedule = replace(row.layout.schedule, split_backward=True)
+    return with_schedule(question.cluster, row, schedule)
 
 
 def may_split(question: LayoutQuestion, layout: Layout) -> bool:
@@ -120,6 +152,43 @@ def may_split(question: LayoutQuestion, layout: Layout) -> bool:
     waits = 1 not in (layout.grid.g_inter, layout.microbatches)
     is_large = layout.microbatch_size >= question.least_split_samples
     return question.split_backward is None and waits and is_large
+
+
+def _slacks(question: LayoutQuestion, row: Row, *, is_split: bool) -> list[Row]:
+    """The layout with each slack up to G_inter, as far as the memory goes."""
+    schedule = replace(row.layout.schedule, split_backward=is_split)
+    slacks = range(row.layout.grid.g_inter + 1)
+    return _that_fit(question, row, (replace(schedule, slack=slack) for slack in slacks))
+
+
+def _bounds(question: LayoutQuestion, row: Row) -> list[Row]:
+    """A split layout, and the same with more memory for weight gradients that wait."""
+    grid, schedule = row.layout.grid, row.layout.schedule
+    least = max(schedule.bounds(stage, grid.g_inter).held for stage in range(grid.g_inter))
+    more = (-(-grid.g_inter // 2), grid.g_inter)
+    wider = (replace(schedule, held=float(math.ceil(least) + each)) for each in more)
+    return [row, *_that_fit(question, row, wider)]
+
+
+def _that_fit(question: LayoutQuestion, row: Row, schedules: Iterable[Schedule]) -> list[Row]:
+    """The layout under these schedules, of rising memory, up to the first that does not fit."""
+    rows = []
+    for schedule in schedules:
+        option = with_schedule(question.cluster, row, schedule)
+        if option.most_bytes > question.room:
+            break
+        rows.append(option)
+    return rows
+
+
+def _of_slack(question: LayoutQuestion, curve: Sequence[Row], best: Row) -> Trade:
+    """The trade of the slack that is taken, or of the least slack if none is."""
+    shown = best if best is not curve[0] else curve[1]
+    return trade(question, f"slack {shown.layout.schedule.slack}", curve[0], shown)
+
+
+def _slack_point(row: Row) -> SlackPoint:
+    return SlackPoint(row.layout.schedule.slack, row.seconds, row.most_bytes)
 
 
 def _point(row: Row) -> SchedulePoint:

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from axsparse.pipeline.actions import Kind
+from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.workload import StageLoad
 
@@ -99,7 +99,7 @@ def most_held(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int
         return most_in_flight(schedule, stage=stage, g_inter=g_inter, microbatches=microbatches)
     bounds = schedule.bounds(stage, g_inter)
     size = bounds.deferred_size
-    if schedule.name in ("1f1b", "gpipe", "zb-h1"):
+    if schedule.name in ("1f1b", "gpipe"):
         return _most_of_order(schedule, stage, g_inter, microbatches, size)
     # A backward that has its input always fits unless deferred microbatches are the larger ones.
     is_one = stage == g_inter - 1 and size <= 1

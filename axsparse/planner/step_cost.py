@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.collective_cost import ring_seconds
-from axsparse.planner.node_placement import NodePlacement
+from axsparse.planner.collective_cost import NodePlacement, ring_seconds
 from axsparse.planner.workload import StageLoad, Workload, value_bytes
 from axsparse.runtime.grid import Grid
 
 KERNEL_BYTES = 4.3
 """Bytes that kernels read and write for each byte that a transformer's layer leaves behind or hands
-on: `published.transformer` counts 4.1 to 4.9 times what a survey counts, for GPT-3 XL to 13B."""
+on: `benchmarks/published/transformer.py` counts 4.1 to 4.9 times what a survey counts, for GPT-3 XL
+to 13B."""
 
 
 @dataclass(frozen=True)

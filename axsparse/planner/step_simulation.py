@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from axsparse.pipeline.announcements import REGULAR
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
@@ -57,9 +56,6 @@ def simulate_step(
     sample then, and the slowest of a sample is faster than the slowest of all.
     """
     pipelines: dict[int, PipelineRun] = {}
-    expected = durations(costs.stages, microbatches, 0.0, "", is_split=schedule.split_backward)
-    # What varies more is not announced; the quartiles of a normal law are 1.35 σ apart.
-    announces = schedule.uses_forecasts and 1.35 * cluster.jitter <= REGULAR
     for replica in _played(costs, cluster, grid, most_replicas):
         pipelines[replica] = simulate(
             lambda stage: schedule.policy(
@@ -73,7 +69,6 @@ def simulate_step(
                 is_split=schedule.split_backward,
             ),
             edges(costs, cluster, grid, replica),
-            expected if announces else None,
         )
     return joined_step(costs, pipelines, microbatches)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axsparse.observe.trace_file import Span
-from axsparse.pipeline.actions import Kind
+from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
-from axsparse.planner.layout_question import Row
+from axsparse.planner.layout import Row
 
 
 def spans(row: Row) -> list[Span]:

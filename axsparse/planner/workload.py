@@ -1,7 +1,7 @@
 """What is trained, described by sizes alone: what each stage computes, holds and sends.
 
-`Workload` is the protocol by which the planner knows models: `gpt_formula` has the paper's GPTs,
-`surveyed_model` any model whose layers have been surveyed.
+`Workload` is the protocol by which the planner knows models: `surveyed_model` has any model whose
+layers have been surveyed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class Workload(Protocol):
     cluster. The answers never change.
 
     To add a kind of model or a way of training, write a class with these five members; none has to
-    be inherited. `GptFormula` in `gpt_formula` is a short example. Tests of a workload compare its
-    loads with numbers that were counted by hand: see tests/planner/test_surveyed_model.py.
+    be inherited. `GptFormula` in `benchmarks/published/gpt_formula.py` is a short example. Tests of
+    a workload compare its loads with numbers that were counted by hand: see
+    tests/planner/test_surveyed_model.py.
     """
 
     @property

@@ -33,6 +33,3 @@ class SleepingBackoff:
 
     def reset(self) -> None:
         self._in_a_row = 0
-
-    def now(self) -> int:
-        return time.monotonic_ns()

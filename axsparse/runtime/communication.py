@@ -66,22 +66,6 @@ class Message:
     microbatch: int
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
-    sent_at: int = 0
-    """When the sender handed it to its link, in nanoseconds on the sender's clock; 0 if it does
-    not say."""
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """Says that a message is being computed, and when it will probably be sent.
-
-    Nothing depends on announcements but the time that training takes.
-    """
-
-    direction: Direction
-    microbatch: int
-    due: int
-    """When the sender expects to hand the message to its link, as in `Message.sent_at`."""
 
 
 class Link(Protocol):
@@ -122,19 +106,6 @@ class Link(Protocol):
 
     def push(self) -> None:
         """Make progress on sends without receiving anything."""
-        ...
-
-    def announce(self, announcement: Announcement) -> None:
-        """Start telling the stage that the announced message will go to.
-
-        It arrives before this message does, if `send` is called later; beyond that, announcements
-        and messages keep no order. Raises AssertionError if there is no neighbour.
-        """
-        ...
-
-    def announced(self) -> list[Announcement]:
-        """The announcements that `arrivals` has come upon since the last call, in the order of
-        sending within a direction."""
         ...
 
     @property
@@ -231,10 +202,6 @@ class Backoff(Protocol):
 
     def reset(self) -> None:
         """Begin another wait, which polls eagerly at first."""
-        ...
-
-    def now(self) -> int:
-        """Nanoseconds on a clock that never goes back. Ranks of other hosts have other clocks."""
         ...
 
 

@@ -1,10 +1,8 @@
 """The header of a message: an int64 array that describes the message without its contents.
 
-Its words are the microbatch, the number of tensors, when it was sent, and then for each tensor its
-type's number in `DTYPES` (−1 for None), whether a gradient is wanted, the number of its dimensions
-and their sizes. The direction is not in it, since each direction has a channel of its own. An
-announcement travels on the same channel: the microbatch, `ANNOUNCED` for the number of tensors,
-and when the message is due.
+Its words are the microbatch, the number of tensors, and then for each tensor its type's number in
+`DTYPES` (−1 for None), whether a gradient is wanted, the number of its dimensions and their sizes.
+The direction is not in it, since each direction has a channel of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.communication import Announcement, Direction, Message
+from axsparse.runtime.communication import Direction, Message
 
 DTYPES = (
     torch.float32,
@@ -38,8 +36,6 @@ DTYPES = (
     torch.float8_e5m2fnuz,
 )
 """The types of element that messages carry; a header gives the position in this list."""
-ANNOUNCED = -1
-"""Stands for the number of tensors in an announcement."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 Header = NDArray[np.int64]
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -48,7 +44,7 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 
 def encode_header(message: Message) -> Header:
     """The header of a message; ValueError if a tensor's type is not among `DTYPES`."""
-    words = [message.microbatch, len(message.tensors), message.sent_at]
+    words = [message.microbatch, len(message.tensors)]
     wanted = message.requires_grad or (False,) * len(message.tensors)
     for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
         if tensor is None:
@@ -65,10 +61,10 @@ def encode_header(message: Message) -> Header:
 
 def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Message:
     """The message that a header describes, with tensors from `allocate` to receive into."""
-    microbatch, count, sent_at = words[:3].tolist()
+    microbatch, count = words[:2].tolist()
     tensors: list[Tensor | None] = []
     requires_grad = []
-    at = 3
+    at = 2
     for _ in range(count):
         number, wanted, dims = words[at : at + 3].tolist()
         at += 3
@@ -76,19 +72,7 @@ def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Me
         at += dims
         tensors.append(None if number < 0 else allocate(shape, DTYPES[number]))
         requires_grad.append(bool(wanted))
-    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad), sent_at)
-
-
-def encode_announcement(announcement: Announcement) -> Header:
-    """An announcement as it travels."""
-    return np.array([announcement.microbatch, ANNOUNCED, announcement.due], dtype=np.int64)
-
-
-def decode_announcement(words: Header, direction: Direction) -> Announcement | None:
-    """The announcement that has come in place of a header; None for the header of a message."""
-    if words[1] != ANNOUNCED:
-        return None
-    return Announcement(direction, int(words[0]), int(words[2]))
+    return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
 
 
 def in_host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -101,9 +85,7 @@ def dense(message: Message) -> Message:
     tensors = tuple(
         None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
     )
-    return Message(
-        message.direction, message.microbatch, tensors, message.requires_grad, message.sent_at
-    )
+    return Message(message.direction, message.microbatch, tensors, message.requires_grad)
 
 
 def contents(message: Message) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
+from axsparse.planner.run_workload import only_backward
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
@@ -196,11 +197,12 @@ def found_memory(
 ) -> float | None:
     """The fewest bytes that any host, or any GPU, leaves to each of its ranks.
 
-    None if the layout does not depend on it. `room` is that of this rank's GPU. All ranks call
-    this together.
+    None if neither the layout nor the kind of backward depends on it. `room` is that of this rank's
+    GPU. All ranks call this together.
     """
     layout = config.layout
-    if layout.g_inter != "auto" or layout.memory_per_rank != "auto":
+    is_open = layout.g_inter == "auto" or only_backward(config.pipeline) is None
+    if layout.memory_per_rank != "auto" or not is_open:
         return None
     if room is None:
         own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"

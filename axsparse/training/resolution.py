@@ -19,7 +19,6 @@ from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import split_by_hand
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.auto_layout import (
     Choice,
     balanced,
@@ -30,7 +29,7 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_question import DEFAULT_SLACK
+from axsparse.planner.layout import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     AUTO_INDEX,
     Prediction,
@@ -38,9 +37,10 @@ from axsparse.planner.run_workload import (
     least_split_samples,
     only_backward,
     predict,
-    with_announcements,
+    split_trade,
     workload,
 )
+from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
@@ -181,8 +181,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     The result is the same on every rank but for its place. docs/reference/auto.md lists who
     decides what. ConfigError for what this transport, number of ranks or model cannot run.
     """
-    config, survey = with_announcements(loaded.config, on_host=inputs.on_host), inputs.survey
-    loaded = replace(loaded, config=config)
+    config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     wanted, ticket = what_is_pruned(config, survey)
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
@@ -194,8 +193,9 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         subject = replace(subject, calibration=None)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
+    trades = _trades(config, grid, inputs, subject, choice)
     run = RunSpec(
-        config=_settled(config, grid, choice, inputs),
+        config=_settled(config, grid, choice, trades),
         model=inputs.model,
         survey=survey,
         stages=(),
@@ -218,7 +218,10 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    return replace(run, prediction=_predicted(run, replace(subject, split=sizes), cluster, choice))
+    prediction = _predicted(run, replace(subject, split=sizes), cluster, choice)
+    if prediction is not None:
+        prediction = replace(prediction, trades=trades)
+    return replace(run, prediction=prediction)
 
 
 def _layout(
@@ -241,7 +244,7 @@ def _layout(
     return grid, choice
 
 
-def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInputs) -> Config:
+def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence[Trade]) -> Config:
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
     pruning, steps = config.pruning, config.train.steps
     end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
@@ -249,7 +252,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, inputs: RunInput
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
-        "pipeline.split_backward": _splits_backward(config, grid, inputs, schedule),
+        "pipeline.split_backward": _splits_backward(config, choice, trades),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
         "samo.index": AUTO_INDEX,
@@ -329,25 +332,37 @@ def _gradient(config: Config, grid: Grid) -> str:
     return "half" if accumulates_in_half(_microbatches(config, grid)) else "fp32"
 
 
-def _splits_backward(
-    config: Config, grid: Grid, inputs: RunInputs, chosen: Schedule | None
-) -> bool:
-    """Whether weight gradients can fill time in which a stage waits for its neighbours.
+def _trades(
+    config: Config, grid: Grid, inputs: RunInputs, subject: SurveyedModel, choice: Choice | None
+) -> Sequence[Trade]:
+    """What options of the schedule that are left to `auto` cost and bring.
 
-    What the planner chose counts no overhead, so it is followed for large gradients only. Without
-    slack and announcements a stage that has begun weight gradients holds up its neighbours.
+    The planner counts no overhead of splitting, so only large products are split.
     """
+    if choice is not None and choice.trades is not None:
+        return choice.trades
+    least = least_split_samples(inputs.survey, on_host=inputs.on_host)
+    if not has_costs(inputs.survey) or config.batch.microbatch_size < least:
+        return []
+    room = inputs.found_memory
+    if config.layout.memory_per_rank != "auto":
+        room = config.layout.memory_per_rank * 1e9
+    slack = config.pipeline.slack
+    if slack == "auto":
+        slack = DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack
+    room = math.inf if room is None else room
+    trade = split_trade(subject, cluster_of(config), config, grid, slack, room)
+    return [] if trade is None else [trade]
+
+
+def _splits_backward(config: Config, choice: Choice | None, trades: Sequence[Trade]) -> bool:
+    """Whether weight gradients are taken out of backwards, to fill time in which a stage waits."""
     must = only_backward(config.pipeline)
     if must is not None:
         return must
-    waits = min(grid.g_inter, _microbatches(config, grid)) > 1
-    least = least_split_samples(inputs.survey, on_host=inputs.on_host)
-    is_large = config.batch.microbatch_size >= least
-    if chosen is None:  # Nobody has looked whether what waits fits a limit of memory.
-        is_free = config.layout.memory_per_rank == "auto"
-        may_wait = config.pipeline.slack != 0 or config.pipeline.announce
-        return waits and is_large and is_free and may_wait
-    return waits and is_large and chosen.split_backward
+    if choice is not None and choice.trades is not None:
+        return choice.row.layout.schedule.split_backward
+    return any(trade.is_taken for trade in trades)
 
 
 def _microbatches(config: Config, grid: Grid) -> int:

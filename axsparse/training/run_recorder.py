@@ -127,6 +127,7 @@ def _planned(
         text += f" · step ~{predicted.step_seconds:.3g} s"
     if is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
+    text += "".join(f" · {trade}" for trade in prediction.trades)
     if prediction.reason is not None:
         text += f" · g_inter auto: {prediction.reason}"
     return text

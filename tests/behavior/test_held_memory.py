@@ -16,8 +16,8 @@ from axsparse.config.model_config import CnnConfig, GptConfig
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.cnn import cnn
 from axsparse.models.zoo.gpt import gpt
-from axsparse.pipeline.actions import Action, Kind
 from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -28,14 +27,8 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model
-from axsparse.pipeline.actions import Action
-from axsparse.pipeline.announcements import Announcements
-from axsparse.pipeline.policy import UNKNOWN, Forecast
-from axsparse.pipeline.split_policy import MessageDrivenSplit
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.planner import run_workload
-from axsparse.runtime.communication import Announcement
-from axsparse.runtime.local.local_link import LocalLink
 from axsparse.samo.layer_state import LayerState
 from axsparse.training.trainer import Trainer
 
@@ -116,81 +109,6 @@ def test_split_backwards_are_bitwise_whole_ones(case: str, layout: tuple[int, in
         for each in (trace, expected):  # An overflow's norm is NaN, which equals nothing.
             each.norms = [-1.0 if math.isnan(norm) else norm for norm in each.norms]
         assert_bitwise(trace, expected)
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[MessageDrivenSplit]:
-    """The policies that have waited although weight gradients could run, once for each time."""
-    found: list[MessageDrivenSplit] = []
-    ask = MessageDrivenSplit.next
-
-    def asked(policy: MessageDrivenSplit, forecast: Forecast = UNKNOWN) -> Action | None:
-        action = ask(policy, forecast)
-        if action is None and policy.deferred:
-            found.append(policy)
-        return action
-
-    monkeypatch.setattr(MessageDrivenSplit, "next", asked)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("g_inter", "g_data"), by_default([(2, 1)], [(2, 1), (3, 1), (2, 2)]), ids=str
-)
-def test_announcements_change_no_bit(
-    g_inter: int, g_data: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[Announcement] = []
-    listen = LocalLink.announced
-
-    def listening(link: LocalLink) -> list[Announcement]:
-        found = listen(link)
-        heard.extend(found)
-        return found
-
-    monkeypatch.setattr(LocalLink, "announced", listening)
-    # Evaluations and pruned masks lie between the steps.
-    settings = {
-        "train": {"steps": 3, "eval_every": 1, "eval_steps": 5},
-        "pruning": {"method": "rigl", "interval": 1},
-    }
-    data, validation = token_data(), token_data(samples=23)
-    runs = []
-    for announce in (False, True):
-        assert not heard
-        config = splitting(True, **settings, pipeline={"announce": announce, "slack": 0})
-        runs.append(
-            train_in_process(
-                g_inter, g_data, tiny_gpt(config), config, data, order=3, validation=validation
-            )
-        )
-
-    # Nobody knows yet how long the first action of a kind takes.
-    messages = 2 * (g_inter - 1) * 3 * 12
-    assert 0.9 * messages < len(heard) < messages
-    for (silent, expected), (trainer, trace) in zip(*runs, strict=True):
-        assert_bitwise(trace, expected)
-        assert trainer.last_evaluation == silent.last_evaluation
-
-
-@pytest.mark.parametrize("order", by_default([1], [1, 2, 3, 4, 5]))
-def test_forecasts_that_are_wrong_change_no_bit(
-    order: int, waits: list[MessageDrivenSplit], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chance = Random(order)  # noqa: S311 - forecasts
-    away = (0.0, 0.2, 0.6, math.inf)
-    monkeypatch.setattr(
-        Announcements, "forecast", lambda *_: Forecast(chance.choice(away), chance.choice(away))
-    )
-    config = splitting(True, train={"steps": 3}, pipeline={"slack": 1})
-    data = token_data()
-    oracle = Oracle(tiny_gpt(config), config, data, 1).run(3)
-
-    ranks = train_in_process(4, 1, tiny_gpt(config), config, data, order=order)
-
-    assert waits
-    for _, trace in ranks:
-        assert_bitwise(trace, oracle)
 
 
 def test_layers_whose_input_needs_no_gradient_are_split_as_well() -> None:

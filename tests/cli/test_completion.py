@@ -35,7 +35,6 @@ CASES = {
     "axsparse ticket ''": "export import show",
     "axsparse ticket show --j": "--json",
     "axsparse checkpoint v": "verify",
-    "axsparse plan check --pl": "--plot",
     "axsparse plan --config quick": "quickstart.yaml",
     "axsparse plan --cluster sum": "summit",
     "axsparse train --set layout.g_i": "layout.g_inter= layout.g_inter_pruned=",

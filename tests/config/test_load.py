@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
+from axsparse.config.former_settings import recorded_config
 from axsparse.config.load import (
     LoadedConfig,
     bundled_configs,
@@ -453,3 +454,25 @@ def test_dictionaries_have_nothing_to_override() -> None:
     said = r"configure: overrides \['train.steps=4'\] beside dictionaries"
     with pytest.raises(ConfigError, match=said):
         configure({"train": {"steps": 3}}, ["train.steps=4"])
+
+
+# -- settings of earlier versions -----------------------------------------------------------
+
+
+def test_a_key_that_is_gone_says_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["pipeline.announce=false"])
+
+    assert str(caught.value) == (
+        "pipeline.announce (--set): this key is gone; remove it: stages announce nothing any more; "
+        "pipeline.slack of 1 or more makes up for it"
+    )
+
+
+def test_what_an_earlier_version_recorded_is_read() -> None:
+    recorded = Config().model_dump(mode="json")
+    recorded["pipeline"] |= {"announce": True, "schedule": "zb-h1", "slack": 2}
+
+    found = recorded_config(recorded)
+
+    assert (found.pipeline.schedule, found.pipeline.slack) == ("message-driven", 2)

@@ -88,9 +88,6 @@ class Impatient:
     def reset(self) -> None:
         """The back-off counts over all waits."""
 
-    def now(self) -> int:
-        return 0
-
 
 def layer_state(
     name: str, *, dtype: torch.dtype = torch.float32, owner: TensorState | None = None

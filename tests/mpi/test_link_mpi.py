@@ -13,7 +13,6 @@ from support.link_contract import CONTRACT, LARGE
 from support.on_mpi import on_mpi
 
 from axsparse.runtime.communication import (
-    Announcement,
     Direction,
     Link,
     Message,
@@ -23,9 +22,7 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.message_header import (
-    decode_announcement,
     decode_header,
-    encode_announcement,
     encode_header,
     in_host_memory,
 )
@@ -166,17 +163,6 @@ def test_a_header_says_everything_but_the_contents() -> None:
     assert read.requires_grad == sent.requires_grad
     described = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
     assert described == [None if t is None else (t.dtype, t.shape) for t in tensors]
-
-
-def test_an_announcement_is_told_from_a_header() -> None:
-    announcement = Announcement(Direction.FORWARD, 41, 1 << 60)
-    header = encode_header(Message(Direction.FORWARD, 41, (torch.ones(2),), sent_at=1 << 60))
-
-    words = encode_announcement(announcement)
-
-    assert decode_announcement(words, Direction.FORWARD) == announcement
-    assert decode_announcement(header, Direction.FORWARD) is None
-    assert decode_header(header, Direction.FORWARD, in_host_memory).sent_at == 1 << 60
 
 
 def test_a_type_that_no_message_carries_is_named() -> None:

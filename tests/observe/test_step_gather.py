@@ -77,9 +77,6 @@ class Meanwhile:
     def reset(self) -> None:
         pass
 
-    def now(self) -> int:
-        return 0
-
 
 def make_gathers(size: int, each: Sequence[str] = ()) -> list[StepGather]:
     board = Board(size)

@@ -13,7 +13,7 @@ from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
-from axsparse.runtime.communication import Announcement, Direction, Message
+from axsparse.runtime.communication import Direction, Message
 from axsparse.runtime.grid import Grid
 
 MICROBATCHES = 12
@@ -79,17 +79,8 @@ class Eager:
     def pause(self) -> None:
         raise AssertionError("there is always something to do")
 
-    def announce(self, announcement: Announcement) -> None:
-        raise AssertionError("nothing is announced here")
-
-    def announced(self) -> list[Announcement]:
-        return []
-
     def reset(self) -> None:
         """Every wait begins afresh."""
-
-    def now(self) -> int:
-        return 0
 
     def close(self) -> None:
         """Nothing is held."""

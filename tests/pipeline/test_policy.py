@@ -7,14 +7,23 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import ForwardOnly, MessageDriven, Policy, Preference
+from axsparse.pipeline.policy import (
+    Action,
+    Bounds,
+    ForwardOnly,
+    Kind,
+    MessageDriven,
+    Policy,
+    Preference,
+    action,
+)
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -23,59 +32,82 @@ PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")
 
 @dataclass(frozen=True)
 class Setting:
-    """A pipeline, and the seed from which its arrival order is drawn."""
+    """A pipeline, the bounds of its stages, and the seed from which its arrival order is drawn."""
 
-    g_inter: int
     microbatches: int
-    slack: int
+    bounds: list[Bounds]
     prefer: Preference
+    is_split: bool
     order: int
 
     def policies(self) -> list[MessageDriven]:
         return [
             MessageDriven(
                 stage=stage,
-                g_inter=self.g_inter,
+                g_inter=len(self.bounds),
                 microbatches=self.microbatches,
-                slack=self.slack,
+                bounds=bounds,
                 prefer=self.prefer,
+                is_split=self.is_split,
             )
-            for stage in range(self.g_inter)
+            for stage, bounds in enumerate(self.bounds)
         ]
 
+    def play(self) -> list[StageLog]:
+        return play(self.policies(), self.microbatches, self.order)
 
+
+BOUNDS = st.builds(
+    lambda in_flight, more, size: Bounds(in_flight, max(1.0, size) + more, size),
+    st.integers(1, 7),
+    st.integers(0, 20).map(lambda number: number / 4),
+    st.sampled_from((0.25, 0.5, 1.0, 1.5, 4.0)),
+)
 SETTINGS = st.builds(
     Setting,
-    g_inter=st.integers(1, 6),
     microbatches=st.integers(1, 20),
-    slack=st.integers(0, 4),
+    bounds=st.lists(BOUNDS, min_size=1, max_size=6),
     prefer=st.sampled_from(PREFERENCES),
+    is_split=st.booleans(),
     order=st.integers(0, 2**32),
 )
-Counts = dict[Direction, int]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What could run on a stage, and what its policy said (None: wait)."""
+    """What could run on a stage by kind, and what its policy said (None: wait)."""
 
     action: Action | None
-    arrived: Counts
-    begun: Counts
+    here: tuple[int, ...]
+    """Inputs that have arrived, or that the stage has made itself."""
+    begun: tuple[int, ...]
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the input of a further action of this kind is there."""
+        return self.begun[kind] < self.here[kind]
+
+    @property
+    def in_flight(self) -> int:
+        return self.begun[Kind.FORWARD] - self.begun[Kind.BACKWARD]
+
+    @property
+    def deferred(self) -> int:
+        """Microbatches that wait for their weight gradients, if backwards are split."""
+        return self.begun[Kind.BACKWARD] - self.begun[Kind.WEIGHT]
 
 
 @dataclass
 class StageLog:
     """What one stage was told and what it said, kept apart from the policy's own counts."""
 
-    arrived: Counts
-    begun: Counts = field(default_factory=lambda: {FORWARD: 0, BACKWARD: 0})
+    here: list[int]
+    begun: list[int] = field(default_factory=lambda: [0, 0, 0])
     moments: list[Moment] = field(default_factory=list)
 
     def note(self, action: Action | None) -> None:
-        self.moments.append(Moment(action, dict(self.arrived), dict(self.begun)))
+        self.moments.append(Moment(action, tuple(self.here), tuple(self.begun)))
         if action is not None:
-            self.begun[Direction(action.kind)] += 1
+            self.begun[action.kind] += 1
 
     @property
     def actions(self) -> list[Action]:
@@ -94,10 +126,7 @@ def play(
     """
     chance = random.Random(order)  # noqa: S311 - an arrival order
     last = len(policies) - 1
-    logs = [
-        StageLog({FORWARD: microbatches if stage == 0 else 0, BACKWARD: 0})
-        for stage in range(len(policies))
-    ]
+    logs = [StageLog([0 if stage else microbatches, 0, 0]) for stage in range(len(policies))]
     links: dict[tuple[int, Direction], deque[int]] = {
         (stage, direction): deque() for stage in range(len(policies)) for direction in Direction
     }
@@ -111,14 +140,14 @@ def play(
         if isinstance(move, tuple):
             stage, direction = move
             policies[stage].arrived(direction, links[move].popleft())
-            logs[stage].arrived[direction] += 1
+            logs[stage].here[direction] += 1
             resting.discard(stage)
             continue
         before_each(move, policies[move], logs[move])
         action = policies[move].next()
         logs[move].note(action)
         # One moment an action and one a wait, and each wait ends with an arrival.
-        assert len(logs[move].moments) <= 4 * microbatches + 1, "the run does not end"
+        assert len(logs[move].moments) <= 5 * microbatches + 1, "the run does not end"
         if action is None:
             resting.add(move)
         elif action.direction is FORWARD and move < last:
@@ -126,15 +155,20 @@ def play(
         elif action.direction is BACKWARD and move > 0:
             links[move - 1, BACKWARD].append(action.microbatch)
         elif action.direction is FORWARD:
-            logs[move].arrived[BACKWARD] += 1  # the loss is the last stage's own
+            logs[move].here[BACKWARD] += 1  # the loss is the last stage's own
+        if action is not None and action.kind is Kind.BACKWARD:
+            logs[move].here[Kind.WEIGHT] += 1
 
 
-def runnable(setting: Setting, stage: int, moment: Moment) -> tuple[bool, bool]:
-    """Whether a forward and whether a backward could have been run at a moment."""
-    in_flight = moment.begun[FORWARD] - moment.begun[BACKWARD]
-    below_bound = in_flight < setting.g_inter - stage + setting.slack
-    forward = moment.begun[FORWARD] < moment.arrived[FORWARD] and below_bound
-    return forward, moment.begun[BACKWARD] < moment.arrived[BACKWARD]
+def runnable(setting: Setting, stage: int, moment: Moment) -> tuple[bool, bool, bool]:
+    """Whether a forward, a backward and weight gradients could have been run at a moment."""
+    bounds = setting.bounds[stage]
+    deferred = moment.deferred if setting.is_split else 0
+    return (
+        moment.has(Kind.FORWARD) and bounds.allow_forward(moment.in_flight, deferred),
+        moment.has(Kind.BACKWARD) and bounds.allow_backward(moment.in_flight, deferred),
+        setting.is_split and moment.has(Kind.WEIGHT),
+    )
 
 
 many = settings(deadline=None, derandomize=True, max_examples=150)
@@ -142,100 +176,95 @@ many = settings(deadline=None, derandomize=True, max_examples=150)
 
 @many
 @given(SETTINGS)
-def test_every_run_ends_with_each_forward_and_backward_done_once_in_microbatch_order(
-    setting: Setting,
-) -> None:
+def test_every_run_ends_with_each_action_done_once_in_microbatch_order(setting: Setting) -> None:
     policies = setting.policies()
 
     logs = play(policies, setting.microbatches, setting.order)
 
     for policy, log in zip(policies, logs, strict=True):
         assert policy.finished
-        for direction in Direction:
-            order = [a.microbatch for a in log.actions if a.direction is direction]
-            assert order == list(range(setting.microbatches))
+        for kind in Kind:
+            order = [action.microbatch for action in log.actions if action.kind is kind]
+            expected = setting.is_split or kind is not Kind.WEIGHT
+            assert order == list(range(setting.microbatches if expected else 0))
 
 
 @many
 @given(SETTINGS)
-def test_no_stage_ever_holds_more_activations_than_its_bound(setting: Setting) -> None:
-    logs = play(setting.policies(), setting.microbatches, setting.order)
-
-    for stage, log in enumerate(logs):
-        held = most = 0
-        for action in log.actions:
-            held += 1 if action.direction is FORWARD else -1
-            most = max(most, held)
-        assert most <= setting.g_inter - stage + setting.slack
+def test_no_stage_ever_holds_more_than_its_bounds(setting: Setting) -> None:
+    for bounds, log in zip(setting.bounds, setting.play(), strict=True):
+        for moment in log.moments:
+            assert 0 <= moment.in_flight <= bounds.in_flight
+            if setting.is_split:
+                held = moment.in_flight + bounds.deferred_size * moment.deferred
+                assert moment.deferred >= 0 and held <= bounds.held
 
 
 @many
 @given(SETTINGS)
-def test_in_flight_counts_the_forwards_without_their_backward(setting: Setting) -> None:
+def test_a_policy_counts_what_is_in_flight_deferred_and_expected(setting: Setting) -> None:
+    last = len(setting.bounds) - 1
+
     def compare(stage: int, policy: Policy, log: StageLog) -> None:
         assert isinstance(policy, MessageDriven)
-        assert policy.in_flight == log.begun[FORWARD] - log.begun[BACKWARD]
+        forwards, backwards, weights = log.begun
+        assert policy.in_flight == forwards - backwards
+        assert policy.deferred == (backwards - weights if setting.is_split else 0)
+        # Where a stage has no neighbour, there is nothing to expect or refuse.
+        if stage > 0:
+            assert policy.expects(FORWARD) == (log.here[FORWARD] < setting.microbatches)
+        if stage < last:
+            assert policy.expects(BACKWARD) == (log.here[BACKWARD] < setting.microbatches)
 
     play(setting.policies(), setting.microbatches, setting.order, compare)
 
 
 @many
 @given(SETTINGS)
-def test_a_stage_waits_only_when_nothing_can_run(setting: Setting) -> None:
-    logs = play(setting.policies(), setting.microbatches, setting.order)
-
-    for stage, log in enumerate(logs):
+def test_a_stage_waits_only_when_nothing_can_run_and_weight_gradients_come_last(
+    setting: Setting,
+) -> None:
+    for stage, log in enumerate(setting.play()):
         for moment in log.moments:
-            assert (moment.action is not None) == any(runnable(setting, stage, moment))
+            forward, backward, weight = runnable(setting, stage, moment)
+            assert (moment.action is not None) == (forward or backward or weight)
+            if moment.action is not None and (forward or backward):
+                assert moment.action.kind is not Kind.WEIGHT
 
 
 @many
 @given(SETTINGS)
 def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> None:
-    logs = play(setting.policies(), setting.microbatches, setting.order)
-
-    for stage, log in enumerate(logs[:-1]):
+    for stage, log in enumerate(setting.play()[:-1]):
         ran: Direction | None = None
         for moment in log.moments:
-            if moment.action is None:
+            if moment.action is None or moment.action.direction is None:
                 continue
-            if all(runnable(setting, stage, moment)):
+            if all(runnable(setting, stage, moment)[:2]):
                 assert ran is not None, "a backward before any forward"
                 other = BACKWARD if ran is FORWARD else FORWARD
-                wanted = {"alternate": other, "backward": BACKWARD, "forward": FORWARD}
-                assert moment.action.direction is wanted[setting.prefer]
+                expected = {"alternate": other, "backward": BACKWARD, "forward": FORWARD}
+                assert moment.action.direction is expected[setting.prefer]
             ran = moment.action.direction
 
 
 @many
 @given(SETTINGS)
 def test_the_last_stage_runs_each_backward_directly_after_its_forward(setting: Setting) -> None:
-    logs = play(setting.policies(), setting.microbatches, setting.order)
+    last = replace(setting, is_split=False).play()[-1]
 
-    assert logs[-1].actions == [
+    assert last.actions == [
         Action(kind, microbatch)
         for microbatch in range(setting.microbatches)
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     ]
 
 
-@many
-@given(SETTINGS)
-def test_a_run_expects_as_many_messages_as_it_has_microbatches(setting: Setting) -> None:
-    last = setting.g_inter - 1
-
-    def compare(stage: int, policy: Policy, log: StageLog) -> None:
-        # Where a stage has no neighbour, there is nothing to expect or refuse.
-        if stage > 0:
-            assert policy.expects(FORWARD) == (log.arrived[FORWARD] < setting.microbatches)
-        if stage < last:
-            assert policy.expects(BACKWARD) == (log.arrived[BACKWARD] < setting.microbatches)
-
-    play(setting.policies(), setting.microbatches, setting.order, compare)
+# -- choices by hand ------------------------------------------------------------------------
 
 
 def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
-    policy = MessageDriven(stage=0, g_inter=2, microbatches=4, slack=2)
+    policy = MessageDriven(stage=0, g_inter=2, microbatches=4, bounds=Bounds(4, 4))
     said = [str(policy.next()), str(policy.next())]
     policy.arrived(BACKWARD, 0)
     policy.arrived(BACKWARD, 1)
@@ -246,12 +275,56 @@ def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
 
 
 def test_a_finished_run_has_nothing_more_to_do() -> None:
-    policy = MessageDriven(stage=0, g_inter=1, microbatches=1, slack=0)
+    policy = MessageDriven(stage=0, g_inter=1, microbatches=1, bounds=Bounds(1, 1))
 
     said = [policy.finished, policy.next(), policy.finished, policy.next(), policy.finished]
 
     assert said == [False, Action(Kind.FORWARD, 0), False, Action(Kind.BACKWARD, 0), True]
     assert policy.next() is None
+
+
+def middle(bounds: Bounds) -> MessageDriven:
+    """The middle stage of three, with 4 microbatches, the first split backward of which has run."""
+    policy = MessageDriven(stage=1, g_inter=3, microbatches=4, bounds=bounds, is_split=True)
+    policy.arrived(FORWARD, 0)
+    assert str(policy.next()) == "F0"
+    policy.arrived(BACKWARD, 0)
+    assert str(policy.next()) == "B0"
+    return policy
+
+
+def said(policy: Policy, times: int) -> str:
+    """What a policy says if it is asked so often; waits are left out."""
+    return to_text(action for action in [policy.next() for _ in range(times)] if action)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "forwards", "expected"),
+    [
+        # Weight gradients run when nothing has arrived and after what has.
+        (Bounds(2, 3), 1, "F1 W0"),
+        # A full stage makes room by weight gradients.
+        (Bounds(1, 1), 1, "W0 F1"),
+        # Small deferred microbatches leave room: in flight 1 + 1 and deferred ¼ would be above 2.
+        (Bounds(2, 2, 0.25), 2, "F1 W0 F2"),
+    ],
+)
+def test_weight_gradients_fill_what_arrivals_and_bounds_leave(
+    bounds: Bounds, forwards: int, expected: str
+) -> None:
+    policy = middle(bounds)
+    for number in range(forwards):
+        policy.arrived(FORWARD, 1 + number)
+
+    assert said(policy, 3) == expected
+
+
+@pytest.mark.parametrize("bounds", [(0, 1.0, 1.0), (1, 0.9, 0.5), (1, 3.0, 4.0), (1, 1.0, 0.0)])
+def test_bounds_under_which_nothing_could_run_are_refused(
+    bounds: tuple[int, float, float],
+) -> None:
+    with pytest.raises(ValueError, match="at least 1, deferred_size above 0 and held at least"):
+        Bounds(*bounds)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +334,14 @@ def test_a_finished_run_has_nothing_more_to_do() -> None:
 def test_an_arrival_out_of_order_or_from_nowhere_is_an_internal_error(
     stage: int, direction: Direction, microbatch: int
 ) -> None:
-    policy = MessageDriven(stage=stage, g_inter=3, microbatches=4, slack=0)
+    policy = MessageDriven(stage=stage, g_inter=3, microbatches=4, bounds=Bounds(3, 3))
 
     with pytest.raises(AssertionError):
         policy.arrived(direction, microbatch)
 
 
 def test_an_arrival_beyond_the_last_microbatch_is_an_internal_error() -> None:
-    policy = MessageDriven(stage=1, g_inter=2, microbatches=1, slack=0)
+    policy = MessageDriven(stage=1, g_inter=2, microbatches=1, bounds=Bounds(1, 1))
     policy.arrived(FORWARD, 0)
 
     with pytest.raises(AssertionError, match="never asked"):
@@ -284,7 +357,7 @@ def test_an_evaluation_runs_every_forward_once_in_order(
 
     def compare(stage: int, policy: Policy, log: StageLog) -> None:
         assert not policy.expects(BACKWARD)
-        assert policy.expects(FORWARD) == (log.arrived[FORWARD] < microbatches)
+        assert policy.expects(FORWARD) == (log.here[FORWARD] < microbatches)
         assert policy.finished == (log.begun[FORWARD] == microbatches)
 
     logs = play(policies, microbatches, order, compare)
@@ -312,3 +385,29 @@ def test_the_policy_needs_neither_torch_nor_mpi() -> None:
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert (shown.stdout, shown.stderr) == ("[]\n", "")
+
+
+# -- actions --------------------------------------------------------------------------------
+
+
+def test_an_action_reads_as_its_kind_and_microbatch() -> None:
+    assert [str(Action(kind, 12)) for kind in Kind] == ["F12", "B12", "W12"]
+
+
+def test_lists_of_actions_survive_the_way_through_text() -> None:
+    assert to_text(from_text("F0 F1 B0 W0 B1 W1")) == "F0 F1 B0 W0 B1 W1"
+
+
+@pytest.mark.parametrize("kind", [Kind.BACKWARD, Direction.BACKWARD])
+def test_an_action_that_is_named_again_is_the_same_object(kind: Kind) -> None:
+    assert action(kind, 3) == Action(Kind.BACKWARD, 3)
+    assert action(kind, 3) is action(Kind.BACKWARD, 3)
+    assert action(kind, 3).kind is Kind.BACKWARD
+
+
+def test_activations_and_their_gradients_travel_and_weight_gradients_stay() -> None:
+    assert [action(kind, 0).direction for kind in Kind] == [
+        Direction.FORWARD,
+        Direction.BACKWARD,
+        None,
+    ]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action
-from axsparse.pipeline.policy import InOrder, MessageDriven, Policy
+from axsparse.pipeline.policy import Action, Bounds, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import (
     Schedule,
     ScheduleName,
@@ -20,7 +19,6 @@ from axsparse.pipeline.schedules import (
     one_forward_one_backward,
     with_weights,
 )
-from axsparse.pipeline.split_policy import Bounds
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -136,35 +134,6 @@ def test_slack_at_most_doubles_what_a_split_stage_has_in_flight_until_it_does_so
         [7, 5, 3, 1],
         [9, 7, 5, 3],
     ]
-
-
-def test_zb_2p_holds_twice_what_zb_1p_holds() -> None:
-    once = Schedule("zb-1p", 0, "alternate", split_backward=True)
-
-    assert [once.bounds(stage, 3) for stage in range(3)] == [
-        Bounds(3, 3),
-        Bounds(2, 3),
-        Bounds(1, 3),
-    ]
-    assert [replace(once, name="zb-2p").bounds(stage, 3) for stage in range(3)] == [
-        Bounds(5, 6),
-        Bounds(3, 6),
-        Bounds(1, 6),
-    ]
-
-
-def test_a_zero_bubble_order_of_whole_backwards_is_refused() -> None:
-    with pytest.raises(ValueError, match="zb-1p without split_backward; it needs split ones"):
-        Schedule("zb-1p", 0, "alternate")
-
-
-def test_only_a_stage_that_may_wait_for_messages_needs_forecasts() -> None:
-    split = Schedule("message-driven", 0, "alternate", split_backward=True)
-
-    assert split.uses_forecasts
-    assert not replace(split, patience=0.0).uses_forecasts
-    assert not replace(split, split_backward=False).uses_forecasts
-    assert not replace(split, name="1f1b").uses_forecasts
 
 
 # -- the dry run ----------------------------------------------------------------------------

@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import from_text, to_text
 
-from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import ForwardOnly, InOrder, MessageDriven, Preference
+from axsparse.pipeline.policy import (
+    Action,
+    Bounds,
+    ForwardOnly,
+    InOrder,
+    Kind,
+    MessageDriven,
+    Preference,
+)
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
-from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -46,7 +52,6 @@ def run(
         lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
         durations,
         edges,
-        durations if schedule.uses_forecasts else None,
     )
 
 
@@ -172,86 +177,18 @@ def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
 # -- split backwards ------------------------------------------------------------------------
 
 
-def split(
-    patience: float, durations: Durations, expected: Durations | None, held: float | None = None
-) -> PipelineRun:
-    schedule = Schedule(
-        "message-driven", 0, "alternate", split_backward=True, patience=patience, held=held
-    )
-    g_inter, microbatches = len(durations.forward), len(durations.forward[0])
-    return simulate(
-        lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
-        durations,
-        [MessageCost()] * (g_inter - 1),
-        expected,
-    )
-
-
 def test_weight_gradients_take_their_time_and_send_nothing() -> None:
     # stage 0: F0 0-1, F1 1-2,        B0 6-9,  W0 9-13 (no message), B1 13-16, W1 16-20
     # stage 1:         F0 1-3, B0 3-6, F1 6-8, B1 8-11, W0 11-15, W1 15-19
     durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
 
-    first, last = split(0.0, durations, None).stages
+    schedule = Schedule("message-driven", 0, "alternate", split_backward=True)
+    first, last = run(schedule, durations).stages
 
     assert (to_text(first.actions), first.begins) == ("F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16])
     assert (to_text(last.actions), last.begins) == ("F0 B0 F1 B1 W0 W1", [1, 3, 6, 8, 11, 15])
     assert (first.compute, first.end, last.end) == (16, 20, 19)
     assert [(each.most_in_flight, each.most_held) for each in (first, last)] == [(2, 2), (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("held", "order", "begins"),
-    [
-        (4, "F0 F1 B0 B1 W0 W1", [0, 1, 6, 11, 14, 18]),
-        # Without memory for more, what stage 0 leaves would only run at the end.
-        (None, "F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16]),
-    ],
-)
-def test_an_announced_message_delays_the_weight_gradients_that_may_be_left(
-    held: float | None, order: str, begins: list[float]
-) -> None:
-    # As above, but stage 0 knows at 9 that B1 comes at 11, half a W away.
-    durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
-
-    first, _ = split(0.6, durations, durations, held).stages
-
-    assert (to_text(first.actions), first.begins) == (order, begins)
-
-
-@pytest.mark.parametrize("slack", [0, 1])
-@pytest.mark.parametrize(
-    ("stages", "most"), [((1.25, 1), 1.0), ((1.2, 1, 1, 1), 1.01), ((1, 1.2, 1, 1), 1.01)]
-)
-def test_waiting_for_messages_costs_little_where_stages_take_unequal_times(
-    stages: tuple[float, ...], most: float, slack: int
-) -> None:
-    # Stages that wait at every gap would leave their weight gradients to the end: up to 1.07.
-    durations = Durations(*([[seconds] * 16 for seconds in stages] for _ in Kind))
-
-    def seconds(patience: float) -> float:
-        schedule = Schedule(
-            "message-driven", slack, "alternate", split_backward=True, patience=patience
-        )
-        return simulate(
-            lambda stage: schedule.policy(stage=stage, g_inter=len(stages), microbatches=16),
-            durations,
-            [MessageCost(0.01, 0.01)] * (len(stages) - 1),
-            durations if schedule.uses_forecasts else None,
-        ).seconds
-
-    assert seconds(PATIENCE) <= most * seconds(GREEDY)
-
-
-def test_a_late_message_is_not_waited_for_longer_than_a_near_one() -> None:
-    # B1 takes 30 on stage 1 and is expected to take 3: due at 11 and not there at 11.4, when it
-    # is late by a tenth of a W. Stage 0 begins W0 when it asks the next time.
-    durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 30]], [[4, 4], [4, 4]])
-    expected = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
-
-    first, _ = split(0.6, durations, expected, held=4).stages
-
-    assert (to_text(first.actions), first.begins[3]) == ("F0 F1 B0 W0 B1 W1", 11.5)
 
 
 # -- any delays -----------------------------------------------------------------------------
@@ -350,11 +287,11 @@ def test_no_stage_holds_more_than_its_schedule_allows(case: Case) -> None:
             in_flight.append(seen[0] - seen[1])
             deferred = seen[1] - seen[2] if case.schedule.split_backward else 0
             held.append(in_flight[-1] + deferred)
-            if case.schedule.name in ("message-driven", "zb-1p", "zb-2p"):
+            if case.schedule.name == "message-driven":
                 assert in_flight[-1] + bounds.deferred_size * deferred <= bounds.held
         assert (done.most_in_flight, done.most_held) == (max(in_flight), max(held))
         depth = case.g_inter - stage + case.schedule.slack
-        fixed = {"gpipe": case.microbatches, "1f1b": depth, "zb-h1": depth}
+        fixed = {"gpipe": case.microbatches, "1f1b": depth}
         assert max(in_flight) <= fixed.get(case.schedule.name, bounds.in_flight)
 
 
@@ -378,8 +315,6 @@ def test_compute_p2p_and_bubble_are_the_step(case: Case) -> None:
 @given(cases())
 def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> None:
     # Replays one stage: its arrivals by time, its decisions whenever it was free.
-    if case.schedule.uses_forecasts:
-        return
     result = run(case.schedule, case.durations)
     begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
     end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
@@ -412,7 +347,13 @@ def test_a_preference_is_the_policys_own() -> None:
 
     def new_policy(stage: int) -> MessageDriven:
         policies.append(
-            MessageDriven(stage=stage, g_inter=2, microbatches=3, slack=1, prefer="forward")
+            MessageDriven(
+                stage=stage,
+                g_inter=2,
+                microbatches=3,
+                bounds=Bounds(3 - stage, 3),
+                prefer="forward",
+            )
         )
         return policies[-1]
 

@@ -12,7 +12,7 @@ from support.pictures import boxes, outside, overlapping
 from support.planner_cases import cluster, formula
 
 from axsparse.planner.html_page import MOST_SPANS, page
-from axsparse.planner.layout_question import LayoutQuestion
+from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import plan
 from axsparse.planner.plan_report import MethodPlan, lines
 from axsparse.planner.timeline import spans

@@ -11,11 +11,10 @@ from functools import cache
 import pytest
 from support.planner_cases import SUMMIT, cluster, formula, schedule
 
-from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_question import PAYS, LayoutQuestion, Row
+from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan, plan
-from axsparse.planner.schedule_choice import SlackPoint, chosen_slack
+from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, SlackPoint, Trade
 from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
@@ -171,10 +170,30 @@ def test_measured_costs_can_take_the_place_of_formulas() -> None:
     assert found.recommended.run.mean_phases["compute"] == 300.0
 
 
-def test_slack_is_spent_where_it_pays_and_no_further() -> None:
-    points = [(0, 2.0), (1, 1.2), (2, 1.0 + 0.9 * PAYS), (3, 1.0)]
+@pytest.mark.parametrize(
+    ("memory", "seconds", "fits", "is_taken"),
+    [
+        (0.27, -0.07, True, False),
+        (0.20, -0.07, True, True),
+        (0.20, -0.07, False, False),
+        (0.0, -0.004, True, False),
+        (0.0, -0.006, True, True),
+        (0.001, 0.02, True, False),
+    ],
+)
+def test_an_option_is_taken_for_one_percent_of_time_for_three_of_memory(
+    memory: float, seconds: float, fits: bool, is_taken: bool
+) -> None:
+    assert Trade("slack 2", memory, seconds, fits).is_taken is is_taken
 
-    assert chosen_slack([SlackPoint(slack, seconds, 0.0) for slack, seconds in points]) == 2
+
+def test_a_trade_says_what_an_option_costs_and_brings() -> None:
+    said = [str(Trade("split backwards", memory, -0.07, fits=True)) for memory in (0.27, 0.1)]
+
+    assert said == [
+        "split backwards: +27 % memory for −7 % time: not taken",
+        "split backwards: +10 % memory for −7 % time: taken",
+    ]
 
 
 def curve(machine: Cluster, room: float | None = None) -> tuple[Row, list[SlackPoint]]:
@@ -228,9 +247,7 @@ def test_a_model_with_no_room_for_slack_runs_without() -> None:
 # -- split backwards ------------------------------------------------------------------------
 
 
-def with_either_backward(
-    room: float | None = None, jitter: float = 0.0, patience: float = GREEDY
-) -> Plan:
+def with_either_backward(room: float | None = None, jitter: float = 0.0) -> Plan:
     question = LayoutQuestion(
         workload=formula("gpt3_13b", 0.1),
         cluster=cluster(jitter=jitter),
@@ -239,16 +256,8 @@ def with_either_backward(
         g_inter=[8],
         microbatch_sizes=[1],
         memory_bytes=room,
-        patience=patience,
     )
     return plan(question)
-
-
-@pytest.mark.parametrize("patience", [GREEDY, PATIENCE])
-def test_plans_are_as_patient_as_the_stages_will_be(patience: float) -> None:
-    found = with_either_backward(patience=patience)
-
-    assert {point.schedule.patience for point in found.tried} == {patience}
 
 
 def test_backwards_are_split_where_that_pays_and_the_plan_says_what_each_way_gives() -> None:
@@ -273,11 +282,12 @@ def test_weight_gradients_wait_within_the_memory() -> None:
     whole = next(point for point in free.tried if not point.schedule.split_backward)
     least = min(point.bytes for point in free.tried if point.schedule.split_backward)
 
-    tight, none = with_either_backward(least), with_either_backward(whole.bytes)
+    room = least / MOST_ROOM
+    tight, none = with_either_backward(room), with_either_backward(whole.bytes)
 
     assert tight.recommended.layout.schedule.split_backward
-    assert all(point.bytes <= least for point in tight.tried)
-    assert tight.recommended.most_bytes <= least
+    assert all(point.bytes <= room for point in tight.tried)
+    assert tight.recommended.most_bytes <= MOST_ROOM * room
     assert not none.recommended.layout.schedule.split_backward
     assert [point.schedule.split_backward for point in none.tried] == [False]
 
@@ -299,9 +309,9 @@ def test_one_stage_or_microbatch_has_nothing_to_fill(g_inter: int, batch: int) -
     assert len(found.tried) == 1
 
 
-def test_planning_a_formula_needs_neither_torch_nor_mpi_nor_numpy() -> None:
+def test_the_search_needs_neither_torch_nor_mpi_nor_numpy() -> None:
     script = (
-        "import sys; import axsparse.planner.layout_search, axsparse.planner.gpt_formula; "
+        "import sys; import axsparse.planner.layout_search; "
         "print([name for name in ('torch', 'mpi4py', 'numpy') if name in sys.modules])"
     )
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from support.planner_cases import cluster, formula
 
-from axsparse.planner.layout_question import LayoutQuestion
+from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Rejection, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,

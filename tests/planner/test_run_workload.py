@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import pytest
@@ -12,19 +12,17 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.run_workload import (
-    backwards,
     configured_schedule,
     copied_bytes,
     only_backward,
     predict,
-    run_question,
     schedules,
-    with_announcements,
+    split_trade,
     workload,
 )
+from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -43,29 +41,23 @@ def test_a_slack_that_is_given_is_kept(pipeline: dict[str, Any]) -> None:
     found = schedules(tiny_config(pipeline=pipeline), has_times=True)
 
     name, prefer = pipeline.get("schedule", "message-driven"), pipeline.get("prefer", "alternate")
-    whole = Schedule(name, 3, prefer)
-    split = replace(whole, split_backward=True)
-    assert found == ([whole] if whole.name == "1f1b" else [split, whole])
+    assert found == [Schedule(name, 3, prefer)]
 
 
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
-        ({}, [True, False]),
-        ({"compile": True}, [False]),
-        ({"schedule": "gpipe"}, [False]),
-        ({"schedule": "zb-h1"}, [True]),
-        ({"schedule": "gpipe", "split_backward": True}, [True]),
-        ({"split_backward": False}, [False]),
+        ({}, None),
+        ({"compile": True}, False),
+        ({"schedule": "gpipe"}, False),
+        ({"schedule": "gpipe", "split_backward": True}, True),
+        ({"split_backward": False}, False),
     ],
 )
 def test_which_backwards_a_configuration_allows(
-    pipeline: dict[str, Any], expected: list[bool]
+    pipeline: dict[str, Any], expected: bool | None
 ) -> None:
-    found = tiny_config(pipeline=pipeline).pipeline
-
-    assert backwards(found) == expected
-    assert only_backward(found) == (None if len(expected) == 2 else expected[0])
+    assert only_backward(tiny_config(pipeline=pipeline).pipeline) is expected
 
 
 def test_bounds_of_a_configuration_are_those_of_its_schedule() -> None:
@@ -76,37 +68,50 @@ def test_bounds_of_a_configuration_are_those_of_its_schedule() -> None:
     assert found == Schedule("message-driven", 2, "alternate", split_backward=True, held=9.5)
 
 
-@pytest.mark.parametrize(
-    ("announce", "on_host", "expected"),
-    [(True, True, PATIENCE), (True, False, GREEDY), (False, True, GREEDY)],
-)
-def test_stages_wait_for_messages_only_where_these_are_announced(
-    announce: bool, on_host: bool, expected: float
+@pytest.mark.parametrize(("split", "expected"), [("auto", False), (True, True)])
+def test_without_times_two_slacks_are_tried_and_backwards_split_only_where_asked(
+    split: bool | str, expected: bool
 ) -> None:
-    config = with_announcements(tiny_config(pipeline={"announce": announce}), on_host=on_host)
-    asked = run_question(subject(config), MACHINE, config, 2, [2], 1e9)
+    found = schedules(tiny_config(pipeline={"split_backward": split}), has_times=False)
 
-    [schedule, *_] = schedules(config, has_times=False)
-    assert schedule is not None
-    assert {schedule.patience} | {each.patience for each in asked.schedules} == {expected}
+    assert [(each and each.slack, each and each.split_backward) for each in found] == [
+        (1, expected),
+        (0, expected),
+    ]
+
+
+# -- what split backwards cost and bring ----------------------------------------------------
+
+
+def split_of(room: float = math.inf, microbatches: int = 12, **pipeline: Any) -> Trade | None:
+    batch = {"global_batch_size": microbatches, "microbatch_size": 1}
+    config = tiny_config(pipeline=pipeline, batch=batch)
+    return split_trade(subject(config), None, config, Grid(2, 1), 1, room)
+
+
+def test_splitting_takes_memory_and_saves_a_part_of_the_bubble() -> None:
+    found = split_of()
+
+    assert found is not None and found.fits
+    assert found.memory >= 0
+    # Two stages have a bubble of a thirteenth; a third of the work can fill it.
+    assert -1 / 13 < found.seconds < 0
+    more = split_of(microbatches=48)
+    assert more is not None and found.seconds < more.seconds < 0
+
+
+def test_what_would_fill_a_machine_is_not_taken() -> None:
+    found = split_of(room=1e3)
+
+    assert found is not None and not found.is_taken
+    assert str(found).endswith("not taken, as more than 85 % of the memory would be full")
 
 
 @pytest.mark.parametrize(
-    ("announce", "expected"),
-    [
-        (True, [(1, True), (1, False), (0, True), (0, False)]),
-        (False, [(1, True), (1, False), (0, False)]),
-    ],
+    "given", [{"microbatches": 1}, {"split_backward": True}, {"schedule": "1f1b"}]
 )
-def test_backwards_are_split_without_slack_where_messages_are_announced(
-    announce: bool, expected: list[tuple[int, bool]]
-) -> None:
-    found = schedules(tiny_config(pipeline={"announce": announce}), has_times=False)
-    pipeline = {"announce": announce, "slack": 0, "split_backward": True}
-    asked = schedules(tiny_config(pipeline=pipeline), has_times=True)
-
-    assert [(each.slack, each.split_backward) for each in found if each is not None] == expected
-    assert [each is not None and each.split_backward for each in asked] == [True]
+def test_where_nothing_is_left_to_decide_nothing_is_said(given: dict[str, Any]) -> None:
+    assert split_of(**given) is None
 
 
 def test_other_schedules_go_without_a_search() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo
-from axsparse.pipeline.actions import Action, Kind
-from axsparse.pipeline.policy import Policy
+from axsparse.pipeline.policy import Action, Kind, Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout import Layout

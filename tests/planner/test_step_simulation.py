@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_cases import cluster, schedule, uniform
 
-from axsparse.pipeline.actions import Action, Kind
+from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import ScheduleName
-from axsparse.pipeline.split_policy import GREEDY, PATIENCE
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.planner.step_simulation import STEP_PHASES, durations, simulate_step
@@ -135,23 +133,6 @@ def test_with_jitter_every_replica_is_played_unless_a_sample_will_do() -> None:
     assert len({run.seconds for run in every.pipelines.values()}) == 12
     assert list(some.pipelines) == [0, 1, 2]
     assert every.seconds >= some.seconds
-
-
-@pytest.mark.parametrize(("jitter", "matters"), [(0.0, True), (0.4, False)])
-def test_patience_matters_where_the_times_of_others_can_be_told(
-    jitter: float, matters: bool
-) -> None:
-    stage = StageSeconds(1, 1.8, 0, weight=0.8)
-    costs = StepCosts([stage] * 4, [0.05] * 3, [0] * 4, [0] * 4)
-    split = replace(schedule(slack=0), split_backward=True)
-
-    steps = [
-        simulate_step(costs, cluster(jitter=jitter), Grid(4, 1), replace(split, patience=each), 16)
-        for each in (GREEDY, PATIENCE)
-    ]
-
-    assert (steps[1].seconds < steps[0].seconds) is matters
-    assert (steps[1].seconds == steps[0].seconds) is not matters
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -10,7 +10,7 @@ from support.surveys import KEPT, SURVEY, layer
 
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.layout_question import LayoutQuestion, Row
+from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.surveyed_model import SurveyedModel

@@ -8,7 +8,7 @@ import pytest
 from support.planner_cases import cluster, formula
 
 from axsparse.observe.trace_file import Span
-from axsparse.planner.layout_question import LayoutQuestion, Row
+from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.planner.timeline import spans

@@ -34,15 +34,6 @@ def test_a_rank_that_shares_its_core_gives_it_away_at_once(slept: list[float]) -
     assert slept == [50e-6, 100e-6, 200e-6, 500e-6, 500e-6]
 
 
-def test_its_clock_goes_on_while_it_sleeps() -> None:
-    backoff = SleepingBackoff(shares_core=True)
-    began = backoff.now()
-
-    backoff.pause()
-
-    assert backoff.now() - began >= 40_000
-
-
 def test_another_wait_begins_with_the_shortest_pause(slept: list[float]) -> None:
     backoff = SleepingBackoff(shares_core=True)
 

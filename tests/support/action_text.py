@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axsparse.pipeline.actions import LETTERS, Action
+from axsparse.pipeline.policy import LETTERS, Action
 
 
 def to_text(actions: Iterable[Action]) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import (
-    Announcement,
     Direction,
     Link,
     Message,
@@ -139,42 +138,6 @@ def bytes_sent_counts_contents_and_nothing_stays_unsent(transport: Transport) ->
     assert link.unsent == 0
 
 
-def announcements_come_before_their_messages_and_say_when_these_are_due(
-    transport: Transport,
-) -> None:
-    place, link = _open(transport)
-    count = 20
-    for number in range(count):
-        for direction in _outgoing(place):
-            link.announce(Announcement(direction, number, 10**15 + 100 * place.rank + number))
-            tensors = (torch.full((1 + 5000 * (number % 3),), number),)
-            link.send(Message(direction, number, tensors, sent_at=10**15 + number))
-    for direction in _outgoing(place):
-        link.announce(Announcement(direction, count, 7))  # the message never comes
-
-    announced: list[Announcement] = []
-    arrived: list[Message] = []
-    transport.backoff.reset()
-    while len(arrived) < count * len(_incoming(place)):
-        messages = link.arrivals()
-        announced += link.announced()
-        arrived += messages
-        for message in messages:
-            assert message.sent_at == 10**15 + message.microbatch
-            source = _source(place, message.direction)
-            due = 10**15 + 100 * source + message.microbatch
-            assert Announcement(message.direction, message.microbatch, due) in announced
-        transport.backoff.pause()
-    for direction in _incoming(place):
-        numbers = [each.microbatch for each in announced if each.direction is direction]
-        assert numbers == list(range(len(numbers)))
-    assert link.bytes_sent == len(_outgoing(place)) * sum(
-        8 * (1 + 5000 * (number % 3)) for number in range(count)
-    )
-    _drain(transport, link)
-    _all_here(transport)
-
-
 def a_relay_passes_through_all_stages_and_back(transport: Transport) -> None:
     place, link = _open(transport)
     count, last = 5, transport.size - 1
@@ -210,7 +173,6 @@ CONTRACT: tuple[Callable[[Transport], None], ...] = (
     received_tensors_are_aligned_leaves_of_their_own,
     messages_keep_their_order_in_each_direction,
     bytes_sent_counts_contents_and_nothing_stays_unsent,
-    announcements_come_before_their_messages_and_say_when_these_are_due,
     a_relay_passes_through_all_stages_and_back,
     *LARGE,
 )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import (
-    Announcement,
     Collective,
     Exchange,
     Link,
@@ -54,12 +53,6 @@ class MovedLink:
             replace(message, tensors=tuple(None if t is None else t.cpu() for t in message.tensors))
             for message in messages
         ]
-
-    def announce(self, announcement: Announcement) -> None:
-        self._link.announce(announcement)
-
-    def announced(self) -> list[Announcement]:
-        return self._link.announced()
 
     def close(self) -> None:
         self._link.close()

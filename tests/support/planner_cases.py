@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from published.gpt_formula import GptFormula
+
 from axsparse.config.load import load_config
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.gpt_formula import GptFormula
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 
 SUMMIT = load_cluster("summit")

@@ -16,7 +16,7 @@ A header is sent once its tensors are ready and everything before it has been se
 would wait on the GPU for its receiver starts once its header has left, and the receiver asks for
 contents only once their header is there. So no GPU waits in a receive through the whole forward of
 its neighbour. Headers and contents each arrive in the order of sending, so no message needs a
-number. Announcements go at once, past headers that wait.
+number.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Announcement, Backoff, Direction, Event, Message
+from axsparse.runtime.communication import Backoff, Direction, Event, Message
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.message_header import (
     Header,
     contents,
-    decode_announcement,
     decode_header,
     dense,
-    encode_announcement,
     encode_header,
 )
 from axsparse.runtime.wire import QUIET_PASSES, Wire
@@ -129,8 +127,6 @@ class GpuLink:
         self._sending: dict[Direction, deque[_OutgoingMessage]] = {d: deque() for d in outgoing}
         self._receiving: dict[Direction, deque[_IncomingMessage]] = {d: deque() for d in incoming}
         self._ended: set[Direction] = set()
-        self._announcing: deque[Event] = deque()
-        self._announced: list[Announcement] = []
 
     def send(self, message: Message) -> None:
         direction = message.direction
@@ -158,15 +154,6 @@ class GpuLink:
     def unsent(self) -> int:
         return sum(map(len, self._sending.values()))
 
-    def announce(self, announcement: Announcement) -> None:
-        assert announcement.direction in self._outgoing, "no such neighbour"
-        wire, _ = self._outgoing[announcement.direction]
-        self._announcing.append(wire.send_header(encode_announcement(announcement)))
-
-    def announced(self) -> list[Announcement]:
-        found, self._announced = self._announced, []
-        return found
-
     def close(self) -> None:
         """Wait for the sends, and drop arrivals until the neighbours close, too."""
         self._backoff.reset()
@@ -191,8 +178,6 @@ class GpuLink:
         `arrivals` does this too. A rank that waits for something else has to call it, since the
         neighbour may need a message before it can do what the rank waits for.
         """
-        while self._announcing and self._announcing[0].query():
-            self._announcing.popleft()
         for direction, (wire, lane) in self._outgoing.items():
             sending = self._sending[direction]
             # Memory is let go before the next contents are sent, since torch reuses it only after
@@ -216,9 +201,6 @@ class GpuLink:
                 moved = True
                 if header[0] == END:
                     self._ended.add(direction)
-                    continue
-                if (announcement := decode_announcement(header, direction)) is not None:
-                    self._announced.append(announcement)
                     continue
                 message = decode_header(header, direction, lane.empty)
                 arrival = lane.receive(contents(message))

@@ -76,9 +76,6 @@ class PushingBackoff:
     def reset(self) -> None:
         self._inner.reset()
 
-    def now(self) -> int:
-        return self._inner.now()
-
 
 class TwoWayCollective:
     """A group with one collective for buffers in host memory and one for buffers on GPUs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from axsparse.runtime.communication import Announcement, Direction, Message
+from axsparse.runtime.communication import Direction, Message
 from axsparse.runtime.grid import Place
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -24,7 +24,6 @@ class LocalLink:
         self._world = world
         self._place = place
         rank = place.rank
-        self._announced: list[Announcement] = []
         self._inboxes = []
         if not place.is_first:
             self._inboxes.append(world.mailbox(rank - 1, rank, Direction.FORWARD.name))
@@ -32,13 +31,19 @@ class LocalLink:
             self._inboxes.append(world.mailbox(rank + 1, rank, Direction.BACKWARD.name))
 
     def send(self, message: Message) -> None:
+        direction = message.direction
+        forward = direction is Direction.FORWARD
+        assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
         copies = tuple(
             # Tensors that come over a wire are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )
         self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
-        self._post(replace(message, tensors=copies))
+        target = self._place.rank + (1 if forward else -1)
+        mailbox = self._world.mailbox(self._place.rank, target, direction.name)
+        mailbox.append(replace(message, tensors=copies))
+        self._world.progress()
 
     def arrivals(self) -> list[Message]:
         messages: list[Message] = []
@@ -49,17 +54,8 @@ class LocalLink:
         for inbox in inboxes:
             while inbox and (random is None or random.random() < 0.5):
                 self._world.progress()
-                found = inbox.popleft()
-                kind: list[Any] = messages if isinstance(found, Message) else self._announced
-                kind.append(found)
+                messages.append(inbox.popleft())
         return messages
-
-    def announce(self, announcement: Announcement) -> None:
-        self._post(announcement)
-
-    def announced(self) -> list[Announcement]:
-        found, self._announced = self._announced, []
-        return found
 
     def push(self) -> None:
         """Do nothing, since nothing waits to be sent."""
@@ -71,11 +67,3 @@ class LocalLink:
 
     def close(self) -> None:
         """Do nothing, since nothing is held."""
-
-    def _post(self, mail: Message | Announcement) -> None:
-        """Put something into the mailbox of the neighbour in its direction."""
-        forward = mail.direction is Direction.FORWARD
-        assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
-        target = self._place.rank + (1 if forward else -1)
-        self._world.mailbox(self._place.rank, target, mail.direction.name).append(mail)
-        self._world.progress()

@@ -92,13 +92,6 @@ class LocalWorld(Generic[T]):
         """The group of this name and these ranks."""
         return self._groups.setdefault((name, ranks), Group(len(ranks)))
 
-    def look_at_clock(self) -> int:
-        """The world's own time, so that runs can be repeated: each look at it lets about as much
-        time pass, or none in a world without a seed."""
-        if self.random is not None:
-            self._time += self.random.randrange(900_000, 1_000_000)
-        return self._time
-
     def progress(self) -> None:
         """Note that something moved, so that this is no deadlock."""
         self._idle = 0
@@ -143,6 +136,3 @@ class TurnBackoff:
 
     def reset(self) -> None:
         """Do nothing, since all pauses are alike."""
-
-    def now(self) -> int:
-        return self._world.look_at_clock()

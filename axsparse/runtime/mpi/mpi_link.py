@@ -1,7 +1,6 @@
 """A `Link` over MPI for tensors in host memory, made of wires between neighbouring stages.
 
-A message is its header and then the bytes of its tensors, all on the wire of its direction. An
-announcement is a header without a message.
+A message is its header and then the bytes of its tensors, all on the wire of its direction.
 Contents are received straight into the tensors that the message is made of.
 """
 
@@ -14,22 +13,9 @@ from dataclasses import dataclass
 from mpi4py import MPI
 from torch import Tensor
 
-from axsparse.runtime.communication import (
-    MAX_CALL_BYTES,
-    Announcement,
-    Backoff,
-    Direction,
-    Message,
-)
+from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Message
 from axsparse.runtime.grid import Place
-from axsparse.runtime.message_header import (
-    decode_announcement,
-    decode_header,
-    dense,
-    encode_announcement,
-    encode_header,
-    in_host_memory,
-)
+from axsparse.runtime.message_header import decode_header, dense, encode_header, in_host_memory
 from axsparse.runtime.mpi.mpi_wire import MpiRequest, MpiWire, MpiWires
 from axsparse.runtime.wire import QUIET_PASSES, byte_pieces, neighbours
 
@@ -72,8 +58,6 @@ class MpiLink:
                 wires = self._outgoing if source == place.rank else self._incoming
                 wires[direction] = self._wires.wire(direction, source, target)
         self._sending: deque[_Transfer] = deque()
-        self._announcing: deque[MpiRequest] = deque()
-        self._announced: list[Announcement] = []
         self._receiving: dict[Direction, deque[_Transfer]] = {d: deque() for d in Direction}
 
     def send(self, message: Message) -> None:
@@ -95,17 +79,6 @@ class MpiLink:
     def push(self) -> None:
         while self._sending and self._sending[0].query():
             self._sending.popleft()
-        while self._announcing and self._announcing[0].query():
-            self._announcing.popleft()
-
-    def announce(self, announcement: Announcement) -> None:
-        assert announcement.direction in self._outgoing, "no such neighbour"
-        wire = self._outgoing[announcement.direction]
-        self._announcing.append(wire.send_header(encode_announcement(announcement)))
-
-    def announced(self) -> list[Announcement]:
-        found, self._announced = self._announced, []
-        return found
 
     @property
     def unsent(self) -> int:
@@ -113,7 +86,7 @@ class MpiLink:
 
     def close(self) -> None:
         self._backoff.reset()
-        while self._sending or self._announcing:
+        while self._sending:
             self.push()
             self._backoff.pause()
         self._wires.close()
@@ -124,9 +97,6 @@ class MpiLink:
         for direction, wire in self._incoming.items():
             receiving = self._receiving[direction]
             while (header := wire.receive_header()) is not None:
-                if (announcement := decode_announcement(header, direction)) is not None:
-                    self._announced.append(announcement)
-                    continue
                 moved = True
                 message = decode_header(header, direction, in_host_memory)
                 receiving.append(_Transfer(message, self._each_piece(message, wire.receive)))

@@ -28,6 +28,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from axsparse.config.former_settings import recorded_config
 from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
@@ -149,7 +150,7 @@ class Weights:
     def config(self) -> Config:
         """The run's configuration; DataError if this version does not understand it."""
         try:
-            return Config.model_validate(self.checkpoint.manifest.config)
+            return recorded_config(self.checkpoint.manifest.config)
         except ValidationError as error:
             key = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
             raise DataError(

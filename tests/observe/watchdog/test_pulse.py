@@ -15,7 +15,7 @@ from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.backoff import SleepingBackoff
-from axsparse.runtime.communication import Announcement, Message
+from axsparse.runtime.communication import Message
 from axsparse.runtime.grid import Grid
 from axsparse.training.trainer import Trainer
 
@@ -88,15 +88,6 @@ class Silence:
 
     def push(self) -> None:
         """Nothing is sent."""
-
-    def announce(self, announcement: Announcement) -> None:
-        """Nobody hears it."""
-
-    def announced(self) -> list[Announcement]:
-        return []
-
-    def now(self) -> int:
-        return 0
 
     def pause(self) -> None:
         raise TimeoutError

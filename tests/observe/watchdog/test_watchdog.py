@@ -40,9 +40,6 @@ class Waits:
     def reset(self) -> None:
         """There is nothing to reset."""
 
-    def now(self) -> int:
-        return 0
-
 
 class Rank:
     """One rank of a job that is played: what it does, and its watchdog."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from axsparse.pipeline.partition import partition
-from axsparse.planner.published.run_file import RunRow
-from axsparse.planner.published.transformer import Transformer, Work
+from published.run_file import RunRow
+from published.transformer import Transformer, Work
 
 
 def transformer(row: RunRow, *, fused: bool) -> Transformer:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.published.interleaved import warm_up
-from axsparse.planner.published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
-from axsparse.planner.published.run_file import RunRow
-from axsparse.planner.published.run_step import gradient_bytes, schedule_of
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.workload import value_bytes
+from published.interleaved import warm_up
+from published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
+from published.run_file import RunRow
+from published.run_step import gradient_bytes, schedule_of
 
 MASTER_AND_MOMENTS = 12
 """Bytes an entry of AdamW's state in fp32."""

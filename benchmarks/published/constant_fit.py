@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from axsparse.planner.cluster import Cluster
 
 
@@ -98,31 +100,9 @@ def _solved(
     start: Mapping[str, float],
 ) -> list[float]:
     """The moves that bring the linear model of errors and beliefs to its minimum."""
-    matrix, right = [], []
-    for row, name in enumerate(names):
-        weight = 1 / FITTABLE[name].doubt ** 2
-        line = [
-            sum(a * b for a, b in zip(slopes[row], other, strict=True)) / ROW_DOUBT**2
-            for other in slopes
-        ]
-        line[row] += weight
-        matrix.append(line)
-        pull = sum(a * e for a, e in zip(slopes[row], errors, strict=True)) / ROW_DOUBT**2
-        right.append(-pull - weight * (at[name] - start[name]))
-    return _eliminated(matrix, right)
-
-
-def _eliminated(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """The solution of a few linear equations whose matrix is positive definite."""
-    size = len(right)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = matrix[row][pivot] / matrix[pivot][pivot]
-            for column in range(pivot, size):
-                matrix[row][column] -= factor * matrix[pivot][column]
-            right[row] -= factor * right[pivot]
-    found = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(matrix[row][column] * found[column] for column in range(row + 1, size))
-        found[row] = (right[row] - known) / matrix[row][row]
-    return found
+    weights = np.array([FITTABLE[name].doubt ** -2 for name in names])
+    moved = np.array([at[name] - start[name] for name in names])
+    slope = np.array(slopes).reshape(len(names), -1) / ROW_DOUBT
+    matrix = slope @ slope.T + np.diag(weights)
+    right = -slope @ (np.array(errors) / ROW_DOUBT) - weights * moved
+    return [float(move) for move in np.linalg.solve(matrix, right)]

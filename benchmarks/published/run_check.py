@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.published.constant_fit import FittedConstant, fit_constants
-from axsparse.planner.published.piece_loads import transformer
-from axsparse.planner.published.run_file import RunFile, RunRow
-from axsparse.planner.published.run_memory import RunMemory, predict_memory
-from axsparse.planner.published.run_step import placement, predict_step, tensor_share
+from published.constant_fit import FittedConstant, fit_constants
+from published.piece_loads import transformer
+from published.run_file import RunFile, RunRow
+from published.run_memory import RunMemory, predict_memory
+from published.run_step import placement, predict_step, tensor_share
 
 DOUBTS: Mapping[str, float] = {
     "compute": 0.1,

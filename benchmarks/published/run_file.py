@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,8 +13,8 @@ from pydantic import Field, ValidationError
 from axsparse.config.section import FromList, Rate, Section
 from axsparse.config.yaml_dialect import YamlLoader
 from axsparse.planner.cluster import Precision
-from axsparse.planner.published.transformer import Family, Recompute
 from axsparse.runtime.errors import ConfigError, MissingInputError
+from published.transformer import Family, Recompute
 
 TABLES = Path(__file__).parent / "tables"
 """The folder of the bundled tables."""
@@ -171,8 +170,6 @@ def load_runs(path: Path) -> RunFile:
         raise MissingInputError(
             f"runs {str(path)!r}: cannot be read ({error.strerror}); name a readable YAML file"
         ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path.name}: not UTF-8; save it as UTF-8") from None
     try:
         given = yaml.load(text, Loader=YamlLoader)  # noqa: S506 - it makes plain values only
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
@@ -266,39 +263,10 @@ def _check_heads(here: str, row: RunRow) -> None:
 def _refusal(file: str, given: Mapping[Any, Any], error: ValidationError) -> ConfigError:
     """The first mistake of a file in one line, by the names of its row and its key."""
     problem = error.errors(include_url=False)[0]
-    place = list(problem["loc"])
-    here = file
+    place = [str(part) for part in problem["loc"]]
     if len(place) > 1 and place[0] == "rows":
-        row = given["rows"][place[1]]
+        row = given["rows"][int(place[1])]
         name = row.get("name") if isinstance(row, dict) else None
-        here = f"{file}: row {int(place[1]) + 1 if name is None else repr(name)}"
+        file = f"{file}: row {int(place[1]) + 1 if name is None else repr(name)}"
         place = place[2:]
-    # Members of unions are named behind the key, in capitals or with brackets.
-    keys = [str(part) for part in place if str(part).replace("_", "").isalpha()]
-    key = ".".join(keys) or "it"
-    if problem["type"] == "extra_forbidden":
-        known = _known(keys[:-1])
-        near = get_close_matches(keys[-1] if keys else "", known, n=1, cutoff=0.5)
-        mend = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        return ConfigError(f"{here}: unknown key {key}; {mend}")
-    if problem["type"] == "missing":
-        return ConfigError(f"{here}: {key} is missing; give it")
-    value = problem["input"]
-    shown = repr(value) if not isinstance(value, (dict, list)) else type(value).__name__
-    rule = problem["msg"][0].lower() + problem["msg"][1:]
-    return ConfigError(f"{here}: {key} is {shown[:60]}, which cannot be: {rule}; correct it")
-
-
-def _known(keys: Sequence[str]) -> list[str]:
-    """The keys of a section of a row, or of the row or the file."""
-    section: Any = RunRow if keys else _File
-    names = [field.alias or name for name, field in RunRow.model_fields.items()]
-    for key in keys:
-        field = RunRow.model_fields.get(key)
-        section = field.annotation if field else section
-        if key == "profiled":
-            section = Profiled
-        names = [found.alias or name for name, found in section.model_fields.items()]
-    if not keys:
-        names += list(_File.model_fields)
-    return names
+    return ConfigError(f"{file}: {'.'.join(place) or 'it'}: {problem['msg']}; correct it")

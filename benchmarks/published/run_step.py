@@ -23,15 +23,14 @@ from statistics import fmean
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.collective_cost import ring_seconds
-from axsparse.planner.node_placement import NodePlacement
-from axsparse.planner.published.interleaved import simulate_interleaved
-from axsparse.planner.published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
-from axsparse.planner.published.run_file import RunRow
-from axsparse.planner.published.transformer import Work
+from axsparse.planner.collective_cost import NodePlacement, ring_seconds
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.planner.step_simulation import StepRun, joined_step
 from axsparse.planner.workload import value_bytes
+from published.interleaved import simulate_interleaved
+from published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
+from published.run_file import RunRow
+from published.transformer import Work
 
 UPDATE_BYTES = 2 * (4 + 4 + 4) + 4
 """Bytes an entry for AdamW: masters and both moments are read and written, gradients read."""
