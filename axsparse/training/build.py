@@ -56,7 +56,6 @@ from axsparse.training.resume_point import ResumePoint
 from axsparse.training.run_data import Data, open_data
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.run_recorder import make_recorder
-from axsparse.training.spikes import RewindOrder
 from axsparse.training.trainer import Trainer
 
 
@@ -71,7 +70,6 @@ def build(
     score: Score | None = None,
     quiet: bool = False,
     resume: str | None = None,
-    order: RewindOrder | None = None,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
@@ -80,7 +78,6 @@ def build(
     tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
     `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
     whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
-    `order` says where a spike of the loss sends a run that resumes; later checkpoints are removed.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
@@ -92,7 +89,7 @@ def build(
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    point = ResumePoint() if quiet else find_run(loaded, transport, resume, order)
+    point = ResumePoint() if quiet else find_run(loaded, transport, resume)
     settings = _settings_from(point, loaded)
     inputs = RunInputs(
         model,
@@ -112,8 +109,6 @@ def build(
     directory = None if quiet else _open_run_directory(job, run, settings, facts, point)
     state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
     recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
-    if point.order is not None and point.progress is not None:
-        recorder.went_back(point.order.record(point.progress))
     parts = assemble(run, state, data, placement, recorder, job.run_dir)
     job.keep_branch(parts)
     if point.checkpoint is not None:
@@ -159,11 +154,6 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
     if resume is not None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
-    if loaded.config.spikes.rule == "back":
-        raise ConfigError(
-            f"{loaded.where('spikes.rule')}: back goes back to a checkpoint, and quiet saves none; "
-            "choose skip, or leave quiet out"
         )
     if loaded.config.layout.g_inter_pruned is not None:
         raise ConfigError(

@@ -16,7 +16,7 @@ class Position:
         self.updates = 0
         """Steps that updated the weights since the last rewinding."""
         self.jumped = 0
-        """Batches that were jumped over after a spike of the loss."""
+        """Batches that an earlier version of axsparse left out after spikes of the loss."""
         self.schedule_start = 0
         """The value of `steps_done` at the last rewinding, where the learning rate began anew."""
         self.masks_changed: int | None = None

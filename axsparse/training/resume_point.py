@@ -8,7 +8,6 @@ from pathlib import Path
 from axsparse.runtime.files.run_lock import RunLock
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.spikes import RewindOrder, without_base
 
 
 @dataclass(frozen=True)
@@ -23,15 +22,14 @@ class ResumePoint:
     """Lines that tell the user what was found and chosen."""
     lock: RunLock | None = None
     """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
-    order: RewindOrder | None = None
-    """The spike of the loss that sent the run back to the checkpoint; None if none did."""
 
     @property
     def progress(self) -> Progress | None:
-        """Where training stands at this point; None at its beginning."""
+        """Where training stands at this point; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        """
         if self.checkpoint is None:
             return None
         progress = self.checkpoint.manifest.progress
-        if self.path is None:
-            return without_base(progress)
-        return progress if self.order is None else self.order.applied(progress)
+        return progress if self.path else progress.model_copy(update={"best": None})

@@ -27,9 +27,7 @@ def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | 
 
 
 def last_lines(progress: Progress, skipped: list[str], saver: Saver | None) -> Iterator[str]:
-    """How many steps were skipped and batches jumped over, if any were; and where the result is."""
-    if progress.jumped:
-        skipped = [*skipped, f"batches jumped over: {progress.jumped}"]
+    """How many steps were skipped, if any were, and where the result is."""
     if skipped:
         yield f"of {progress.step} steps: {', '.join(skipped)}"
     if saver is None:

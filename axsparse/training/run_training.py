@@ -1,8 +1,4 @@
-"""A run from its first step to its last.
-
-On the way it may change to another layout once it is pruned, and go back to a checkpoint where its
-loss spikes.
-"""
+"""A run from its first step to its last, which may change to another layout once it is pruned."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from axsparse.pruning.criteria import Score
 from axsparse.runtime.job import Job
 from axsparse.training.build import build
 from axsparse.training.callbacks import OnCheckpoint, OnEvaluation, OnStep
-from axsparse.training.spikes import RewindOrder
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -36,16 +31,13 @@ def run_training(
 
     With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
     saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
-    layout that fits what is kept. With `spikes.rule: back`, it ends likewise where the loss
-    spikes, and goes on from the last checkpoint with other data; the callbacks then hear of the
-    steps since once more. The arguments and errors are those of `build` and `Trainer.train`.
+    layout that fits what is kept. The arguments and errors are those of `build` and
+    `Trainer.train`.
     """
-    order: RewindOrder | None = None
     while True:
-        trainer = build(job, model, open_datasets, config, score=score, resume=resume, order=order)
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume)
         trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
-        order = trainer.rewind_order
-        if order is None and not trainer.hands_over:
+        if not trainer.hands_over:
             return
         resume = str(job.run_dir)
         del trainer  # the next one needs its memory

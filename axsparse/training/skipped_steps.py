@@ -15,7 +15,7 @@ from axsparse.runtime.errors import TrainingError, everywhere
 from axsparse.training.checkpoint.manifest import FirstBad
 from axsparse.training.parts import Parts
 from axsparse.training.position import Position
-from axsparse.training.spikes import RewindOrder, Spike, SpikeRule
+from axsparse.training.spikes import Spike, SpikeRule
 
 LONGEST_REASON = 1000
 """Letters of a reason that a checkpoint keeps."""
@@ -31,8 +31,6 @@ class SkippedSteps:
         """Steps that were skipped because the loss spiked."""
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
-        self.order: RewindOrder | None = None
-        """Where the last step's spike sends the run; None if the run goes on where it is."""
         self.first_bad: FirstBad | None = None
         """The first of the steps in a row that were skipped at the smallest loss scale."""
         self.spikes = SpikeRule(settings)
@@ -51,7 +49,7 @@ class SkippedSteps:
 
         TrainingError on all ranks once too many steps in a row could not update.
         """
-        self.reason = self.order = None
+        self.reason = None
         if spike is not None:
             self._record_spike(spike)
             return
@@ -84,23 +82,17 @@ class SkippedSteps:
         )
 
     def _record_spike(self, spike: Spike) -> None:
-        """Skip the step or send the run back, by the rule of the settings."""
-        self.order = self.spikes.back(spike, self._position.batch)
-        given_up = self.spikes.given_up(self.order)
-        if given_up is not None:
+        """Count a step that is skipped for a spike; TrainingError after too many in a row."""
+        patience = self._settings.patience
+        if self.spikes.in_a_row >= patience:
             raise everywhere(
                 TrainingError(
-                    f"step {spike.step}: {spike}, and {given_up} (spikes.patience); lower "
-                    "optimizer.learning_rate, or look at the data"
+                    f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
+                    "that (spikes.patience); lower optimizer.learning_rate, or look at the data"
                 )
             )
         self.reason = str(spike)
-        if self.order is None:
-            self.spiked += 1
-            if self._settings.rule == "back":
-                self.reason += "; there is no checkpoint to go back to yet"
-        else:
-            self.reason += f"; goes back to step {self.order.base} and jumps over the data since"
+        self.spiked += 1
 
     def _culprit(self, verdict: Verdict) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.

@@ -234,7 +234,7 @@ class Step:
         skips.not_finite = progress.not_finite
         skips.spiked = progress.spiked
         skips.first_bad = progress.first_bad
-        skips.spikes.restore(progress)
+        skips.spikes.restore(progress.spikes)
         scale.scale = progress.loss_scale
         scale.good_steps = progress.good_steps
         scale.skipped_at_floor = progress.skipped_at_floor

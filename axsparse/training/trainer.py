@@ -29,7 +29,6 @@ from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
 from axsparse.training.run_end import last_lines, refuse_bad_end
-from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
 from axsparse.training.step_tracing import make_tracing
 
@@ -76,11 +75,6 @@ class Trainer:
         self._best = BestEvaluation(config, progress)
 
     @property
-    def rewind_order(self) -> RewindOrder | None:
-        """Where training goes on, if a spike of the loss has ended it (`spikes.rule: back`)."""
-        return self._step.skips.order
-
-    @property
     def steps_done(self) -> int:
         """Steps since the run began, including those before it was resumed."""
         return self._step.position.steps_done
@@ -113,8 +107,7 @@ class Trainer:
     ) -> None:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
 
-        It ends early where another layout takes over (`hands_over`) and where a spike of the
-        loss sends the run back (`rewind_order`).
+        It ends early where another layout takes over (`hands_over`).
 
         The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
@@ -144,10 +137,9 @@ class Trainer:
                 parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
                 self._tell_of_checkpoints()
-            if self.rewind_order is None:
-                refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
-                for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
-                    parts.recorder.say(line)
+            refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
+            for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
+                parts.recorder.say(line)
         except AxsparseError as failure:
             # Every rank raises this error, so the checkpoint under way can still be finished.
             if failure.on_all_ranks and self._saver is not None:
@@ -158,8 +150,6 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
-        if self.rewind_order is not None:
-            return False
         is_over = self.steps_done >= self.config.train.steps
         # Evaluate even if a signal asked to stop, since what is saved may have new masks.
         if self._evaluation_is_due() and (
@@ -176,8 +166,6 @@ class Trainer:
             or saver.due(self.steps_done, is_last=is_over)
             or (self._best.is_at(self.steps_done) and saver.last_step != self.steps_done)
         )
-        if is_due:  # a spike never sends the run back to a checkpoint that a signal asked for
-            self._step.skips.spikes.saved(self.steps_done)
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
             self.parts.pulse.at("checkpoint", self.steps_done)
@@ -261,7 +249,7 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None and not self.hands_over and self.rewind_order is None:
+        if self._stop is not None and not self.hands_over:
             self._stop.release()
         self._step.close()
         for batches in (self.parts.training, self.parts.validation):
@@ -377,10 +365,9 @@ class Trainer:
             return
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
-        if self.steps_done == 0 or saver.has_saved(self._progress()):
+        if self.steps_done in (0, saver.resumed_step):
             self._leave()
-        # A run that has just gone back after a spike can be saved only after its next step.
-        self._is_stopped = self.steps_done != saver.resumed_step
+        self._is_stopped = True
 
     def _leave(self) -> None:
         """Wait for the checkpoint under way, then raise StoppedError on all ranks."""

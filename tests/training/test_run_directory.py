@@ -533,21 +533,6 @@ def test_records_after_the_checkpoint_are_taken_back(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize(("jumped", "kept"), [(0, [(3, 0)]), (2, [(3, 0), (4, 2)])])
-def test_a_spike_is_recorded_as_long_as_its_data_are_jumped_over(
-    jumped: int, kept: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    spikes = [(3, 0), (4, 2), (4, 3), (5, 0)]
-    records = [{"step": step, "spike_loss": 9.0, "jumped": batches} for step, batches in spikes]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    rewind_metrics(path, progress(jumped=jumped))
-
-    left = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(record["step"], record["jumped"]) for record in left] == kept
-
-
 def test_a_run_without_a_checkpoint_takes_all_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(RECORDS[0]) + "\n")

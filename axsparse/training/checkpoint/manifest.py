@@ -70,9 +70,8 @@ class SpikeHistory(_Strict):
     in_a_row: Count = 0
     """Number of steps skipped since the last good one."""
     base: Count | None = None
-    """The step of the checkpoint that a spike goes back to: None is this one, 0 none yet."""
     backs: Count = 0
-    """How often the run has gone back to that checkpoint."""
+    """Of earlier versions, which went back to a checkpoint by themselves; read and not used."""
 
 
 class FirstBad(_Strict):
@@ -111,7 +110,8 @@ class Progress(_Strict):
     good_steps: Count
     skipped_at_floor: Count
     jumped: Count = 0
-    """Number of batches that were left out; the next batch is number step + jumped, from 0."""
+    """Batches that an earlier version left out after spikes of the loss; the next batch is number
+    step + jumped, from 0."""
     not_finite: Count = 0
     """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0

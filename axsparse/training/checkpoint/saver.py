@@ -96,10 +96,9 @@ class Saver:
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.point.checkpoint
         resumed_at = None if checkpoint is None else checkpoint.step
-        self._resumed: Progress | None = None
-        """Where the run stood in the checkpoint of this folder that it went on from."""
-        if checkpoint is not None and _is_in(checkpoint.path, self.folder):
-            self._resumed = checkpoint.manifest.progress
+        is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
+        self.resumed_step = resumed_at if is_own else None
+        """The step of the checkpoint of this folder that the run went on from; None without."""
         self._facts = facts
         self._settings = facts.config.checkpoint
         self._parts = parts
@@ -116,19 +115,6 @@ class Saver:
         every = self._settings.every
         return (
             bool(every) and step != self.last_step and step > 0 and (is_last or step % every == 0)
-        )
-
-    @property
-    def resumed_step(self) -> int | None:
-        """The step of the checkpoint of this folder that the run went on from; None without."""
-        return None if self._resumed is None else self._resumed.step
-
-    def has_saved(self, progress: Progress) -> bool:
-        """Whether the run stands where it went on from, but for an evaluation or new masks."""
-        since = {"evaluated", "masked", "best"}
-        there = self._resumed
-        return there is not None and there.model_dump(exclude=since) == progress.model_dump(
-            exclude=since
         )
 
     @property
@@ -317,12 +303,11 @@ class Saver:
         folders.commit(folder, manifest_bytes(manifest))
         self._whole.add(manifest.progress.step)
         settings, progress = self._settings, manifest.progress
-        # A spike of the loss would go back to its base.
-        needed = {progress.spikes.base, progress.best and progress.best.step}
+        best = progress.best and progress.best.step
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):
-            if step not in needed:
+            if step != best:
                 folders.remove(folders.path_of(self.folder, step))
                 self._parts.pulse.beat()
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -52,6 +52,8 @@ from axsparse.training.export.hf_folder import COMPANIONS, HfFolder
 
 Form = Literal["hf", "torch", "sparse"]
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
+_OF_WEIGHTS = ("model", "data", "batch", "precision")
+"""The sections and settings that say what the weights are, and what they are good for."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
@@ -147,15 +149,22 @@ class Weights:
                     self.buffers[name][tensor] = header
 
     def config(self) -> Config:
-        """The run's configuration; DataError if this version does not understand it."""
-        try:
-            return Config.model_validate(self.checkpoint.manifest.config)
-        except ValidationError as error:
-            key = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-            raise DataError(
-                f"checkpoint {self.checkpoint.path}: {key[:100]!r} of its configuration is none of "
-                "this axsparse; export it with the version that wrote it"
-            ) from error
+        """The run's configuration; DataError if this version does not understand it.
+
+        Settings of training that an earlier version knew and this one does not are left out: the
+        weights do not depend on them.
+        """
+        settings = dict(self.checkpoint.manifest.config)
+        for section, *leaf in _misunderstood(settings):
+            if section in _OF_WEIGHTS or not leaf:
+                key = ".".join([section, *leaf])[:100]
+                raise DataError(
+                    f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of "
+                    "this axsparse; export it with the version that wrote it"
+                )
+            values = settings[section].items()
+            settings[section] = {key: value for key, value in values if key != leaf[0]}
+        return Config.model_validate(settings)
 
     def is_pruned(self, name: str) -> bool:
         """Whether some entries of a parameter are pruned."""
@@ -215,6 +224,15 @@ class Weights:
                 if tensor is None:
                     break
                 yield tensor
+
+
+def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The places of the settings that this version does not know, or not with these values."""
+    try:
+        Config.model_validate(settings)
+    except ValidationError as error:
+        return [tuple(map(str, problem["loc"])) for problem in error.errors(include_url=False)]
+    return []
 
 
 # -- what is written ------------------------------------------------------------------------
