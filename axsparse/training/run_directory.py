@@ -1,4 +1,4 @@
-"""The directory of a run: a new one, or that of a run that is resumed."""
+"""The directory of a run, a new or an existing one, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,39 @@ from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.manifest import Progress
-from axsparse.training.checkpoint.newest import newest_whole, remains, steps_in, verify_together
-from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.resume_point import ResumePoint
-from axsparse.training.run_names import automatic_run_dirs
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
+    newest_whole,
+    remains,
+    steps_in,
+    verify_together,
+)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The run directory and the checkpoint that a run goes on from, if it has any."""
+
+    path: Path | None = None
+    """The directory of the run; None makes a new one."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that all ranks have verified; None starts from the beginning."""
+    notes: tuple[str, ...] = ()
+    """Lines that tell the user what was found and chosen."""
+    lock: RunLock | None = None
+    """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where training stands at this point; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        """
+        if self.checkpoint is None:
+            return None
+        progress = self.checkpoint.manifest.progress
+        return progress if self.path else progress.model_copy(update={"best": None})
+
 
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
@@ -288,3 +318,9 @@ def _is_known(line: str, progress: Progress) -> bool:
     if "masks" in record:
         return is_past or (step == progress.step and progress.masked)
     return step <= progress.step
+
+
+def automatic_run_dirs(name: str) -> Iterator[Path]:
+    """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end."""
+    for number in itertools.count(1):
+        yield Path("runs") / (name if number == 1 else f"{name}-{number}")

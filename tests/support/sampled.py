@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from axsparse.samo import gradient_hooks
 from axsparse.samo.index.base import Index
 from axsparse.samo.tensor_state import TensorState
-from axsparse.training import assembly
+from axsparse.training import parts
 
 
 def by_gather(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
@@ -22,7 +22,7 @@ def sample_all(patch: pytest.MonkeyPatch) -> None:
     def is_pruned(tensor: TensorState) -> bool:
         return tensor.kept < tensor.parameter.numel() and tensor.index.on_device is None
 
-    patch.setattr(assembly, "is_plain", lambda module: True)
+    patch.setattr(parts, "is_plain", lambda module: True)
     patch.setattr(gradient_hooks, "can_sample", is_pruned)
     patch.setattr(gradient_hooks, "may_be_sparse", lambda weight: weight.dim() == 2)
     patch.setattr(gradient_hooks, "sampled_product", by_gather)

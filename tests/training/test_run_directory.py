@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from support.resuming import ran, settings
-from support.runs import tiny_config
+from support.runs import on_ranks, tiny_config
 
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.runtime.communication import Transport
@@ -28,8 +28,6 @@ from axsparse.runtime.errors import (
     OutputError,
 )
 from axsparse.runtime.files.run_lock import RunLock
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.run_directory import (
     RunDir,
@@ -39,13 +37,6 @@ from axsparse.training.run_directory import (
     rewind_metrics,
     save_config,
 )
-
-T = TypeVar("T")
-
-
-def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    world: LocalWorld[T] = LocalWorld(size)
-    return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
 def loaded(run_dir: Path | str = "auto", steps: int = 9) -> LoadedConfig:

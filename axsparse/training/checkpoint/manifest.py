@@ -63,7 +63,7 @@ class LayerEntry(_Strict):
 
 
 class SpikeHistory(_Strict):
-    """The state of the rule for spikes of the loss (`axsparse.training.spikes`)."""
+    """The state of the rule for spikes of the loss (`axsparse.training.skipped_steps`)."""
 
     losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
     """The losses of the last good steps, oldest first."""
@@ -203,7 +203,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST_FILE
     where = f"checkpoint {folder}: {MANIFEST_FILE}"
     with reading(where, "resume from another one"), open_plain(path) as file:
-        data = file.read(MAX_BYTES + 1)
+        # Python reserves as many bytes as are asked for.
+        data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"has more than {MAX_BYTES} bytes")

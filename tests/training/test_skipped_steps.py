@@ -26,7 +26,7 @@ from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
 from axsparse.training.checkpoint.verification import Checkpoint
 from axsparse.training.export.checkpoint_export import Weights
-from axsparse.training.spikes import Spike, SpikeRule
+from axsparse.training.skipped_steps import Spike, SpikeRule
 
 # -- the rule -------------------------------------------------------------------------------
 
@@ -261,10 +261,11 @@ def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: 
     )
     (folder / "manifest.json").write_bytes(manifest_bytes(old))
 
+    config = Weights(Checkpoint(folder, old), trained=False).config()
     ours = run_here(config_of(), tmp_path, EVERY + 3, resume="auto")
 
+    assert config.spikes.rule == "none"
     assert ours.progress is not None and (ours.progress.jumped, ours.progress.spiked) == (3, 1)
     assert steps_of(tmp_path)[EVERY]["skip_reason"].startswith("spike")
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
     assert saved.data.position == (STEPS + 3) * BATCH
-    assert Weights(Checkpoint(folder, old), trained=False).config().spikes.rule == "none"
