@@ -228,7 +228,8 @@ def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: P
 
     def look(trainer: Trainer) -> None:
         weights.append(trainer.state_dict())
-        folders.add(trainer.save())
+        folders.add(folder := trainer.save())
+        assert (folder / "manifest.json").is_file(), "it is complete when save returns"
 
     ran((2, 2), config, tmp_path / "run", look=look)
 
