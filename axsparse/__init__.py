@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from axsparse.runtime.job import run as run
     from axsparse.runtime.job import run_here as run_here
     from axsparse.training.build import build as build
-    from axsparse.training.export.live_hf import save_hf as save_hf
-    from axsparse.training.export.live_hf import save_hf_gpt2 as save_hf_gpt2
-    from axsparse.training.export.state_dict import load as load
-    from axsparse.training.run_training import run_training as run_training
+    from axsparse.training.build import run_training as run_training
+    from axsparse.training.export.checkpoint_export import export as export
+    from axsparse.training.export.checkpoint_export import load as load
     from axsparse.training.trainer import Trainer as Trainer
 
 # The module that defines each public name.
@@ -55,15 +54,14 @@ _HOMES = {
     "build": "axsparse.training.build",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
+    "export": "axsparse.training.export.checkpoint_export",
     "from_sequential": "axsparse.models.sequential",
-    "load": "axsparse.training.export.state_dict",
+    "load": "axsparse.training.export.checkpoint_export",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",
     "run_here": "axsparse.runtime.job",
-    "run_training": "axsparse.training.run_training",
-    "save_hf": "axsparse.training.export.live_hf",
-    "save_hf_gpt2": "axsparse.training.export.live_hf",
+    "run_training": "axsparse.training.build",
     "start_from": "axsparse.models.start_weights",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         from axsparse.models.zoo.model_registry import named_model
         from axsparse.runtime.exchange import together
         from axsparse.runtime.job import Job, run
-        from axsparse.training.run_training import run_training
+        from axsparse.training.build import run_training
     except Exception as reason:
         cannot_start(reason)
 

@@ -60,10 +60,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.training.build import build
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
-from axsparse.training.checkpoint.layer_files import contents_of
-from axsparse.training.checkpoint.newest import verify_together
-from axsparse.training.checkpoint.restore import PIECE, load_layers
-from axsparse.training.checkpoint.verification import open_checkpoint
+from axsparse.training.checkpoint.layer_files import PIECE, contents_of, load_layers
+from axsparse.training.checkpoint.verification import open_checkpoint, verify_together
 from axsparse.training.trainer import Trainer
 
 OURS, PEERS = ("axsparse", "axsparse sync"), ("dcp async", "dcp sync")

@@ -23,7 +23,6 @@ from axsparse.config.model_config import Family
 from axsparse.data.sources import open_datasets
 from axsparse.models.layer import StartValues
 from axsparse.models.losses import linear_cross_entropy
-from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.files.safetensors import TensorHeader
@@ -138,12 +137,10 @@ def main(job: ax.Job) -> None:
 
 def write_folder(path: Path, settings: Family, weights: Mapping[str, Tensor]) -> None:
     """Write the model of these settings for transformers, with the tokenizer of `model.from`."""
-    names = hf_model(settings)
-    assert names is not None, "model.from has a model of transformers"
+    found = hf_model(settings)
+    assert found is not None, "model.from has a model of transformers"
     headers = {name: TensorHeader(w.dtype, tuple(w.shape)) for name, w in weights.items()}
-    folder = HfFolder(path, settings, names, torch.float32, headers)
-    folder.write_weights(WHOLE_FILE, list(weights), iter(weights.values()))
-    folder.write_description(dict.fromkeys(weights, WHOLE_FILE))
+    HfFolder(path, settings, found[0], torch.float32, headers).write(iter(weights.values()), {})
 
 
 if __name__ == "__main__":

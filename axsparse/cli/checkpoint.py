@@ -140,8 +140,7 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
         path_of,
         remove,
     )
-    from axsparse.training.checkpoint.newest import steps_in
-    from axsparse.training.checkpoint.verification import is_whole
+    from axsparse.training.checkpoint.verification import is_whole, steps_in
 
     if (keep_last is None) == (after is None):
         raise ConfigError("checkpoint prune: give either --keep-last or --after")
@@ -180,8 +179,7 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
 def _best_step(run: Path) -> int | None:
     """The step of the checkpoint of lowest validation loss, as the newest whole one names it."""
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
-    from axsparse.training.checkpoint.newest import steps_in
-    from axsparse.training.checkpoint.verification import open_checkpoint
+    from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
     for step in steps_in(run):
         try:
@@ -195,7 +193,7 @@ def _best_step(run: Path) -> int | None:
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint that `path` is, or all of the run that it is, oldest first."""
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
-    from axsparse.training.checkpoint.newest import steps_in
+    from axsparse.training.checkpoint.verification import steps_in
 
     if step_of(path.resolve()) is not None:
         return [path]

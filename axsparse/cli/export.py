@@ -63,20 +63,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
-    from axsparse.training.checkpoint.newest import checkpoint_of
     from axsparse.training.export.checkpoint_export import export
 
-    checkpoint = checkpoint_of(arguments.run, arguments.step)
     done = export(
-        checkpoint,
+        arguments.run,
         "sparse" if arguments.sparse else arguments.to,
         arguments.out,
+        step=arguments.step,
         trained=arguments.trained,
         force=arguments.force,
     )
     print(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
-        f"{checkpoint.path} after step {checkpoint.step}"
+        f"{done.checkpoint.path} after step {done.checkpoint.step}"
     )
     for note in done.notes:
         print(f"note: {note}")

@@ -12,7 +12,6 @@ from statistics import fmean, median
 import torch
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import SpikesConfig
 from axsparse.config.validate import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
@@ -166,7 +165,6 @@ def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = Fa
                 }
             ),
             "pipeline": config.pipeline.model_copy(update=split),
-            "spikes": SpikesConfig(),  # nothing is saved that a run could go back to
             "transport": "auto",
         }
     )

@@ -242,7 +242,7 @@ def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointMani
     """
     from axsparse.observe.run_view import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
-    from axsparse.training.checkpoint.newest import steps_in
+    from axsparse.training.checkpoint.verification import steps_in
 
     saved: list[SavedStep] = []
     newest: CheckpointManifest | None = None

@@ -26,6 +26,7 @@ from axsparse.config.messages import (
     likeness,
     refusal,
     refuse_other_families,
+    refuse_removed_values,
     shorten,
     show,
     unknown_key,
@@ -124,6 +125,7 @@ def made_in_python(config: Config, name: str) -> LoadedConfig:
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
     settings = with_folder(settings)
     refuse_other_families(settings)
+    refuse_removed_values(settings)
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, leaf = key.rpartition(".")

@@ -182,6 +182,16 @@ def refuse_other_families(settings: Mapping[str, Setting]) -> None:
             )
 
 
+def refuse_removed_values(settings: Mapping[str, Setting]) -> None:
+    """ConfigError for a value that earlier versions knew, with what to do instead."""
+    setting = settings.get("spikes.rule")
+    if setting is not None and setting.value == "back":
+        raise ConfigError(
+            f"spikes.rule ({setting.origin}): 'back' is no rule any more; choose skip, and go back "
+            "by hand with --resume RUN/checkpoints/step-N (docs/howto/bad-numbers.md)"
+        )
+
+
 def likeness(one: str, other: str) -> float:
     """1 for equal names, 0 for names that share nothing."""
     return SequenceMatcher(None, one, other).ratio()

@@ -227,9 +227,8 @@ class LossScaleConfig(Section):
 class SpikesConfig(Section):
     """What happens when the loss jumps, though it is a number."""
 
-    rule: Literal["none", "skip", "back"] = "none"
-    """`skip`: such a step updates nothing. `back`: the run goes back to its last checkpoint and
-    leaves out the batches from there to the spike; before the first checkpoint it skips."""
+    rule: Literal["none", "skip"] = "none"
+    """`none`: a spike is a step like any other. `skip`: such a step updates nothing."""
     ratio: Annotated[float, Field(gt=1.0)] = 2.0
     """A step is a spike if exp(loss), the perplexity of a text, is more than this many times the
     usual one, which means a loss more than ln(ratio) above the median of recent good steps."""
@@ -237,8 +236,7 @@ class SpikesConfig(Section):
     """Good steps that the median is taken of; nothing is a spike before there are so many, or so
     many since the masks changed."""
     patience: Count = 5
-    """Spikes in a row that are skipped, or times that the run goes back without reaching another
-    checkpoint, before it ends."""
+    """Spikes in a row after which the run ends; with 1 it ends at the first."""
 
 
 class ScheduleConfig(Section):

@@ -75,13 +75,8 @@ def _check_numbers(loaded: LoadedConfig) -> None:
 
 
 def _check_checkpoints(loaded: LoadedConfig) -> None:
-    """ConfigError for what relies on checkpoints or evaluations that are never made."""
+    """ConfigError for a best checkpoint where no evaluation is ever made."""
     config = loaded.config
-    if config.spikes.rule == "back" and config.checkpoint.every == 0:
-        raise ConfigError(
-            f"{loaded.where('spikes.rule')}: back goes back to the last checkpoint, and "
-            "checkpoint.every 0 makes none; set checkpoint.every, or choose skip"
-        )
     if config.checkpoint.keep_best and config.train.eval_steps == 0:
         raise ConfigError(
             f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "

@@ -173,14 +173,9 @@ def fingerprint(*files: Path) -> str:
     return digest.hexdigest()
 
 
-def keep(_: str, tensor: Tensor) -> Tensor:
+def unchanged(_: str, tensor: Tensor) -> Tensor:
     """A `Convert` for files whose tensors are as the model has them."""
     return tensor
-
-
-def none(_: str) -> bool:
-    """False for every name: all tensors of the file have to be used."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -224,8 +219,8 @@ def start_from(
     file: WeightFile,
     *,
     named: Callable[[str], str] = str,
-    convert: Convert = keep,
-    ignored: Callable[[str], bool] = none,
+    convert: Convert = unchanged,
+    ignored: Callable[[str], bool] = lambda _: False,
     new: Sequence[str] = (),
 ) -> Model:
     """A copy of the model that starts at the values of a file, such as a pretrained body.
@@ -244,7 +239,7 @@ def start_from(
     fresh = _matching(new, list(wanted))
     wanted = {name: needed for name, needed in wanted.items() if name not in fresh}
     if all(name in file.shapes or not needed.required for name, needed in wanted.items()):
-        named, convert = str, keep
+        named, convert = str, unchanged
     names = {}
     for name, needed in wanted.items():
         there = named(name)

@@ -16,12 +16,13 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, Model, on_meta
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_checks import refuse_buffers, refuse_parameters
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -101,9 +102,6 @@ class Survey:
     loss_logits: Callable[[int], int] | None = None
     """`Model.loss_logits`."""
 
-    def logit_bytes(self, width: int) -> int:
-        """Bytes of the logits that the loss makes at a time of one sample, `width` bytes each."""
-        return 0 if self.loss_logits is None else width * self.loss_logits(1)
 
     @property
     def num_params(self) -> int:
@@ -364,3 +362,42 @@ def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[
                     f"tie {first} = {second}: layer {layer.name} has no `init`, so that the two "
                     "uses would start differently on two stages; give both layers the same `init`"
                 )
+
+
+def refuse_parameters(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for parameters that cannot be trained."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
+                "sizes, instead of a lazy one"
+            )
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
+                "floating point: keep complex numbers as torch.view_as_real makes them, integers "
+                "as a buffer"
+            )
+        if not can_be_stored(parameter):
+            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} is {kind}, which has no dense values of "
+                "the run's precision; make it dense, of numbers of at least a byte"
+            )
+
+
+def refuse_buffers(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for buffers that no checkpoint could hold."""
+    for slot in slots(module):
+        tensor = slot.tensor
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                f"layer {layer.name}: buffer {slot.name!r} is {tensor.layout}, which cannot be "
+                "saved; keep its indices and values as buffers, and join them in forward"
+            )
+        if slot.persists and not can_be_stored(tensor):
+            raise ConfigError(
+                f"layer {layer.name}: buffer {slot.name!r} is {tensor.dtype}, which cannot be "
+                "saved; keep it as integers, or register it with persistent=False and make it "
+                "anew in build"
+            )

@@ -102,22 +102,7 @@ class PlanRecord:
     """Median of the first steps, without the very first."""
 
 
-@dataclass(frozen=True)
-class BackRecord:
-    """A spike of the loss that sent the run back; records of later steps than `step` are gone."""
-
-    step: int
-    """Optimizer steps done at the checkpoint that it went back to."""
-    spike_step: int
-    """The step that spiked."""
-    spike_loss: float
-    usual_loss: float
-    """Median of the good steps before the spike."""
-    jumped: int
-    """Batches that the run has jumped over so far, including those between `step` and the spike."""
-
-
-Record = StepRecord | EvalRecord | MaskRecord | PlanRecord | BackRecord
+Record = StepRecord | EvalRecord | MaskRecord | PlanRecord
 
 
 def values(record: Record) -> dict[str, float | bool | str | None]:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.live_view import LiveView
 from axsparse.observe.metrics import (
-    BackRecord,
     EvalRecord,
     MaskRecord,
     PlanRecord,
@@ -160,11 +159,6 @@ class Recorder:
         if before != after:
             parts.append(f"model state/rank {format_bytes(before)} → {format_bytes(after)}")
         self.say("  ".join(parts))
-
-    def went_back(self, record: BackRecord) -> None:
-        """Record that a spike of the loss sent the run back."""
-        if self._file is not None:
-            self._file.write(record)
 
     def flush(self) -> None:
         """Write the steps that are still being gathered; waits for the GPU to end the last one."""

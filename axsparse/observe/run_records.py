@@ -28,7 +28,6 @@ class RunRecords:
     evaluations: Sequence[Record]
     masks: Sequence[Record]
     plans: Sequence[Record]
-    backs: Sequence[Record]
     is_cut: bool
     """Whether the last line was only half there, and is left out."""
 
@@ -83,7 +82,6 @@ _KEYS = {
     "evaluations": "eval_loss",
     "masks": "masks",
     "plans": "predicted_peak_memory_bytes",
-    "backs": "spike_step",
 }
 """A key that only this kind of record has."""
 

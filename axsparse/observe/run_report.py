@@ -121,7 +121,6 @@ def _figures(run: RunView, unit: Unit) -> dict[str, str]:
         "model state of a rank": _shown(number(last, "model_state_bytes"), format_bytes),
         "peak of a rank": _shown(number(last, "peak_memory_bytes"), format_bytes),
         "skipped": _shown(number(last, "skipped_steps") or None, "{:,.0f}".format),
-        "went back": str(len(records.backs) or ""),
     }
 
 

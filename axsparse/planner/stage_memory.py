@@ -153,13 +153,8 @@ class HeldActivations:
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
-def held_activations(
-    layers: Sequence[LayerInfo], checkpoint_activations: int, *, logits: int = 0
-) -> HeldActivations:
+def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
     """What a stage of these layers holds for one sample.
-
-    `logits` are the bytes of those that the loss makes itself, by a product with a weight of the
-    last layer: they have a gradient, which waits for that of the weight.
 
     Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and what its backward
     needs is there while that runs. A backward goes from the gradient of one activation to that of
@@ -181,8 +176,6 @@ def held_activations(
     kept, deferred = sum(own for own, _ in counted), 0
     last = layers[-1].activations
     outputs = 0 if last is None else last.outputs
-    if logits:
-        deferred += outputs + logits
     # A backward frees what its layers hold from the last one on, while what they defer piles up.
     most, left = deferred + kept, kept
     for own, later in reversed(counted):

@@ -127,11 +127,7 @@ class SurveyedModel:
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
         is_last = held.stop == len(self.survey.layers)
-        activations = held_activations(
-            layers,
-            self.checkpoint_activations,
-            logits=self.survey.logit_bytes(width) if is_last else 0,
-        )
+        activations = held_activations(layers, self.checkpoint_activations)
         stored = StateFormat(
             half=self.precision != "fp32",
             gradient_bytes=value_bytes(gradient),

@@ -1,4 +1,7 @@
-"""Builds a trainer from a configuration, a model and data, for a new or a resumed run."""
+"""Builds a trainer from a configuration, a model and data, for a new or a resumed run.
+
+`run_training` builds and trains, in a second layout as well if the settings ask for one.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +34,58 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
-from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
 from axsparse.samo.optim.update import whole_step
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.assembly import StageState, assemble
 from axsparse.training.checkpoint.compatibility import (
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
 )
+from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks, load_layers
-from axsparse.training.checkpoint.saver import RunFacts, Saver
+from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.parts import Parts
+from axsparse.training.parts import Parts, StageState, assemble
 from axsparse.training.placement import Placement, bind_rank, found_memory
-from axsparse.training.rank_facts import facts_of, refuse_odd_rank
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
-from axsparse.training.resume_point import ResumePoint
+from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data
-from axsparse.training.run_directory import RunDir, find_run, open_run_dir
+from axsparse.training.run_directory import ResumePoint, RunDir, find_run, open_run_dir
 from axsparse.training.run_recorder import make_recorder
-from axsparse.training.spikes import RewindOrder
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
+
+
+# Reason: these are the arguments of the Python API, all but the first four optional.
+def run_training(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config | LoadedConfig,
+    *,
+    score: Score | None = None,
+    resume: str | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
+) -> None:
+    """Build a trainer and train; all ranks call this together with equal arguments.
+
+    With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
+    saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
+    layout that fits what is kept. The arguments and errors are those of `build` and
+    `Trainer.train`.
+    """
+    while True:
+        trainer = build(job, model, open_datasets, config, score=score, resume=resume)
+        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+        if not trainer.hands_over:
+            return
+        resume = str(job.run_dir)
+        del trainer  # the next one needs its memory
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -71,7 +99,6 @@ def build(
     score: Score | None = None,
     quiet: bool = False,
     resume: str | None = None,
-    order: RewindOrder | None = None,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
@@ -80,7 +107,6 @@ def build(
     tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
     `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
     whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
-    `order` says where a spike of the loss sends a run that resumes; later checkpoints are removed.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
@@ -92,7 +118,7 @@ def build(
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    point = ResumePoint() if quiet else find_run(loaded, transport, resume, order)
+    point = ResumePoint() if quiet else find_run(loaded, transport, resume)
     settings = _settings_from(point, loaded)
     inputs = RunInputs(
         model,
@@ -108,19 +134,16 @@ def build(
     _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    facts = _facts(run, data)
-    directory = None if quiet else _open_run_directory(job, run, settings, facts, point)
+    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, point)
     state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
     recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
-    if point.order is not None and point.progress is not None:
-        recorder.went_back(point.order.record(point.progress))
     parts = assemble(run, state, data, placement, recorder, job.run_dir)
     job.keep_branch(parts)
     if point.checkpoint is not None:
         together(transport, partial(_load, point.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
-    return _make_trainer(job, run, parts, directory, facts)
+    return _make_trainer(job, run, parts, directory, data.entry)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -159,11 +182,6 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
     if resume is not None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
-    if loaded.config.spikes.rule == "back":
-        raise ConfigError(
-            f"{loaded.where('spikes.rule')}: back goes back to a checkpoint, and quiet saves none; "
-            "choose skip, or leave quiet out"
         )
     if loaded.config.layout.g_inter_pruned is not None:
         raise ConfigError(
@@ -223,23 +241,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
 # -- the run directory --------------------------------------------------------------------
 
 
-def _facts(run: RunSpec, data: Data) -> RunFacts:
-    """What every checkpoint says of the run; only rank 0, which writes it, asks git."""
-    return RunFacts(
-        data=DataEntry(
-            name=data.name,
-            fingerprint=data.fingerprint,
-            samples=data.training.num_samples,
-            position=0,
-        ),
-        config=run.config,
-        versions=versions(),
-        git=checkout_commit() if run.place.rank == 0 else None,
-    )
-
-
 def _open_run_directory(
-    job: Job, run: RunSpec, loaded: LoadedConfig, facts: RunFacts, point: ResumePoint
+    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, point: ResumePoint
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -251,14 +254,14 @@ def _open_run_directory(
         if point.checkpoint is None:
             return []
         refuse_other_model(point.checkpoint, run.survey)
-        refuse_other_data(point.checkpoint, facts.data)
+        refuse_other_data(point.checkpoint, data)
         return refuse_other_settings(point.checkpoint, run.config, loaded)
 
-    told = together(transport, fits)
+    changes = together(transport, fits)
     opened = open_run_dir(loaded, transport, point)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*point.notes, *told):
+        for line in (*point.notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()
@@ -332,7 +335,8 @@ def _first_masks(
 ) -> Masks | None:
     """The masks that state is built with; None where it starts dense.
 
-    `together` cannot be used where ranks communicate inside; one that fails there ends the job.
+    Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
+    meanwhile ends the job.
     """
     if not run.starts_pruned or run.ticket is not None:
         return run.ticket
@@ -378,7 +382,7 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 
 
 def _make_trainer(
-    job: Job, run: RunSpec, parts: Parts, directory: RunDir | None, facts: RunFacts
+    job: Job, run: RunSpec, parts: Parts, directory: RunDir | None, data: DataEntry
 ) -> Trainer:
     """The trainer; with a run directory it also gets a saver and a watchdog."""
     if directory is None:
@@ -393,7 +397,7 @@ def _make_trainer(
     return Trainer(
         run.config,
         parts,
-        saver=Saver(directory, facts, parts),
+        saver=Saver(directory, run.config, data, parts),
         stop=job.stop,
         watchdog=watchdog,
         progress=directory.point.progress,

@@ -1,38 +1,55 @@
-"""The parts that one rank trains with."""
+"""The parts that one rank trains with, and how each is given the others that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
+from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
+from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.pulse import Pulse
-from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.stage import Stage
+from axsparse.pipeline.weight_gradients import StageProducts
+from axsparse.planner.run_workload import configured_schedule
+from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
-from axsparse.runtime.communication import Link, Transport
+from axsparse.pruning.methods.method_registry import choose_masking
+from axsparse.runtime.communication import Collective, Link, Transport
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.loss_scale import LossScale
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parameter_groups import ParameterGroups
+from axsparse.training.placement import Placement
+from axsparse.training.resolution import RunSpec, loss_scale
+from axsparse.training.run_data import Data
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All that a trainer works with on one rank; `assembly.py` puts it together."""
+    """All that a trainer works with on one rank; `assemble` puts it together."""
 
     transport: Transport
     place: Place
@@ -76,3 +93,181 @@ class Parts:
         """Bytes of this rank's live model state."""
         state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
         return state if self.offload is None else state + StateBytes(visiting=self.offload.nbytes)
+
+
+@dataclass(frozen=True)
+class StageState:
+    """The layers of this rank's stage, and how their state is stored."""
+
+    layers: list[BuiltLayer]
+    options: StateOptions
+
+
+def assemble(
+    run: RunSpec,
+    state: StageState,
+    data: Data,
+    placement: Placement,
+    recorder: Recorder,
+    run_dir: Path | None,
+) -> Parts:
+    """The parts of this rank. All ranks call this together, since they open their links."""
+    place, config, transport = run.place, run.config, placement.transport
+    phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
+    states = [layer.state for layer in state.layers]
+    column = place.grid.column(place.stage)
+    planned = replica_exchanges(state.layers, run.dtype)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
+    ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
+    sync = GradientSync(
+        states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
+    )
+    collector = GradientCollector(states, sync.ready, phases.compression)
+    link = transport.link(place)
+    engine = Engine(
+        Rank(place, backoff, phases, placement.gpu),
+        _stage(run, state.layers, collector),
+        link,
+        schedule=_schedule(run),
+        while_idle=sync.advance,
+    )
+    live = _live_masks(run, state, transport)
+    return Parts(
+        transport=transport,
+        place=place,
+        model=run.model,
+        survey=run.survey,
+        stage_of=run.stage_of,
+        layers=state.layers,
+        engine=engine,
+        link=link,
+        collector=collector,
+        sync=sync,
+        replicas=state.options.replicas,
+        weights=WeightGather(gradients, backoff, phases),
+        statistics=RunningStatistics(
+            [layer.module for layer in state.layers], state.options.replicas
+        ),
+        optimizer=run.optimizer,
+        groups=run.groups,
+        offload=_offload(config, placement, states),
+        loss_scale=loss_scale(config),
+        live=live,
+        masking=None if live is None else _masking(run, live, collector, ties),
+        training=data.training,
+        validation=data.validation,
+        metrics=tuple(run.model.metrics),
+        phases=phases,
+        pulse=Pulse(phases, backoff, engine.awaited),
+        recorder=recorder,
+        peak_memory_bytes=placement.peak_memory_bytes,
+        run_dir=run_dir,
+    )
+
+
+def _offload(config: Config, placement: Placement, states: Sequence[LayerState]) -> Offload | None:
+    """Brings masters and moments to the GPU for their update; None if they stay on one device."""
+    if not config.samo.offload or placement.gpu is None:
+        return None
+    return Offload(placement.gpu, states, placement.transport.backoff)
+
+
+def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:
+    """The computation of this rank's layers; the loss belongs to the last stage."""
+    place, config, model = run.place, run.config, run.model
+    pipeline = config.pipeline
+    if pipeline.checkpoint_activations:
+        _refuse_rrelu(layers)
+    return Stage(
+        [
+            LayerRunner(
+                layer.spec.name,
+                layer.module,
+                is_random=layer.spec.random,
+                is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
+                is_compiled=pipeline.compile,
+            )
+            for number, layer in enumerate(layers)
+        ],
+        loss=model.loss if place.is_last else None,
+        metrics=model.metrics if place.is_last else {},
+        input_dtype=run.dtype if place.is_first else None,
+        seed=config.seed,
+        products=_products(run, layers, collector),
+    )
+
+
+def _products(
+    run: RunSpec, layers: Sequence[BuiltLayer], collector: GradientCollector
+) -> StageProducts | None:
+    """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
+    compiled layer, whose backward is one function."""
+    is_split = bool(run.config.pipeline.split_backward)
+    if run.config.pipeline.compile:
+        return None
+    if run.targets is not None and run.config.samo.sparse_products is not False:
+        collector.allow_sparse_products(run.targets.shapes)
+    modules = [(layer.spec.name, layer.module) for layer in layers]
+    products = StageProducts(modules, collector, is_split=is_split)
+    return products if is_split or len(products) else None
+
+
+def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
+    """ConfigError for an RReLU that would be recomputed: torch's gradients are wrong there, since
+    the recomputation reads the noise before it is drawn."""
+    for layer in layers:
+        for child in layer.module.modules():
+            if isinstance(child, nn.RReLU) and not child.inplace:
+                raise ConfigError(
+                    f"layer {layer.spec.name}: torch computes wrong gradients for RReLU where it "
+                    "is recomputed; make it RReLU(inplace=True), or set "
+                    "pipeline.checkpoint_activations to 0"
+                )
+
+
+def _schedule(run: RunSpec) -> Schedule:
+    """The schedule of this run, told what a deferred microbatch takes on each stage."""
+    schedule = configured_schedule(run.config.pipeline)
+    if not schedule.split_backward:
+        return schedule
+    every = run.config.pipeline.checkpoint_activations
+    layers = run.survey.layers
+    held = (held_activations([layers[number] for number in stage], every) for stage in run.stages)
+    return replace(schedule, deferred_sizes=tuple(each.deferred_size for each in held))
+
+
+def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:
+    """The pruned tensors of these layers; None if nothing is ever pruned."""
+    if run.targets is None:
+        return None
+    pattern, ties = run.criterion.pattern, run.survey.ties
+    return LiveMasks(state.layers, ties, run.targets, pattern, state.options, run.place, transport)
+
+
+def _masking(
+    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
+) -> Masking | None:
+    """The pruning method; None if the masks never change."""
+    return choose_masking(
+        run.config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
+    )
+
+
+def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:
+    """The ties with a use on this stage, in an order that all stages share."""
+    place = run.place
+    tensors = {
+        tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
+    }
+    pairs: dict[tuple[int, int], Collective] = {}
+    found = []
+    for second, first in run.survey.ties.items():
+        uses = tuple(tensors[name] for name in (first, second) if name in tensors)
+        if not uses:  # on other stages, or frozen
+            continue
+        stages = (run.stage_of(first), run.stage_of(second))
+        if stages[0] != stages[1] and stages not in pairs:
+            ranks = [place.grid.rank(stage, place.replica) for stage in stages]
+            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+        found.append(StageTie(uses, pairs.get(stages)))
+    return found

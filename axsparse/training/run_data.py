@@ -16,6 +16,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first, together
+from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.resolution import RunSpec
 
 
@@ -33,6 +34,16 @@ class Data:
     """What is counted as a target: a token, or a sample."""
     fingerprint: str
     """The fingerprint of the training samples."""
+
+    @property
+    def entry(self) -> DataEntry:
+        """The training data as a checkpoint names them, at their beginning."""
+        return DataEntry(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            samples=self.training.num_samples,
+            position=0,
+        )
 
 
 def open_data(

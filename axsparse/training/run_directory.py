@@ -1,4 +1,4 @@
-"""The directory of a run: a new one, or that of a run that is resumed."""
+"""The directory of a run, a new or an existing one, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +17,41 @@ from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError,
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, remove, step_of
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.manifest import Progress
-from axsparse.training.checkpoint.newest import newest_whole, remains, steps_in, verify_together
-from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.resume_point import ResumePoint
-from axsparse.training.run_names import automatic_run_dirs
-from axsparse.training.spikes import RewindOrder
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
+    newest_whole,
+    remains,
+    steps_in,
+    verify_together,
+)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The run directory and the checkpoint that a run goes on from, if it has any."""
+
+    path: Path | None = None
+    """The directory of the run; None makes a new one."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that all ranks have verified; None starts from the beginning."""
+    notes: tuple[str, ...] = ()
+    """Lines that tell the user what was found and chosen."""
+    lock: RunLock | None = None
+    """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where training stands at this point; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        """
+        if self.checkpoint is None:
+            return None
+        progress = self.checkpoint.manifest.progress
+        return progress if self.path else progress.model_copy(update={"best": None})
+
 
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
@@ -43,60 +72,41 @@ class RunDir:
     def begin(self, config: Config) -> None:
         """Write the configuration, and remove the records of later steps than the run resumes at.
 
-        If a spike of the loss sends the run back, later checkpoints are removed too. Only rank 0
-        calls this. OutputError if the directory cannot be written.
+        Only rank 0 calls this. OutputError if the directory cannot be written.
         """
-        progress, is_back = self.point.progress, self.point.order is not None
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             checkpoints.mkdir(exist_ok=True, mode=0o700)
-            for step in steps_in(self.path):
-                if is_back and progress is not None and step > progress.step:
-                    remove(path_of(checkpoints, step))
-            rewind_metrics(metrics, progress)
+            rewind_metrics(metrics, self.point.progress)
 
 
-def find_run(
-    loaded: LoadedConfig,
-    transport: Transport,
-    resume: str | None,
-    order: RewindOrder | None = None,
-) -> ResumePoint:
+def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> ResumePoint:
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
-    newest whole checkpoint is chosen; after a spike of the loss, none later than `order` says.
-    All ranks call this together and verify the checkpoint together; an error is raised on all of
-    them.
+    newest whole checkpoint is chosen. All ranks call this together and verify the checkpoint
+    together; an error is raised on all of them.
     """
-    upto = None if order is None else order.base
-    held: list[RunLock] = []
+    locks: list[RunLock] = []
 
     def find() -> str:
         if transport.rank != 0:
             return ""
         path, named = _locate(loaded, resume)
         if path is not None:
-            held.append(RunLock(path))
+            locks.append(RunLock(path))
         if named is not None:
             if path is not None:
                 _refuse_older(path, named)
             return json.dumps([path and str(path), str(named), [], []])
         if path is None:
             return json.dumps([None, None, [], []])
-        steps = [step for step in steps_in(path) if upto is None or step <= upto]
-        if upto is not None and not steps:
-            raise MissingInputError(
-                f"{path}: its checkpoint step-{upto}, to go back to after a spike of the loss, is "
-                "gone; --resume auto goes on from a later one"
-            )
-        return json.dumps([str(path), None, steps, remains(path)])
+        return json.dumps([str(path), None, steps_in(path), remains(path)])
 
     try:
-        found = together(transport, find)
-        told = text_of_first(transport, found)
-        path, named, steps, notes = json.loads(told)
+        answer = text_of_first(transport, together(transport, find))
+        path, named, steps, notes = json.loads(answer)
         checkpoint: Checkpoint | None = None
         if named is not None:
             checkpoint = verify_together(transport, Path(named))
@@ -104,7 +114,7 @@ def find_run(
             checkpoint, skipped = newest_whole(transport, Path(path), steps)
             notes = [*notes, *skipped]
     except BaseException:
-        for lock in held:
+        for lock in locks:
             lock.release()
         raise
     if checkpoint is not None:
@@ -116,7 +126,7 @@ def find_run(
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return ResumePoint(there, checkpoint, tuple(notes), held[0] if held else None, order)
+    return ResumePoint(there, checkpoint, tuple(notes), locks[0] if locks else None)
 
 
 def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint) -> RunDir:
@@ -305,8 +315,12 @@ def _is_known(line: str, progress: Progress) -> bool:
     is_past = step < progress.step
     if "eval_loss" in record:
         return is_past or (step == progress.step and progress.evaluated)
-    if "spike_loss" in record:  # a later one has jumped over more batches
-        return step <= progress.step and int(record["jumped"]) <= progress.jumped
     if "masks" in record:
         return is_past or (step == progress.step and progress.masked)
     return step <= progress.step
+
+
+def automatic_run_dirs(name: str) -> Iterator[Path]:
+    """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end."""
+    for number in itertools.count(1):
+        yield Path("runs") / (name if number == 1 else f"{name}-{number}")

@@ -13,8 +13,7 @@ from axsparse.models.layer import Model, on_meta
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import ConfigError
-from axsparse.training.checkpoint.newest import checkpoint_of
-from axsparse.training.checkpoint.verification import Checkpoint
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of
 from axsparse.training.export.checkpoint_export import Weights
 
 

@@ -1,21 +1,78 @@
 """Steps that update nothing: why, how often, and when that ends the run.
 
 A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
-large to believe (`spikes.py`). All ranks have heard the same verdict and judge alike, so that
-an error here is raised on all of them.
+large to believe, a spike. All ranks have heard the same verdict and judge alike, so that an error
+here is raised on all of them.
+
+A step spikes if its mean loss L exceeds the median M of the last `window` good steps by more
+than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a
+loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and see too many at
+the end. The median is hardly moved by a single bad step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
 
 from axsparse.config.schema import SpikesConfig
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.errors import TrainingError, everywhere
-from axsparse.training.checkpoint.manifest import FirstBad
+from axsparse.training.checkpoint.manifest import FirstBad, SpikeHistory
 from axsparse.training.parts import Parts
-from axsparse.training.position import Position
-from axsparse.training.spikes import RewindOrder, Spike, SpikeRule
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss is too large."""
+
+    step: int
+    """The number of the step, from 1."""
+    loss: float
+    usual: float
+    """The median loss of the good steps before it."""
+
+    def __str__(self) -> str:
+        return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
+
+
+class SpikeRule:
+    """Judges each loss by the losses before it, alike on every rank."""
+
+    def __init__(self, settings: SpikesConfig) -> None:
+        self.in_a_row = 0
+        """Number of spikes since the last good step."""
+        self._settings = settings
+        self._losses: deque[float] = deque(maxlen=settings.window)
+
+    def judge(self, step: int, loss: float) -> Spike | None:
+        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
+        if self._settings.rule == "none":
+            return None
+        if len(self._losses) == self._settings.window:
+            usual = median(self._losses)
+            if loss - usual > math.log(self._settings.ratio):
+                self.in_a_row += 1
+                return Spike(step, loss, usual)
+        self._losses.append(loss)
+        self.in_a_row = 0
+        return None
+
+    def forget(self) -> None:
+        """Forget the losses so far, since they say nothing about a network with other masks."""
+        self._losses.clear()
+
+    def history(self) -> SpikeHistory:
+        """The state of the rule, which `restore` reads."""
+        return SpikeHistory(losses=tuple(self._losses), in_a_row=self.in_a_row)
+
+    def restore(self, history: SpikeHistory) -> None:
+        """Continue with the history of a checkpoint."""
+        self._losses.extend(history.losses)
+        self.in_a_row = history.in_a_row
+
 
 LONGEST_REASON = 1000
 """Letters of a reason that a checkpoint keeps."""
@@ -24,48 +81,43 @@ LONGEST_REASON = 1000
 class SkippedSteps:
     """Counts skipped steps and gives up once there are too many in a row."""
 
-    def __init__(self, settings: SpikesConfig, parts: Parts, position: Position) -> None:
+    def __init__(self, settings: SpikesConfig, parts: Parts) -> None:
         self.not_finite = 0
         """Steps that were skipped because loss or gradients were not finite."""
         self.spiked = 0
         """Steps that were skipped because the loss spiked."""
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
-        self.order: RewindOrder | None = None
-        """Where the last step's spike sends the run; None if the run goes on where it is."""
         self.first_bad: FirstBad | None = None
         """The first of the steps in a row that were skipped at the smallest loss scale."""
         self.spikes = SpikeRule(settings)
         self._settings = settings
         self._parts = parts
-        self._position = position
 
-    def spike_of(self, verdict: Verdict) -> Spike | None:
-        """The spike of the step under way; None if its loss is usual or not finite."""
-        if not verdict.finite:
-            return None
-        return self.spikes.judge(self._position.steps_done + 1, verdict.loss)
+    def spike_of(self, step: int, verdict: Verdict) -> Spike | None:
+        """The spike of step number `step`; None if its loss is usual or not finite."""
+        return self.spikes.judge(step, verdict.loss) if verdict.finite else None
 
-    def record(self, verdict: Verdict, spike: Spike | None) -> None:
-        """Take note of a step, and let the loss scale follow it.
+    def record(self, step: int, verdict: Verdict, spike: Spike | None) -> None:
+        """Take note of step number `step`, and let the loss scale follow it.
 
         TrainingError on all ranks once too many steps in a row could not update.
         """
-        self.reason = self.order = None
+        self.reason = None
         if spike is not None:
             self._record_spike(spike)
             return
         if not verdict.finite:
             self.not_finite += 1
             self.reason = self._culprit(verdict)
-        self.rescale(verdict)
+        self.rescale(step, verdict)
 
-    def rescale(self, verdict: Verdict) -> None:
-        """Let the loss scale follow a step's verdict.
+    def rescale(self, step: int, verdict: Verdict) -> None:
+        """Let the loss scale follow the verdict of step number `step`.
 
         TrainingError on all ranks once the smallest scale has failed too often.
         """
-        scale, step = self._parts.loss_scale, self._position.steps_done + 1
+        scale = self._parts.loss_scale
         scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
         if scale.skipped_at_floor == 0:
             self.first_bad = None
@@ -84,23 +136,17 @@ class SkippedSteps:
         )
 
     def _record_spike(self, spike: Spike) -> None:
-        """Skip the step or send the run back, by the rule of the settings."""
-        self.order = self.spikes.back(spike, self._position.batch)
-        given_up = self.spikes.given_up(self.order)
-        if given_up is not None:
+        """Count a step that is skipped for a spike; TrainingError after too many in a row."""
+        patience = self._settings.patience
+        if self.spikes.in_a_row >= patience:
             raise everywhere(
                 TrainingError(
-                    f"step {spike.step}: {spike}, and {given_up} (spikes.patience); lower "
-                    "optimizer.learning_rate, or look at the data"
+                    f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
+                    "that (spikes.patience); lower optimizer.learning_rate, or look at the data"
                 )
             )
         self.reason = str(spike)
-        if self.order is None:
-            self.spiked += 1
-            if self._settings.rule == "back":
-                self.reason += "; there is no checkpoint to go back to yet"
-        else:
-            self.reason += f"; goes back to step {self.order.base} and jumps over the data since"
+        self.spiked += 1
 
     def _culprit(self, verdict: Verdict) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.

@@ -1,4 +1,8 @@
-"""One training step: microbatches in, weights out. `Step.train_step` is the step on one screen."""
+"""One training step: microbatches in, weights out. `Step.train_step` is the step on one screen.
+
+Behind it are the counters of a run (`Position`), and the checks that replicas have the same weights
+and masks.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,18 @@ from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
+from axsparse.runtime.errors import TrainingError, everywhere
+from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.live_pruning import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.learning_rate import learning_rate
 from axsparse.samo.optim.update import update
+from axsparse.samo.shards import Replicas
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.parts import Parts
-from axsparse.training.position import Position
-from axsparse.training.replica_check import (
-    refuse_drifted_weights,
-    refuse_unequal_masks,
-    refuse_unequal_weights,
-)
 from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
@@ -45,7 +47,7 @@ class Step:
         """
         self.position = Position(config)
         """Where in its schedule the run stands."""
-        self.skips = SkippedSteps(config.spikes, parts, self.position)
+        self.skips = SkippedSteps(config.spikes, parts)
         """The steps that updated nothing."""
         self._config = config
         self._parts = parts
@@ -66,20 +68,21 @@ class Step:
         else is computed. TrainingError on all ranks once too many steps in a row could not update,
         or once replicas are found to have other weights.
         """
+        step = self.position.steps_done + 1
         batch = self._next_batch()
         self._begin_step()
         losses = self._forward_backward(batch)
         self._all_reduce_gradients()
         verdict = self._agree(losses, notice, self._digest())
-        refuse_drifted_weights(verdict, self.position.steps_done + 1, self._parts.place.grid)
-        spike = self.skips.spike_of(verdict)
+        refuse_drifted_weights(verdict, step, self._parts.place.grid)
+        spike = self.skips.spike_of(step, verdict)
         if verdict.finite and spike is None:
             self._clip_and_update(verdict)
         else:
             self._parts.statistics.undo()
         self._warn_of_own_buffers()
-        self.skips.record(verdict, spike)
-        self.position.steps_done += 1
+        self.skips.record(step, verdict, spike)
+        self.position.steps_done = step
         return replace(verdict, spike=spike is not None)
 
     # -- the parts of a step, in their order ----------------------------------------------
@@ -190,7 +193,7 @@ class Step:
             self._parts.statistics.undo()
             if verdict.finite:
                 return
-            self.skips.rescale(verdict)
+            self.skips.rescale(self.position.steps_done + 1, verdict)
 
     def follow_masks(self, change: Change) -> None:
         """Adapt counters and the agreement; all ranks call this together after masks changed."""
@@ -234,7 +237,7 @@ class Step:
         skips.not_finite = progress.not_finite
         skips.spiked = progress.spiked
         skips.first_bad = progress.first_bad
-        skips.spikes.restore(progress)
+        skips.spikes.restore(progress.spikes)
         scale.scale = progress.loss_scale
         scale.good_steps = progress.good_steps
         scale.skipped_at_floor = progress.skipped_at_floor
@@ -320,3 +323,108 @@ class Step:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more}"
+
+
+class Position:
+    """The counters of a run, between two steps; the same on all ranks."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` has every `auto` resolved."""
+        self.steps_done = 0
+        """Steps since the run began, skipped ones included."""
+        self.updates = 0
+        """Steps that updated the weights since the last rewinding."""
+        self.jumped = 0
+        """Batches that an earlier version of axsparse left out after spikes of the loss."""
+        self.schedule_start = 0
+        """The value of `steps_done` at the last rewinding, where the learning rate began anew."""
+        self.masks_changed: int | None = None
+        """The value of `steps_done` at the last change of masks; None before the first."""
+        self._config = config
+
+    @property
+    def batch(self) -> int:
+        """The number, from 0, of the batch that the coming step reads."""
+        return self.steps_done + self.jumped
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the coming step."""
+        return self.rate_of(self._config.optimizer.learning_rate)
+
+    def rate_of(self, peak: float) -> float:
+        """The learning rate of the coming step for parameters with this peak.
+
+        After a rewinding the schedule begins anew, and its descent ends where it would have
+        ended without the rewinding. After a change of masks the rate rises linearly to the
+        schedule's over `pruning.rewarm_steps` steps.
+        """
+        schedule = self._config.schedule
+        assert schedule.decay_steps != "auto", "the configuration is resolved"
+        rewarming = 1.0
+        if self.masks_changed is not None and self._config.pruning.rewarm_steps:
+            since = self.steps_done - self.masks_changed + 1
+            rewarming = min(1.0, since / self._config.pruning.rewarm_steps)
+        return rewarming * learning_rate(
+            self.steps_done - self.schedule_start,
+            schedule,
+            peak=peak,
+            decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
+        )
+
+    def follow_masks(self, *, rewound: bool, changed: bool) -> None:
+        """Take note that the masks before the coming step were rewound or changed."""
+        if rewound:
+            self.updates, self.schedule_start = 0, self.steps_done
+        if changed:
+            self.masks_changed = self.steps_done
+
+
+def refuse_unequal_weights(digest: int, replicas: Replicas, place: Place) -> None:
+    """TrainingError if a replica of this stage starts at other weights than replica 0.
+
+    `digest` is this rank's, from `weights_digest`. All replicas call this together.
+    """
+    odd = _odd_replica(digest, replicas)
+    if odd is not None:
+        raise TrainingError(
+            f"weights: replica {odd} starts at others than replica 0 on stage {place.stage}; draw "
+            "them from torch's generator, which has the same seed everywhere, or in `init` from "
+            "the one that is given, on hosts of one kind"
+        )
+
+
+def refuse_unequal_masks(digest: int, replicas: Replicas, place: Place) -> None:
+    """TrainingError if a replica of this stage keeps other entries than replica 0.
+
+    `digest` is this rank's, from `masks_digest`. All replicas call this together.
+    """
+    odd = _odd_replica(digest, replicas)
+    if odd is not None:
+        raise TrainingError(
+            f"masks: replica {odd} keeps other entries than replica 0 on stage {place.stage}; "
+            "masks must depend on seed, names and weights only"
+        )
+
+
+def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
+    """TrainingError on all ranks if a replica has come to other weights than replica 0."""
+    if verdict.drifted is not None:
+        place = grid.place(verdict.drifted)
+        raise everywhere(
+            TrainingError(
+                f"step {step}: weights: replica {place.replica} has come to others than replica 0 "
+                f"on stage {place.stage}; look for code that writes to weights beside the "
+                "optimizer (through .data in a forward, say), or for bad memory of a host; resume "
+                "from a checkpoint before that"
+            )
+        )
+
+
+def _odd_replica(digest: int, replicas: Replicas) -> int | None:
+    """The first replica with another digest than replica 0; None if all are equal."""
+    digests = torch.zeros(replicas.size, dtype=torch.float64)
+    digests[replicas.rank] = digest
+    replicas.exchange(Op.ALL_REDUCE, digests)
+    found: list[float] = digests.tolist()
+    return next((replica for replica, own in enumerate(found) if own != found[0]), None)

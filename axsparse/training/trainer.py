@@ -1,7 +1,14 @@
-"""The training loop: steps, and between them evaluations, masks, checkpoints and records."""
+"""The training loop: steps, and between them evaluations, masks, checkpoints and records.
+
+`Trainer` comes first; behind it are the callbacks of the user, the choice of the best evaluation,
+and what a run says at its end.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -12,26 +19,29 @@ from axsparse.models.plain_model import PlainModel, plain_model, refuse_dotted_n
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
+from axsparse.observe.trace_recorder import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
-from axsparse.pruning.methods.masking import Change, Moment
-from axsparse.pruning.ticket.run_ticket import save_live
+from axsparse.pruning.methods.masking import Change, Masking, Moment
 from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
-from axsparse.runtime.errors import AxsparseError, ConfigError, StoppedError
+from axsparse.pruning.ticket.ticket_writer import save_live
+from axsparse.runtime.errors import (
+    AxsparseError,
+    ConfigError,
+    StoppedError,
+    TrainingError,
+    everywhere,
+    noted,
+)
 from axsparse.runtime.exchange import sum_by_owner, sum_of
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.best_evaluation import BestEvaluation
-from axsparse.training.callbacks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from axsparse.training.checkpoint.checkpoint_folder import path_of
-from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.checkpoint.manifest import BestEntry, Progress
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
-from axsparse.training.run_end import last_lines, refuse_bad_end
-from axsparse.training.spikes import RewindOrder
 from axsparse.training.step import Step
-from axsparse.training.step_tracing import make_tracing
 
 
 class Trainer:
@@ -76,11 +86,6 @@ class Trainer:
         self._best = BestEvaluation(config, progress)
 
     @property
-    def rewind_order(self) -> RewindOrder | None:
-        """Where training goes on, if a spike of the loss has ended it (`spikes.rule: back`)."""
-        return self._step.skips.order
-
-    @property
     def steps_done(self) -> int:
         """Steps since the run began, including those before it was resumed."""
         return self._step.position.steps_done
@@ -113,8 +118,7 @@ class Trainer:
     ) -> None:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
 
-        It ends early where another layout takes over (`hands_over`) and where a spike of the
-        loss sends the run back (`rewind_order`).
+        It ends early where another layout takes over (`hands_over`).
 
         The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
@@ -144,10 +148,9 @@ class Trainer:
                 parts.pulse.at("checkpoint", self.steps_done)
                 self._saver.finish()
                 self._tell_of_checkpoints()
-            if self.rewind_order is None:
-                refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
-                for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
-                    parts.recorder.say(line)
+            refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
+            for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
+                parts.recorder.say(line)
         except AxsparseError as failure:
             # Every rank raises this error, so the checkpoint under way can still be finished.
             if failure.on_all_ranks and self._saver is not None:
@@ -158,8 +161,6 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
-        if self.rewind_order is not None:
-            return False
         is_over = self.steps_done >= self.config.train.steps
         # Evaluate even if a signal asked to stop, since what is saved may have new masks.
         if self._evaluation_is_due() and (
@@ -176,8 +177,6 @@ class Trainer:
             or saver.due(self.steps_done, is_last=is_over)
             or (self._best.is_at(self.steps_done) and saver.last_step != self.steps_done)
         )
-        if is_due:  # a spike never sends the run back to a checkpoint that a signal asked for
-            self._step.skips.spikes.saved(self.steps_done)
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
             self.parts.pulse.at("checkpoint", self.steps_done)
@@ -216,6 +215,19 @@ class Trainer:
                 place=parts.place,
             )
         return self.last_evaluation
+
+    def save(self) -> Path:
+        """Write a checkpoint now, and return its folder once it is complete.
+
+        All ranks call this together, before, between or after steps, and before `close`.
+        `axsparse export` and `ax.export` take the weights out of it. Raises, on all ranks alike,
+        ConfigError for a trainer without a run directory, OutputError.
+        """
+        if self._saver is None:
+            raise ConfigError("save: a quiet trainer has no run directory; build it without quiet")
+        self._saver.start(self._progress())
+        self._saver.finish()
+        return path_of(self._saver.folder, self.steps_done)
 
     def save_ticket(self, path: str | Path) -> None:
         """Write which entries are kept now as a ticket, the same file in every layout.
@@ -261,7 +273,7 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None and not self.hands_over and self.rewind_order is None:
+        if self._stop is not None and not self.hands_over:
             self._stop.release()
         self._step.close()
         for batches in (self.parts.training, self.parts.validation):
@@ -377,10 +389,9 @@ class Trainer:
             return
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
-        if self.steps_done == 0 or saver.has_saved(self._progress()):
+        if self.steps_done in (0, saver.resumed_step):
             self._leave()
-        # A run that has just gone back after a spike can be saved only after its next step.
-        self._is_stopped = self.steps_done != saver.resumed_step
+        self._is_stopped = True
 
     def _leave(self) -> None:
         """Wait for the checkpoint under way, then raise StoppedError on all ranks."""
@@ -395,3 +406,127 @@ class Trainer:
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )
+
+
+OnStep = Callable[[int, Verdict], None]
+"""`on_step(steps done, verdict)`, after each step."""
+OnEvaluation = Callable[[int, Evaluation], None]
+"""`on_evaluation(steps done, evaluation)`, after each evaluation."""
+OnCheckpoint = Callable[[int, Path], None]
+"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of one training, each None if there is none.
+
+    All ranks call each of them at the same points with equal arguments, so that a callback may do
+    what ranks do together. An exception in one ends the run; its line names the callback.
+    """
+
+    on_step: OnStep | None = None
+    on_evaluation: OnEvaluation | None = None
+    on_checkpoint: OnCheckpoint | None = None
+
+    def step(self, steps_done: int, verdict: Verdict) -> None:
+        """Call `on_step`, if there is one."""
+        if self.on_step is not None:
+            with noted(f"on_step after step {steps_done}"):
+                self.on_step(steps_done, verdict)
+
+    def evaluation(self, steps_done: int, found: Evaluation) -> None:
+        """Call `on_evaluation`, if there is one."""
+        if self.on_evaluation is not None:
+            with noted(f"on_evaluation after step {steps_done}"):
+                self.on_evaluation(steps_done, found)
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Call `on_checkpoint`, if there is one."""
+        if self.on_checkpoint is not None:
+            with noted(f"on_checkpoint of step {step}"):
+                self.on_checkpoint(step, folder)
+
+
+MOVING = ("set", "rigl")
+"""Pruning methods that replace entries all the time, and keep as many as before."""
+
+
+class BestEvaluation:
+    """Remembers the evaluation of lowest loss whose checkpoint is kept, alike on all ranks.
+
+    A checkpoint holds the masks that are drawn after the evaluation of its step. So an evaluation
+    counts only if no mask changes then, and what was found before a network loses entries counts
+    no more, since a dense network would stay the best for ever.
+    """
+
+    def __init__(self, config: Config, progress: Progress | None) -> None:
+        """`progress` is that of the checkpoint that the run goes on from."""
+        self._keeps = config.checkpoint.keep_best
+        self._moves = config.pruning.method in MOVING
+        self.entry: BestEntry | None = None
+        """The best evaluation; None before the first, and if none is looked for."""
+        self._before: BestEntry | None = None
+        if progress is not None and self._keeps:
+            self.entry = self._before = progress.best
+
+    def look(self, step: int, loss: float) -> None:
+        """Take note of the evaluation after `step` steps; among equal losses the first is best."""
+        self._before = self.entry
+        is_lower = self.entry is None or loss < self.entry.loss
+        if self._keeps and step > 0 and math.isfinite(loss) and is_lower:
+            self.entry = BestEntry(step=step, loss=loss)
+
+    def forget(self, step: int) -> None:
+        """Take note that masks have changed after `step` steps."""
+        if not self._moves:
+            self.entry = None
+        elif self.is_at(step):
+            self.entry = self._before
+
+    def is_at(self, step: int) -> bool:
+        """Whether the evaluation after `step` steps is the best one."""
+        return self.entry is not None and self.entry.step == step
+
+
+def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | None) -> None:
+    """TrainingError on all ranks if the result of the training cannot be used."""
+    if last is not None and not math.isfinite(last.loss):
+        raise everywhere(
+            TrainingError(
+                f"step {steps_done}: the validation loss is {last.loss}; lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+        )
+    if masking is not None and masking.unfinished is not None:
+        raise everywhere(TrainingError(f"step {steps_done}: {masking.unfinished}"))
+
+
+def last_lines(progress: Progress, skipped: list[str], saver: Saver | None) -> Iterator[str]:
+    """How many steps were skipped, if any were, and where the result is."""
+    if skipped:
+        yield f"of {progress.step} steps: {', '.join(skipped)}"
+    if saver is None:
+        return
+    run = saver.folder.parent
+    if progress.best is not None:
+        yield (
+            f"lowest validation loss {progress.best.loss:.4f} after step {progress.best.step}, "
+            f"kept in {path_of(saver.folder, progress.best.step)}"
+        )
+    if saver.last_step == progress.step:
+        yield (
+            f"saved in {saver.folder}  ·  axsparse report {run} draws it  ·  axsparse export "
+            f"{run} --to torch --out weights.safetensors takes the weights out"
+        )
+
+
+def make_tracing(config: Config, parts: Parts, steps_done: int) -> TraceRecorder | None:
+    """Traces some steps, but not this run's first, which allocates and compiles; None if no step
+    is to be traced, or there is no run directory."""
+    wanted, folder = config.train.trace, parts.run_dir
+    if wanted == 0 or folder is None:
+        return None
+    last = min(steps_done + 1 + wanted, config.train.steps)
+    first = min(steps_done + 2, last)
+    steps = range(first, last + 1)
+    return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)

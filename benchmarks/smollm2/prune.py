@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from functools import partial
@@ -15,11 +16,14 @@ from axsparse.models.zoo.model_registry import named_model
 
 def main(job: ax.Job) -> None:
     out, *settings = sys.argv[1:]
-    loaded = load_config("prune_llama.yaml", settings)
+    loaded = load_config("prune_llama.yaml", [*settings, f"run_dir={out}-run"])
     began = time.monotonic()
-    trainer = ax.build(job, named_model(loaded), partial(open_datasets, loaded), loaded, quiet=True)
+    trainer = ax.build(job, named_model(loaded), partial(open_datasets, loaded), loaded)
     seconds = time.monotonic() - began
-    ax.save_hf(trainer, out)
+    folder = trainer.save()
+    if job.transport.rank == 0:
+        ax.export(folder, "hf", out)
+        shutil.rmtree(f"{out}-run")
     print(json.dumps({"seconds": seconds, "state_bytes": trainer.state_bytes().total}), flush=True)
     trainer.close()
 

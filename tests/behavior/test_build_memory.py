@@ -19,7 +19,7 @@ from torch import nn
 from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.distribution import kept_entries
-from axsparse.pruning.scored_masks import ScoredMasks
+from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.layer_construction import StateOptions, build_layers
 

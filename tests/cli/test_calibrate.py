@@ -78,7 +78,7 @@ def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
-    asked = ["model.hidden_size=64", "model.num_layers=1", "spikes.rule=back"]
+    asked = ["model.hidden_size=64", "model.num_layers=1"]
     loaded = load_config("quickstart.yaml", [*asked, "layout.g_inter_pruned=1"])
 
     profile = _profile(loaded, steps=1, size=1)

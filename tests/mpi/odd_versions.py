@@ -12,5 +12,5 @@ from axsparse.runtime.provenance import versions
 seen = versions()
 if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
     seen["torch"] = "1.13.1"
-with mock.patch("axsparse.training.rank_facts.versions", return_value=seen):
+with mock.patch("axsparse.training.run_checks.versions", return_value=seen):
     train.main()

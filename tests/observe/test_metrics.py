@@ -13,7 +13,6 @@ import pytest
 from support.records import STEP_RECORD
 
 from axsparse.observe.metrics import (
-    BackRecord,
     EvalRecord,
     MaskRecord,
     MetricsFile,
@@ -170,7 +169,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 def test_the_page_names_every_field_of_every_record() -> None:
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
 
-    for record in (StepRecord, EvalRecord, MaskRecord, PlanRecord, BackRecord):
+    for record in (StepRecord, EvalRecord, MaskRecord, PlanRecord):
         # The entries of `metrics` are keys of their own in the file.
         assert {field.name for field in fields(record)} - {"metrics"} <= named, record
     assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)[: len(FIELDS)] == FIELDS

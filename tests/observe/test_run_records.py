@@ -28,11 +28,10 @@ def test_every_kind_of_record_is_told_by_its_key(tmp_path: Path) -> None:
 
     found = read_records(path)
 
-    kinds = (found.steps, found.evaluations, found.masks, found.plans, found.backs)
-    assert [len(kind) for kind in kinds] == [1, 1, 1, 1, 1]
+    kinds = (found.steps, found.evaluations, found.masks, found.plans)
+    assert [len(kind) for kind in kinds] == [1, 1, 1, 1]
     assert not found.is_cut
     assert number(found.evaluations[0], "top1") == 0.5
-    assert number(found.backs[0], "spike_loss") is None
 
 
 @pytest.mark.parametrize("cut", [1, 20, 150])

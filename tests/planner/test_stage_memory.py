@@ -58,27 +58,21 @@ def split(saved: int, deferred: int) -> LayerInfo:
 
 
 @pytest.mark.parametrize(
-    ("layers", "logits", "deferred"),
+    ("layers", "deferred"),
     [
-        ([split(100, 60), split(200, 130)], 0, 190),
+        ([split(100, 60), split(200, 130)], 190),
         # The last layer has left its 150 while the first one still holds its 10 and 500.
-        ([split(500, 20), split(50, 150)], 0, 510 + 150),
-        # Logits have a gradient, and the product that makes them has an input.
-        ([split(100, 60), split(200, 130)], 1000, 190 + 10 + 1000),
+        ([split(500, 20), split(50, 150)], 510 + 150),
     ],
 )
 def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
-    layers: list[LayerInfo], logits: int, deferred: int
+    layers: list[LayerInfo], deferred: int
 ) -> None:
-    found = held_activations(layers, 0, logits=logits)
+    activations = held_activations(layers, 0)
 
-    assert (
-        found.held == sum(10 + each.activations.saved for each in layers if each.activations) + 10
-    )
-    most = (
-        110 + 210 + 1010 if logits else 0
-    )  # all activations are there when the logits' gradient is
-    assert found.deferred == max(deferred, most)
+    saved = sum(10 + each.activations.saved for each in layers if each.activations)
+    assert activations.held == saved + 10
+    assert activations.deferred == deferred
 
 
 def test_layers_without_an_example_count_nothing() -> None:

@@ -111,40 +111,27 @@ def test_erk_densities_are_within_one_entry_of_one_common_factor(
     assert all(abs(kept[name] - wanted) < 1.001 for name, wanted in ideal(high).items())
 
 
-def test_erk_of_two_matrices_is_that_worked_out_by_hand() -> None:
-    # 10 × 10 and 40 × 40 at 90 %: 170 of 1,700, in the ratio of 20 to 80.
-    assert kept_counts({"a": (10, 10), "b": (40, 40)}, 0.9, distribution=ERK) == {
-        "a": 34,
-        "b": 136,
-    }
+TWO: Shapes = {"a": (10, 10), "b": (40, 40)}
 
 
-def test_erk_counts_the_dimensions_of_a_kernel_too() -> None:
-    # Sums 4 + 4 + 3 + 3 = 14 and 14 + 28 = 42; a quarter and three quarters of 54.
-    shapes: Shapes = {"conv": (4, 4, 3, 3), "linear": (14, 28)}
-
-    kept = kept_counts(shapes, 1 - 54 / 536, distribution=ERK)
-
-    assert kept == {"conv": 14, "linear": 40}  # 13.5 and 40.5; "conv" sorts first
-
-
-def test_what_a_full_tensor_cannot_take_goes_to_the_others() -> None:
-    # 500 of 1,004: in the ratio of 4 to 60 to 60 the small one would get 16 of its 4 entries.
-    shapes: Shapes = {"small": (2, 2), "a": (50, 10), "b": (10, 50)}
-
-    kept = kept_counts(shapes, 504 / 1004, distribution=ERK)
-
-    assert kept == {"small": 4, "a": 248, "b": 248}
-
-
-def test_what_a_full_tensor_cannot_take_may_fill_another() -> None:
-    # 120 of 436, in the ratio of 21 to 8 to 40. At first only "a" has more than it can take;
-    # of the 100 that it leaves, "b" gets 16.7 of its 16.
-    shapes: Shapes = {"a": (1, 20), "b": (4, 4), "c": (20, 20)}
-
-    kept = kept_counts(shapes, 316 / 436, distribution=ERK)
-
-    assert kept == {"a": 20, "b": 16, "c": 84}
+@pytest.mark.parametrize(
+    ("shapes", "total", "kept"),
+    [
+        # In the ratio of the sums of dimensions, 20 to 80.
+        (TWO, 170, {"a": 34, "b": 136}),
+        # The nearest whole numbers to 34.2 and 136.8.
+        (TWO, 171, {"a": 34, "b": 137}),
+        # A kernel's sum is 4 + 4 + 3 + 3 = 14, the other 42: 13.5 and 40.5; "conv" sorts first.
+        ({"conv": (4, 4, 3, 3), "linear": (14, 28)}, 54, {"conv": 14, "linear": 40}),
+        # In the ratio of 4 to 60 to 60 the small one would get 16 of its 4 entries.
+        ({"small": (2, 2), "a": (50, 10), "b": (10, 50)}, 500, {"small": 4, "a": 248, "b": 248}),
+        # In the ratio of 21 to 8 to 40. At first only "a" has more than it can take; of the 100
+        # that it leaves, "b" gets 16.7 of its 16.
+        ({"a": (1, 20), "b": (4, 4), "c": (20, 20)}, 120, {"a": 20, "b": 16, "c": 84}),
+    ],
+)
+def test_erk_is_that_worked_out_by_hand(shapes: Shapes, total: int, kept: dict[str, int]) -> None:
+    assert kept_counts(shapes, 1 - total / numel(shapes), distribution=ERK) == kept
 
 
 @examples
@@ -159,13 +146,6 @@ def test_fewer_entries_in_all_never_mean_more_of_one_tensor(sizes: list[tuple[in
         assert sum(now.values()) == keep
         assert all(before[name] <= now[name] <= math.prod(shapes[name]) for name in shapes)
         before = now
-
-
-def test_the_nearest_whole_number_counts() -> None:
-    # 171 in the ratio of 20 to 80: 34.2 and 136.8.
-    kept = kept_counts({"a": (10, 10), "b": (40, 40)}, 1 - 171 / 1700, distribution=ERK)
-
-    assert kept == {"a": 34, "b": 137}
 
 
 def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:

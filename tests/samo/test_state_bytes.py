@@ -25,7 +25,7 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.scored_masks import ScoredMasks
+from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index.base import make_index

@@ -10,7 +10,7 @@ from support.oracle import Oracle
 from support.runs import tiny_gpt, token_data
 
 from axsparse.config.schema import Config
-from axsparse.pruning.sparsity_schedule import drop_fraction
+from axsparse.pruning.methods.regrowth import drop_fraction
 
 
 class Annealed(MovingOracle):

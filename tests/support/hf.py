@@ -18,8 +18,7 @@ from axsparse.config.model_config import LlamaConfig
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
-from axsparse.models.zoo.hf_llama import llama_name
-from axsparse.models.zoo.hf_models import hf_model
+from axsparse.models.zoo.hf_models import LLAMA, hf_model
 from axsparse.training.trainer import Trainer
 
 STEPS = 5
@@ -48,9 +47,9 @@ def write_llama(
     assert found is not None
     weights = {
         name: change(name, torch.empty(shape).uniform_(0.05, 0.2, generator=generator))
-        for name, shape in found.survey.shapes.items()
+        for name, shape in found[1].shapes.items()
     }
-    state = {llama_name(name): tensor for name, tensor in weights.items()}
+    state = {LLAMA.named(name): tensor for name, tensor in weights.items()}
     write_safetensors(folder / "model.safetensors", state)
     settings = config_json(SMALL_LLAMA, "float32") | {"bos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(settings))

@@ -10,7 +10,7 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import survey
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.distribution import kept_entries
-from axsparse.pruning.scored_masks import ScoredMasks
+from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.pruning.targets import find_targets
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 
 VOCABULARY = 64
+T = TypeVar("T")
+
+
+def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
+    """What `body` returns on every rank of a world in this process."""
+    world: LocalWorld[T] = LocalWorld(size)
+    return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
 def tiny_config(**sections: Any) -> Config:

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from support.oracle import Trace
-from support.runs import token_data, train_here
+from support.resuming import Ran, ran, settings
 from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
-from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.export.live_hf import save_hf
-from axsparse.training.trainer import Trainer
+from axsparse.models.survey import survey
+from axsparse.training.export.checkpoint_export import export
 
 
 def train_and_save(
-    g_inter: int,
-    g_data: int,
-    model: Model,
-    config: Config,
-    path: Path,
-    **how: Any,
+    layout: tuple[int, int], model: Model, config: Config, path: Path, *, trained: bool = False
 ) -> dict[str, Tensor]:
-    """Train on all ranks and save; the masters by global name, dense, a tied one once."""
-    world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data)
+    """Train on all ranks and export for transformers; the masters, as `dense_state` has them."""
+    run = path.with_name(f"{path.name}-run")
+    found = ran(layout, settings(config, checkpoint={"every": 100}), run, model=lambda _: model)
+    export(run, "hf", path, trained=trained)
+    return dense_state(found, model)
 
-    def main(rank: int) -> tuple[Trainer, Trace]:
-        transport = LocalTransport(world, rank)
-        trainer, trace = train_here(transport, Grid(g_inter, g_data), model, config, token_data())
-        save_hf(trainer, path, **how)
-        return trainer, trace
 
-    found = {}
-    for trainer, trace in world.run(main):
-        for layer in trainer.parts.layers:
-            for tensor in layer.state.owned:
-                if tensor.name not in trainer.parts.survey.ties:
-                    dense = torch.zeros(tensor.parameter.numel())
-                    dense[tensor.index.positions()] = trace.masters[tensor.name]
-                    found[tensor.name] = dense.view_as(tensor.parameter)
-    return found
+def dense_state(found: Ran, model: Model, kind: str = "master") -> dict[str, Tensor]:
+    """Trained parameters of a run by global name, a tied one once, and buffers."""
+    surveyed = survey(model)
+    tensors = {}
+    for name, shape in surveyed.shapes.items():
+        if f"kept/{name}" in found.state:
+            values = found.state[f"{kind}/{name}"]
+            if kind == "master":
+                dense = torch.zeros(int(np.prod(shape)))
+                dense[found.state[f"kept/{name}"]] = values
+                values = dense
+            tensors[name] = values.view(shape)
+    return {**tensors, **found.buffers}

@@ -92,41 +92,45 @@ def test_an_explicit_grid_comes_before_the_layout() -> None:
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 
-def test_a_grid_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError) as told:
-        resolved(tiny_config(), 4, Grid(3, 1))
-
-    assert str(told.value) == (
-        "grid: 3 stages × 1 replica are 3 ranks, 4 are running; start 3 ranks or make another grid"
-    )
+ELSEWHERE = "no MPI library was found; load the site's MPI module"
 
 
-def test_a_grid_with_more_stages_than_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="grid: 5 stages for 4 layers; choose at most 4"):
-        resolved(tiny_config(), 5, Grid(5, 1))
+@pytest.mark.parametrize(
+    ("sections", "ranks", "grid", "message"),
+    [
+        (
+            {},
+            4,
+            Grid(3, 1),
+            "^grid: 3 stages × 1 replica are 3 ranks, 4 are running; start 3 ranks or make another "
+            "grid$",
+        ),
+        ({}, 5, Grid(5, 1), "^grid: 5 stages for 4 layers; choose at most 4"),
+        ({"layout": {"split": [1, 1]}}, 2, Grid(2, 1), r"layout.split .*: \[.*\] places 2 layers"),
+        ({"layout": {"split": [4]}}, 2, Grid(2, 1), r"layout.split .*: \[.*\] is for 1 stage"),
+        ({"transport": "mpi"}, 1, None, ELSEWHERE),
+        ({"transport": "nccl"}, 1, None, ELSEWHERE),
+        ({"transport": "cuda-aware-mpi"}, 1, None, ELSEWHERE),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_refused(
+    sections: dict[str, Any], ranks: int, grid: Grid | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(tiny_config(**sections), ranks, grid)
 
 
-@pytest.mark.parametrize("split", [[1, 1], [4]])
-def test_a_split_that_is_not_for_an_explicit_grid_is_refused(split: list[int]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"layout.split .*: \[.*\] (places 2 layers|is for 1 stage)"
-    ):
-        resolved(tiny_config(layout={"split": split}), 2, Grid(2, 1))
-
-
-def test_mpi_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
-        resolved(tiny_config(transport="mpi"))
-
-
-@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
-def test_what_gpus_talk_by_is_refused_on_cpus(wanted: str) -> None:
-    config = tiny_config(transport=wanted)
-
-    with pytest.raises(ConfigError, match=f"{wanted} is for ranks that compute on GPUs, and these"):
-        decided(config, transport(2, "mpi (some)"))
-    with pytest.raises(ConfigError, match="no MPI library was found; load the site's MPI module"):
-        resolved(config)
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("local", "local is for one process without MPI, but 2 MPI ranks"),
+        ("nccl", "nccl is for ranks that compute on GPUs, and these"),
+        ("cuda-aware-mpi", "cuda-aware-mpi is for ranks that compute on GPUs, and these"),
+    ],
+)
+def test_what_mpi_ranks_on_cpus_cannot_talk_by_is_refused(wanted: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decided(tiny_config(transport=wanted), transport(2, "mpi (some)"))
 
 
 @pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
@@ -137,13 +141,6 @@ def test_a_single_rank_on_a_gpu_may_ask_for_what_gpus_talk_by(wanted: str) -> No
     assert decided(config, one, on_host=False).config.transport == wanted
     with pytest.raises(ConfigError, match="and these compute on CPUs"):
         decided(config, one)
-
-
-def test_local_is_refused_under_mpi() -> None:
-    config = tiny_config(transport="local")
-
-    with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
-        decided(config, transport(2, "mpi (some)"))
 
 
 def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt, token_data
+from support.runs import on_ranks, tiny_config, tiny_gpt, token_data
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
@@ -18,17 +18,8 @@ from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.resolution import RunInputs, resolve
 from axsparse.training.run_data import Data, open_data
-
-T = TypeVar("T")
-
-
-def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    world: LocalWorld[T] = LocalWorld(size)
-    return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
 def opened(

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from support.resuming import ran, settings
-from support.runs import tiny_config
+from support.runs import on_ranks, tiny_config
 
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.runtime.communication import Transport
@@ -28,8 +28,6 @@ from axsparse.runtime.errors import (
     OutputError,
 )
 from axsparse.runtime.files.run_lock import RunLock
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.run_directory import (
     RunDir,
@@ -39,13 +37,6 @@ from axsparse.training.run_directory import (
     rewind_metrics,
     save_config,
 )
-
-T = TypeVar("T")
-
-
-def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    world: LocalWorld[T] = LocalWorld(size)
-    return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
 def loaded(run_dir: Path | str = "auto", steps: int = 9) -> LoadedConfig:
@@ -531,21 +522,6 @@ def test_records_after_the_checkpoint_are_taken_back(
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [f"{list(record)[1]} {record['step']}" for record in records] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize(("jumped", "kept"), [(0, [(3, 0)]), (2, [(3, 0), (4, 2)])])
-def test_a_spike_is_recorded_as_long_as_its_data_are_jumped_over(
-    jumped: int, kept: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    spikes = [(3, 0), (4, 2), (4, 3), (5, 0)]
-    records = [{"step": step, "spike_loss": 9.0, "jumped": batches} for step, batches in spikes]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    rewind_metrics(path, progress(jumped=jumped))
-
-    left = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(record["step"], record["jumped"]) for record in left] == kept
 
 
 def test_a_run_without_a_checkpoint_takes_all_back(tmp_path: Path) -> None:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.resuming import ran
-from support.runs import tiny_config
+from support.runs import mlp, tiny_config, token_data, vector_data
 
-from axsparse.training.trainer import Trainer
+import axsparse as ax
+from axsparse.cli import checkpoint
+from axsparse.config.load import LoadedConfig, made_in_python
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_config
+from axsparse.data.dataset import Datasets
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job, _describe
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build, run_training
+from axsparse.training.checkpoint.checkpoint_folder import saved_steps
+from axsparse.training.evaluation import Evaluation
+from axsparse.training.trainer import BestEvaluation, OnCheckpoint, OnEvaluation, OnStep, Trainer
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
@@ -33,3 +51,247 @@ def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(
 
     assert max(found.losses) == 3
     assert found.stopped is not None and found.stopped.startswith("stopped after step 3, saved in ")
+
+
+Heard = tuple[str, int, object]
+
+
+def train_heard(
+    run_dir: Path,
+    ranks: int,
+    callbacks: Callable[[int], tuple[OnStep, OnEvaluation, OnCheckpoint]],
+) -> None:
+    """Train four steps on so many stages, with the callbacks that each rank is given."""
+    world: LocalWorld[None] = LocalWorld(ranks)
+    config = tiny_config(
+        train={"steps": 4, "eval_every": 2, "eval_steps": 1},
+        checkpoint={"every": 2},
+    ).model_copy(update={"run_dir": str(run_dir)})
+    loaded = LoadedConfig(config, "tiny", {})
+    data = Datasets(vector_data(), vector_data())
+
+    def body(rank: int) -> None:
+        job, grid = Job(LocalTransport(world, rank)), Grid(ranks, 1)
+        trainer = build(job, mlp(), lambda: data, loaded, grid=grid)
+        on_step, on_evaluation, on_checkpoint = callbacks(rank)
+        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+
+    world.run(body)
+
+
+def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
+    heard: list[list[Heard]] = [[], []]
+
+    def callbacks(rank: int) -> tuple[OnStep, OnEvaluation, OnCheckpoint]:
+        def on_step(step: int, verdict: Verdict) -> None:
+            heard[rank].append(("step", step, verdict.loss))
+
+        def on_evaluation(step: int, found: Evaluation) -> None:
+            heard[rank].append(("evaluation", step, found.loss))
+
+        def on_checkpoint(step: int, folder: Path) -> None:
+            assert (folder / "manifest.json").is_file()
+            heard[rank].append(("checkpoint", step, folder.name))
+
+        return on_step, on_evaluation, on_checkpoint
+
+    train_heard(tmp_path / "run", 2, callbacks)
+
+    assert heard[0] == heard[1]
+    told = [(what, step) for what, step, _ in heard[0]]
+    assert [one for one in told if one[0] != "checkpoint"] == [
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+    ]
+    # When a thread has written the first is chance; it never comes before its evaluation.
+    assert [one for one in told if one[0] == "checkpoint"] == [("checkpoint", 2), ("checkpoint", 4)]
+    assert told.index(("checkpoint", 2)) > told.index(("evaluation", 2))
+    assert told[-1] == ("checkpoint", 4)
+    assert ("checkpoint", 2, "step-2") in heard[0]
+
+
+def test_a_whole_run_passes_them_on(tmp_path: Path) -> None:
+    config = tiny_config(train={"steps": 2, "eval_steps": 1}, checkpoint={"every": 1})
+    loaded = LoadedConfig(config.model_copy(update={"run_dir": str(tmp_path / "run")}), "tiny", {})
+    heard: list[tuple[str, int]] = []
+
+    run_training(
+        Job(LocalTransport(LocalWorld(1), 0)),
+        mlp(),
+        lambda: Datasets(vector_data(), vector_data()),
+        loaded,
+        on_step=lambda step, verdict: heard.append(("step", step)),
+        on_evaluation=lambda step, found: heard.append(("evaluation", step)),
+        on_checkpoint=lambda step, folder: heard.append(("checkpoint", step)),
+    )
+
+    assert sorted(heard) == [
+        ("checkpoint", 1),
+        ("checkpoint", 2),
+        ("evaluation", 2),
+        ("step", 1),
+        ("step", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failing", "where"),
+    [
+        (0, "on_step after step 1"),
+        (1, "on_evaluation after step 2"),
+        (2, "on_checkpoint of step 2"),
+    ],
+)
+def test_the_line_of_a_callback_that_fails_names_it(
+    failing: int, where: str, tmp_path: Path
+) -> None:
+    def fail(step: int, found: object) -> None:
+        raise ValueError("my own mistake")
+
+    def callbacks(rank: int) -> tuple[OnStep, OnEvaluation, OnCheckpoint]:
+        del rank
+        quiet: list[Callable[[int, object], None]] = [lambda step, found: None] * 3
+        quiet[failing] = fail
+        return quiet[0], quiet[1], quiet[2]
+
+    with pytest.raises(ValueError, match="my own mistake") as failure:
+        train_heard(tmp_path / "run", 1, callbacks)
+
+    assert _describe(failure.value) == (70, f"{where}: ValueError: my own mistake")
+
+
+LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
+
+
+def config_of(steps: int = 6, **sections: Any) -> Config:
+    keeping = {"every": 2, "keep_last": 1, "keep_best": True}
+    checkpoint = {**keeping, **sections.pop("checkpoint", {})}
+    train = {"steps": steps, "eval_every": 1, "eval_steps": 1}
+    return tiny_config(train=train, checkpoint=checkpoint, **sections)
+
+
+def train(
+    run: Path, config: Config, losses: Mapping[int, float] = LOSSES, **how: Any
+) -> dict[int, list[int]]:
+    """Train with evaluations of these losses; which checkpoints were there after each step."""
+    there: dict[int, list[int]] = {}
+
+    def look(trainer: Trainer) -> None:
+        def evaluate() -> Evaluation:
+            if trainer._saver is not None:
+                trainer._saver.finish()
+            there[trainer.steps_done] = saved_steps(run / "checkpoints")
+            trainer.last_evaluation = Evaluation(losses[trainer.steps_done])
+            return trainer.last_evaluation
+
+        vars(trainer)["evaluate"] = evaluate
+
+    ran(how.pop("layout", (1, 1)), config, run, validation=token_data(), look=look, **how)
+    there[config.train.steps + 1] = saved_steps(run / "checkpoints")
+    return there
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_the_best_stays_until_another_is_better(layout: tuple[int, int], tmp_path: Path) -> None:
+    there = train(tmp_path, config_of(), layout=layout)
+
+    # An evaluation sees what was saved up to the step before.
+    assert there == {1: [], 2: [1], 3: [2], 4: [2], 5: [4, 2], 6: [5], 7: [6, 5]}
+
+
+def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path / "a", config_of(5, checkpoint={"every": 0}))
+    train(tmp_path / "b", config_of(2, checkpoint={"every": 0}), {1: 2.0, 2: 1.0})
+    losses = {**LOSSES, 5: 9.0}
+    train(tmp_path / "c", config_of(5, checkpoint={"every": 1}), losses)
+
+    assert saved_steps(tmp_path / "a" / "checkpoints") == [5]
+    best, newest = ax.load(tmp_path / "c", step="best"), ax.load(tmp_path / "c")
+    second = ax.load(tmp_path / "c", step=2)
+    assert all(torch.equal(best[name], second[name]) for name in best)
+    assert not all(torch.equal(best[name], newest[name]) for name in best)
+
+
+def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
+    train(tmp_path, config_of(), stop_after=4)
+    assert saved_steps(tmp_path / "checkpoints") == [3, 2]
+
+    there = train(tmp_path, config_of(), {**LOSSES, 5: 1.5, 6: 1.2}, resume="auto")
+
+    assert there[7] == [6, 2]
+
+
+def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Path) -> None:
+    train(tmp_path / "a", config_of(), stop_after=4)
+    first = str(tmp_path / "a" / "checkpoints" / "step-3")
+
+    train(tmp_path / "b", config_of(), {**LOSSES, 5: 1.5, 6: 1.7}, resume=first)
+
+    assert saved_steps(tmp_path / "b" / "checkpoints") == [6, 5]
+    train(tmp_path / "c", config_of(checkpoint={"keep_best": False}))
+    with pytest.raises(MissingInputError, match="knows of no best evaluation"):
+        ax.load(tmp_path / "c", step="best")
+
+
+def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
+    losses = {1: 0.1, 2: 0.1, 3: 3.0, 4: 2.0, 5: 2.5, 6: 2.5}
+
+    there = train(tmp_path, config_of(pruning={"at_step": 2}), losses)
+
+    assert there[3] == [2]  # every second step is saved
+    assert there[7] == [6, 4]
+
+
+def test_of_masks_that_move_only_evaluations_of_what_is_saved_count() -> None:
+    best = BestEvaluation(config_of(pruning={"method": "rigl"}), None)
+
+    best.look(2, 2.0)
+    best.look(4, 1.0)
+    best.forget(4)
+
+    assert best.entry is not None
+    assert best.entry.step == 2
+
+
+def test_no_number_is_best(tmp_path: Path) -> None:
+    best = BestEvaluation(config_of(), None)
+
+    best.look(1, math.nan)
+    best.look(2, math.inf)
+    best.look(0, 0.1)
+
+    assert best.entry is None
+
+
+def test_pruning_checkpoints_by_hand_leaves_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, config_of(checkpoint={"every": 1, "keep_last": 9}))
+
+    checkpoint.prune(tmp_path, 1, None)
+    checkpoint.show(tmp_path)
+
+    assert saved_steps(tmp_path / "checkpoints") == [6, 5]
+    assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out
+
+
+def test_a_run_says_at_its_end_which_was_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, config_of())
+
+    said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
+    assert said in capsys.readouterr().out
+
+
+def test_without_evaluations_nothing_is_best() -> None:
+    config = tiny_config(checkpoint={"keep_best": True})
+
+    with pytest.raises(ConfigError, match=r"checkpoint.keep_best \(configure\): true, but train"):
+        check_config(made_in_python(config, "tiny"))

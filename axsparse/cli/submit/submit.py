@@ -40,7 +40,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.grid import Grid
-from axsparse.training.run_names import automatic_run_dirs
+from axsparse.training.run_directory import automatic_run_dirs
 
 SCRIPT = "job.sh"
 """Name of the script in the run directory."""

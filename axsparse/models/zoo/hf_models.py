@@ -1,39 +1,170 @@
-"""The built-in models that Hugging Face's transformers has too."""
+"""The built-in models that Hugging Face's transformers has too: names and shapes there.
+
+    ours                               GPT-2 of transformers
+    embed.token, embed.position        transformer.wte, transformer.wpe
+    block3.norm1, block3.norm2         transformer.h.3.ln_1, transformer.h.3.ln_2
+    block3.attention.qkv, .proj        transformer.h.3.attn.c_attn, .c_proj
+    block3.fc1, block3.fc2             transformer.h.3.mlp.c_fc, .c_proj
+    head.norm, head.weight             transformer.ln_f, lm_head.weight
+
+    ours                               Llama, Mistral, Qwen2 and Qwen3 of transformers
+    embed.token                        model.embed_tokens
+    block3.norm1, block3.norm2         model.layers.3.input_layernorm, .post_attention_layernorm
+    block3.attention.q, .k, .v, .o     model.layers.3.self_attn.q_proj, …
+    block3.attention.q_norm, .k_norm   model.layers.3.self_attn.q_norm, .k_norm
+    block3.mlp.gate, .up, .down        model.layers.3.mlp.gate_proj, …
+    head.norm, head.weight             model.norm, lm_head.weight
+
+Matrices of GPT-2's blocks are transposed there: (inputs, outputs). Checkpoints of the body alone,
+such as OpenAI's, leave out the prefix. A tied head is stored as the embedding only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from axsparse.config.hf_config import model_settings, refuse_other_sizes
+from axsparse.config.hf_gpt2_settings import from_gpt2
+from axsparse.config.hf_json import CONFIG_FILE, read_json
 from axsparse.config.model_config import Family, GptConfig, LlamaConfig
-from axsparse.models.start_weights import keep
+from axsparse.models.layer import Model
+from axsparse.models.start_weights import WeightFile, start_from, unchanged
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.hf_gpt2 import gpt2_name, turned
-from axsparse.models.zoo.hf_llama import llama_name
 from axsparse.models.zoo.llama import llama
+
+_OUR_OWN = "embed.token.weight"
+"""A parameter whose name tells a file with our own names."""
+
+
+def turned(name: str, tensor: Tensor) -> Tensor:
+    """A GPT's tensor of a global name, transposed if the two libraries store it differently.
+
+    The same function converts in both directions.
+    """
+    return tensor.t() if name.startswith("block") and tensor.dim() == 2 else tensor
 
 
 @dataclass(frozen=True)
-class HfModel:
-    """A model of some settings, and how transformers names and stores its parameters."""
+class HfFamily:
+    """How transformers names and stores the parameters of a family of models."""
 
-    survey: Survey
-    """What the model contains; its costs are not known."""
-    named: Callable[[str], str]
-    """The name there of a global name."""
-    turned: Callable[[str, Tensor], Tensor]
+    prefix: str
+    blocks: str
+    """The list of blocks, such as "layers"."""
+    outside: Mapping[str, str]
+    """Modules outside of blocks, by our global names."""
+    inside: Mapping[str, str]
+    """Modules of a block, by our names within it."""
+    old_buffers: re.Pattern[str]
+    """Names of buffers that older versions of transformers saved."""
+    settings: Callable[[Path], Mapping[str, Any]]
+    """Reads a config.json."""
+    turned: Callable[[str, Tensor], Tensor] = unchanged
     """The tensor of a global name as it is stored there."""
 
+    def named(self, name: str, prefix: str | None = None) -> str:
+        """The name there of a global name; KeyError for one that no model has."""
+        if name == "head.weight":
+            return "lm_head.weight"
+        prefix = self.prefix if prefix is None else prefix
+        module, _, kind = name.rpartition(".")
+        if module in self.outside:
+            return f"{prefix}{self.outside[module]}.{kind}"
+        block, _, part = module.partition(".")
+        return f"{prefix}{self.blocks}.{block.removeprefix('block')}.{self.inside[part]}.{kind}"
 
-def hf_model(config: Family) -> HfModel | None:
-    """The model of these settings; None if transformers has no such model."""
-    if isinstance(config, GptConfig):
-        model = gpt(config, config.sequence_length)
-        return HfModel(survey(replace(model, example=None)), gpt2_name, turned)
-    if isinstance(config, LlamaConfig):
-        model = llama(config, config.sequence_length)
-        return HfModel(survey(replace(model, example=None)), llama_name, keep)
+
+GPT2 = HfFamily(
+    "transformer.",
+    "h",
+    outside={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
+    inside={
+        "norm1": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.proj": "attn.c_proj",
+        "norm2": "ln_2",
+        "fc1": "mlp.c_fc",
+        "fc2": "mlp.c_proj",
+    },
+    old_buffers=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+    settings=lambda path: from_gpt2(path, read_json(path)),
+    turned=turned,
+)
+LLAMA = HfFamily(
+    "model.",
+    "layers",
+    outside={"embed.token": "embed_tokens", "head.norm": "norm"},
+    inside={
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+        **{f"attention.{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+        **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    },
+    old_buffers=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    settings=model_settings,
+)
+
+
+FAMILIES = (LLAMA, GPT2)
+
+
+def family_of(parameters: Iterable[str]) -> HfFamily | None:
+    """The family whose models have parameters of these global names; None if there is none."""
+    names = list(parameters)
+    for family in FAMILIES:
+        try:
+            for name in names:
+                family.named(name)
+        except KeyError:
+            continue
+        return family
     return None
+
+
+def hf_model(config: Family) -> tuple[HfFamily, Survey] | None:
+    """How transformers stores a model of these settings, and what the model contains.
+
+    None if transformers has no such model. The survey's costs are not known.
+    """
+    if isinstance(config, GptConfig):
+        family, model = GPT2, gpt(config, config.sequence_length)
+    elif isinstance(config, LlamaConfig):
+        family, model = LLAMA, llama(config, config.sequence_length)
+    else:
+        return None
+    return family, survey(replace(model, example=None))
+
+
+def start_from_hf(model: Model, file: WeightFile, config: GptConfig | LlamaConfig) -> Model:
+    """A copy of a model that starts at a file, whose names are ours or those of transformers.
+
+    In the latter case the config.json beside the file, if there is one, is compared with the
+    settings: no shape tells the number of heads, for example.
+
+    Raises ConfigError if the settings differ from those of the file, DataError if the file is
+    of a model that ours cannot represent, and what `start_from` raises.
+    """
+    if _OUR_OWN in file.shapes:
+        return start_from(model, file, new=config.new)
+    family = GPT2 if isinstance(config, GptConfig) else LLAMA
+    beside = file.path.parent / CONFIG_FILE
+    if beside.exists():
+        refuse_other_sizes(beside, family.settings(beside), config)
+    has_prefix = any(name.startswith(family.prefix) for name in file.shapes)
+    return start_from(
+        model,
+        file,
+        named=partial(family.named, prefix=family.prefix if has_prefix else ""),
+        convert=family.turned,
+        ignored=lambda name: family.old_buffers.fullmatch(name) is not None,
+        new=config.new,
+    )

@@ -20,8 +20,7 @@ from axsparse.models.start_weights import WeightFile, open_weights, start_from
 from axsparse.models.zoo import wide_resnet
 from axsparse.models.zoo.cnn import cnn
 from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.hf_gpt2 import start_from_gpt2
-from axsparse.models.zoo.hf_llama import start_from_llama
+from axsparse.models.zoo.hf_models import start_from_hf
 from axsparse.models.zoo.llama import llama
 from axsparse.models.zoo.vgg import vgg19
 from axsparse.runtime.errors import ConfigError
@@ -47,9 +46,7 @@ class _Builder:
 _BUILDERS = {
     "gpt": _Builder(
         lambda config: gpt(of_family(config.model, GptConfig), sample_length(config)),
-        lambda model, file, config: start_from_gpt2(
-            model, file, of_family(config.model, GptConfig)
-        ),
+        lambda model, file, config: start_from_hf(model, file, of_family(config.model, GptConfig)),
     ),
     "llama": _Builder(
         lambda config: llama(
@@ -57,7 +54,7 @@ _BUILDERS = {
             sample_length(config),
             separate=config.data.separate_documents,
         ),
-        lambda model, file, config: start_from_llama(
+        lambda model, file, config: start_from_hf(
             model, file, of_family(config.model, LlamaConfig)
         ),
     ),

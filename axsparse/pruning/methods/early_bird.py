@@ -8,9 +8,8 @@ import torch
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_distance import Judgement, MaskConvergence, SearchState
-from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.scored_masks import ScoredMasks
 from axsparse.runtime.errors import DataError, TrainingError, everywhere
 
 KIND = "search"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.sparsity_schedule import gradual_sparsity, iterative_sparsity
 
 
 @dataclass(frozen=True)
@@ -78,3 +77,23 @@ class GradualPruning:
     def _sparsity(self, number: int, final: float) -> float:
         sparsity = iterative_sparsity if self._geometric else gradual_sparsity
         return sparsity(number, final=final, rounds=self._rounds.count)
+
+
+def gradual_sparsity(number: int, *, final: float, rounds: int) -> float:
+    """The sparsity after `number` of `rounds` rounds; 0 before the first.
+
+    s(r) = final · (1 − (1 − r / rounds)³): it rises fast at first (Zhu & Gupta 2017, eq. 1). After
+    the last round it is exactly `final`.
+    """
+    assert 0 <= number <= rounds
+    return final if number == rounds else final * (1 - (1 - number / rounds) ** 3)
+
+
+def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:
+    """The sparsity after `number` of `rounds` rounds; 0 before the first.
+
+    1 − s(r) = (1 − final)^(r / rounds): each round removes the same share of what is left
+    (Frankle & Carbin 2019, section 1). After the last round it is exactly `final`.
+    """
+    assert 0 <= number <= rounds
+    return final if number == rounds else 1 - (1 - final) ** (number / rounds)

@@ -8,13 +8,17 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import DISTANCES, ONCE
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_distance import MaskConvergence
-from axsparse.pruning.methods.dynamic_sparsity import DynamicSparsity
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch
 from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.one_shot import OneShot
-from axsparse.pruning.methods.regrowth import GradientGrowth, RandomGrowth, Regrowth
+from axsparse.pruning.methods.regrowth import (
+    DynamicSparsity,
+    GradientGrowth,
+    RandomGrowth,
+    Regrowth,
+)
 from axsparse.pruning.methods.rewind import Rewinding
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.ties import StageTie

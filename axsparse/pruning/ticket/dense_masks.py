@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from axsparse.models.start_weights import WeightFile, keep
+from axsparse.models.start_weights import WeightFile, unchanged
 from axsparse.models.survey import Survey
-from axsparse.models.zoo.hf_gpt2 import gpt2_name, turned
-from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.hf_models import family_of
 from axsparse.pruning.ticket.ticket_manifest import TicketManifest
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
@@ -30,30 +29,6 @@ from axsparse.runtime.local.local_world import LocalWorld
 IMPORTED = "imported"
 """The algorithm that an imported ticket names."""
 ENDING = "_mask"
-
-
-@dataclass(frozen=True)
-class ForeignNames:
-    """How transformers names and stores the parameters of a model."""
-
-    named: Callable[..., str]
-    """`named(global name, prefix)`; KeyError for a model of another family."""
-    turned: Callable[[str, Tensor], Tensor]
-
-
-FOREIGN = (ForeignNames(llama_name, keep), ForeignNames(gpt2_name, turned))
-
-
-def foreign_names(parameters: Mapping[str, object]) -> ForeignNames | None:
-    """How transformers names these parameters; None if it has no such model."""
-    for names in FOREIGN:
-        try:
-            for parameter in parameters:
-                names.named(parameter)
-        except KeyError:
-            continue
-        return names
-    return None
 
 
 def import_masks(file: WeightFile, surveyed: Survey, path: Path) -> TicketManifest:
@@ -83,22 +58,23 @@ def export_masks(ticket: Ticket, path: Path, *, foreign: bool) -> None:
     Names and shapes are the model's, with `foreign` those of transformers; ConfigError if that
     has no such model. Raises OSError if the file cannot be written.
     """
-    names = foreign_names(ticket.manifest.parameters) if foreign else ForeignNames(str, keep)
-    if names is None:
+    family = family_of(ticket.manifest.parameters) if foreign else None
+    if foreign and family is None:
         raise ConfigError(
             f"--names: {ticket.path} is of a model that transformers has not; choose axsparse"
         )
+    named, turned = (str, unchanged) if family is None else (family.named, family.turned)
     entries = ticket.manifest.tensors
 
     def tensors() -> Iterator[Tensor]:
         for name, entry in entries.items():
             mask = ticket.mask(name).view(entry.shape).to(torch.uint8)
-            yield names.turned(name, mask).contiguous()
+            yield turned(name, mask).contiguous()
 
     headers = {
-        names.named(name): TensorHeader(
+        named(name): TensorHeader(
             torch.uint8,
-            tuple(names.turned(name, torch.empty(entry.shape, device="meta")).shape),
+            tuple(turned(name, torch.empty(entry.shape, device="meta")).shape),
         )
         for name, entry in entries.items()
     }
@@ -117,11 +93,11 @@ class _Place:
 def _places(file: WeightFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
     """The mask of each parameter that has one; DataError for a tensor that belongs to none."""
     known: dict[str, tuple[str, Callable[[str, Tensor], Tensor]]] = {}
-    names = foreign_names(shapes)
+    family = family_of(shapes)
     for name in shapes:
-        known[name] = name, keep
-        if names is not None:
-            known[names.named(name)] = known[names.named(name, prefix="")] = name, names.turned
+        known[name] = name, unchanged
+        if family is not None:
+            known[family.named(name)] = known[family.named(name, prefix="")] = name, family.turned
     found: dict[str, _Place] = {}
     for key in file.shapes:
         match = known.get(key.removesuffix(ENDING))

@@ -7,11 +7,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from axsparse.models.survey import Survey
+from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.ticket.ticket_manifest import TicketManifest, hash_of, make_manifest
 from axsparse.pruning.ticket.ticket_reader import count_kept, pack, packed_header
 from axsparse.runtime.communication import Op, Transport, wait
@@ -21,6 +24,7 @@ from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.grid import Place
 from axsparse.samo.masks import Shape
+from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,25 @@ def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:
+    """Write a ticket of the entries that are kept after `step` steps of the method `algorithm`.
+
+    All ranks call this together. Raises OutputError on all ranks alike.
+    """
+    origin = TicketOrigin(
+        algorithm=algorithm,
+        step=step,
+        seed=live.options.seed,
+        parameters=surveyed.shapes,
+        pruned=live.targets.shapes,
+    )
+    masks = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
+    write_ticket(path, origin, masks, transport=live.transport, place=live.place)
+
+
+def _mask(tensor: TensorState) -> Tensor:
+    mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+    mask_D[tensor.positions()] = True
+    return mask_D

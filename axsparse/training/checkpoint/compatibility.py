@@ -85,8 +85,6 @@ def refuse_other_settings(
     if config.pruning.method in ONCE:
         free += ("pruning.until_step", "pruning.interval")
     named: tuple[str, ...] = TOLD
-    if config.spikes.rule == "back":
-        named += ("checkpoint.every",)
     # A setting that is younger than the checkpoint had its default there.
     defaults = flat(Config().model_dump(mode="json"))
     told = []

@@ -63,16 +63,15 @@ class LayerEntry(_Strict):
 
 
 class SpikeHistory(_Strict):
-    """The state of the rule for spikes of the loss (`axsparse.training.spikes`)."""
+    """The state of the rule for spikes of the loss (`axsparse.training.skipped_steps`)."""
 
     losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
     """The losses of the last good steps, oldest first."""
     in_a_row: Count = 0
     """Number of steps skipped since the last good one."""
     base: Count | None = None
-    """The step of the checkpoint that a spike goes back to: None is this one, 0 none yet."""
     backs: Count = 0
-    """How often the run has gone back to that checkpoint."""
+    """Of earlier versions, which went back to a checkpoint by themselves; read and not used."""
 
 
 class FirstBad(_Strict):
@@ -111,7 +110,8 @@ class Progress(_Strict):
     good_steps: Count
     skipped_at_floor: Count
     jumped: Count = 0
-    """Number of batches that were left out; the next batch is number step + jumped, from 0."""
+    """Batches that an earlier version left out after spikes of the loss; the next batch is number
+    step + jumped, from 0."""
     not_finite: Count = 0
     """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0
@@ -203,7 +203,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST_FILE
     where = f"checkpoint {folder}: {MANIFEST_FILE}"
     with reading(where, "resume from another one"), open_plain(path) as file:
-        data = file.read(MAX_BYTES + 1)
+        # Python reserves as many bytes as are asked for.
+        data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"has more than {MAX_BYTES} bytes")

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import xxhash
+from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import MaskingState, MethodState
@@ -25,9 +28,8 @@ from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
+from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder as folders
-from axsparse.training.checkpoint.background_work import BackgroundWork
-from axsparse.training.checkpoint.copy_queue import CopyQueue
 from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.manifest import (
     FORMAT,
@@ -46,19 +48,6 @@ THREAD = "axsparse checkpoint"
 """The name of the threads that write and commit."""
 FileEntries = Mapping[str, FileEntry]
 """Files by name."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What checkpoints say of the run; the same on all ranks and at every step."""
-
-    data: DataEntry
-    """The training data; the position in it is filled in by each checkpoint."""
-    config: Config
-    """The resolved configuration."""
-    versions: Mapping[str, str]
-    git: str | None
-    """The commit of the checkout, on rank 0 (`provenance.checkout_commit`)."""
 
 
 @dataclass
@@ -88,20 +77,25 @@ class _PendingCheckpoint:
 class Saver:
     """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    def __init__(self, run_dir: RunDir, facts: RunFacts, parts: Parts) -> None:
+    def __init__(self, run_dir: RunDir, config: Config, data: DataEntry, parts: Parts) -> None:
         """Saves to a run directory, whose lock is released when this closes.
+
+        `config` has every `auto` resolved. `data` are the training data; each checkpoint adds the
+        position in them.
 
         The pulse of `parts` is told of every piece that a thread writes or reads back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.point.checkpoint
         resumed_at = None if checkpoint is None else checkpoint.step
-        self._resumed: Progress | None = None
-        """Where the run stood in the checkpoint of this folder that it went on from."""
-        if checkpoint is not None and _is_in(checkpoint.path, self.folder):
-            self._resumed = checkpoint.manifest.progress
-        self._facts = facts
-        self._settings = facts.config.checkpoint
+        is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
+        self.resumed_step = resumed_at if is_own else None
+        """The step of the checkpoint of this folder that the run went on from; None without."""
+        self._config = config
+        self._data = data
+        # Only rank 0, which writes manifests, asks git.
+        self._git = checkout_commit() if parts.place.rank == 0 else None
+        self._settings = config.checkpoint
         self._parts = parts
         self._transport = parts.transport
         self._lock = run_dir.lock
@@ -116,19 +110,6 @@ class Saver:
         every = self._settings.every
         return (
             bool(every) and step != self.last_step and step > 0 and (is_last or step % every == 0)
-        )
-
-    @property
-    def resumed_step(self) -> int | None:
-        """The step of the checkpoint of this folder that the run went on from; None without."""
-        return None if self._resumed is None else self._resumed.step
-
-    def has_saved(self, progress: Progress) -> bool:
-        """Whether the run stands where it went on from, but for an evaluation or new masks."""
-        since = {"evaluated", "masked", "best"}
-        there = self._resumed
-        return there is not None and there.model_dump(exclude=since) == progress.model_dump(
-            exclude=since
         )
 
     @property
@@ -287,17 +268,16 @@ class Saver:
         """The manifest of a checkpoint, of which every rank has named its layers and files."""
         layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
         files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
-        facts = self._facts
         batches = pending.progress.step + pending.progress.jumped
-        position = batches * facts.config.batch.global_batch_size
+        position = batches * self._config.batch.global_batch_size
         return CheckpointManifest(
             format=FORMAT,
             progress=pending.progress,
             standing=pending.standing,
-            data=facts.data.model_copy(update={"position": position}),
-            config=facts.config.model_dump(mode="json"),
-            versions=dict(facts.versions),
-            git=facts.git,
+            data=self._data.model_copy(update={"position": position}),
+            config=self._config.model_dump(mode="json"),
+            versions=dict(versions()),
+            git=self._git,
             layers={
                 layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
                 for layer in self._parts.survey.layers
@@ -317,12 +297,11 @@ class Saver:
         folders.commit(folder, manifest_bytes(manifest))
         self._whole.add(manifest.progress.step)
         settings, progress = self._settings, manifest.progress
-        # A spike of the loss would go back to its base.
-        needed = {progress.spikes.base, progress.best and progress.best.step}
+        best = progress.best and progress.best.step
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):
-            if step not in needed:
+            if step != best:
                 folders.remove(folders.path_of(self.folder, step))
                 self._parts.pulse.beat()
 
@@ -339,10 +318,10 @@ def _is_in(path: Path, folder: Path) -> bool:
 
 
 def _to_copy(layers: Sequence[tuple[LayerContents, bool]]) -> Iterator[tuple[TensorCopy, bool]]:
-    """The tensors that this rank asks for, and whether it writes them.
+    """The tensors whose values this rank asks for, and whether it writes them.
 
-    It asks for those that it writes, and for those of other replicas that all of them gather
-    together; the order is the same on all replicas.
+    It asks for the tensors that it writes, and for every tensor that all replicas gather together,
+    also where another replica writes it; the order is the same on all replicas.
     """
     for layer, is_own in layers:
         for file in layer.files.values():
@@ -384,3 +363,110 @@ def _write(
     finally:
         queue.close()
     return entries
+
+
+T = TypeVar("T")
+
+
+class BackgroundWork(Generic[T]):
+    """Work in a thread that starts at once; its result, or the error it raised, is kept."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._results: list[T] = []
+        self._failure: BaseException | None = None
+        self._done = threading.Event()
+        # As a daemon it does not keep a rank that failed elsewhere waiting for the disk.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the work is not over yet."""
+        return not self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until the work is over, whether it succeeded or failed."""
+        self._thread.join()
+
+    def result(self) -> T:
+        """Wait for the result; raises what the work raised."""
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as failure:
+            # Errors of every class are raised again in the thread that asks for the result.
+            self._failure = failure
+        finally:
+            self._done.set()
+
+
+class CopyQueue:
+    """A queue of tensors between two threads; `put` waits while the queue is full.
+
+    The reader gets nothing before the queue is full or everything has been put: training waits
+    while its state is copied, and a thread that writes meanwhile would only slow that down.
+    """
+
+    def __init__(self, limit_bytes: float) -> None:
+        """An empty queue takes a tensor of any size, so that no `limit_bytes` is too small."""
+        self._limit = limit_bytes
+        self._tensors: deque[Tensor] = deque()
+        self._held = 0
+        self._taken = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._is_open = False
+
+    def put(self, tensor: Tensor) -> None:
+        """Add a tensor that nobody will change any more; after `close` it is dropped."""
+        with self._changed:
+            while self._held and self._held + tensor.nbytes > self._limit and not self._is_closed:
+                self._open()
+                self._changed.wait()
+            if not self._is_closed:
+                self._tensors.append(tensor)
+                self._held += tensor.nbytes
+                self._changed.notify_all()
+
+    def all_put(self) -> None:
+        """Say that there will be no more tensors."""
+        with self._changed:
+            self._open()
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._changed.notify_all()
+
+    def __iter__(self) -> CopyQueue:
+        return self
+
+    def __next__(self) -> Tensor:
+        """The next tensor, once there is one; ConnectionAbortedError if there will be none.
+
+        It counts towards the limit until the next one is asked for.
+        """
+        with self._changed:
+            self._held -= self._taken
+            self._taken = 0
+            self._changed.notify_all()
+            while not (self._tensors and self._is_open) and not self._is_closed:
+                self._changed.wait()
+            if not self._tensors:
+                raise ConnectionAbortedError("training ended")
+            tensor = self._tensors.popleft()
+            self._taken = tensor.nbytes
+            return tensor
+
+    def close(self) -> None:
+        """Drop the tensors in the queue; neither thread waits any more."""
+        with self._changed:
+            self._is_closed = True
+            self._tensors.clear()
+            self._held = self._taken
+            self._changed.notify_all()

@@ -22,19 +22,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from axsparse.config.former_settings import recorded_config
 from axsparse.config.hf_json import CONFIG_FILE
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.data.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_models import HfModel, hf_model
+from axsparse.models.zoo.hf_models import HfFamily, hf_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.runtime.files.durable import sync_folder
 from axsparse.runtime.files.safetensors import (
@@ -45,48 +44,65 @@ from axsparse.runtime.files.safetensors import (
 )
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.samo.state_bytes import INT32_LIMIT
-from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE
+from axsparse.training.checkpoint.layer_files import (
+    BUFFER,
+    MASTER,
+    VALUE,
+    CheckpointFiles,
+    CheckpointMasks,
+)
 from axsparse.training.checkpoint.manifest import ParameterEntry
-from axsparse.training.checkpoint.restore import CheckpointFiles, CheckpointMasks
-from axsparse.training.checkpoint.verification import Checkpoint, verify
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 from axsparse.training.export.hf_folder import COMPANIONS, HfFolder
 
 Form = Literal["hf", "torch", "sparse"]
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
+_OF_WEIGHTS = ("model", "data", "batch", "precision")
+"""The sections and settings that say what the weights are, and what they are good for."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """How much was written."""
+    """What was written."""
 
+    checkpoint: Checkpoint
     tensors: int
     nbytes: int
     notes: Sequence[str] = ()
     """What the user should know of the export."""
 
 
+# Reason: these are the arguments of the Python API, all but the first three optional.
 def export(
-    checkpoint: Checkpoint, form: Form, path: Path, *, trained: bool = False, force: bool = False
+    run: str | Path,
+    form: Form,
+    path: str | Path,
+    *,
+    step: int | Literal["best"] | None = None,
+    trained: bool = False,
+    force: bool = False,
 ) -> ExportSummary:
-    """Verify a checkpoint and write its weights to `path`, which appears whole or not at all.
+    """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
-    The values are the fp32 masters, or with `trained` the weights in the training precision.
-    `force` replaces what an earlier export has written there.
+    `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
+    `trained` the weights in the training precision. `force` replaces what an earlier export has
+    written there. One process does this, while the run may go on.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
     or is removed meanwhile.
     """
+    checkpoint, path = checkpoint_of(Path(run), step), Path(path)
     is_folder = form == "hf"
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    model = _hf_model(weights) if is_folder else None
-    if model is None:
+    family = _hf_family(weights) if is_folder else None
+    if family is None:
         groups = _by_global_name(weights, is_csr=form == "sparse")
     else:
         groups = [_dense(weights, name) for name in weights.parameters]
@@ -94,21 +110,45 @@ def export(
     metadata = {_STEP: str(checkpoint.step)}
     notes: Sequence[str] = ()
     with _new(path) as unfinished:
-        if model is not None:
+        if family is not None:
             tokenizer, untold = _tokenizer(weights)
             folder = HfFolder(
-                unfinished, weights.config().model, model, weights.dtype, headers, tokenizer
+                unfinished, weights.config().model, family, weights.dtype, headers, tokenizer
             )
             folder.settings()  # refuses what transformers has not
             notes = folder.notes or ([] if folder.source is not None else untold)
             unfinished.mkdir()
-            folder.write_weights(WHOLE_FILE, list(headers), weights.values(groups), metadata)
-            folder.write_description(dict.fromkeys(headers, WHOLE_FILE))
+            folder.write(weights.values(groups), metadata)
         else:
             write_safetensors(unfinished, headers, weights.values(groups), metadata)
         _refuse_taken(path, is_folder=is_folder, force=force)
         _put(unfinished, path, is_folder=is_folder)
-    return ExportSummary(len(headers), sum(header.nbytes for header in headers.values()), notes)
+    nbytes = sum(header.nbytes for header in headers.values())
+    return ExportSummary(checkpoint, len(headers), nbytes, notes)
+
+
+def load(
+    run: str | Path, *, step: int | Literal["best"] | None = None, trained: bool = False
+) -> dict[str, Tensor]:
+    """All weights and buffers of a checkpoint, dense, by global name ("block3.fc1.weight").
+
+    `run` is a run directory, whose checkpoint of `step` is read, by default the newest, or one
+    checkpoint in it; "best" is that of the lowest validation loss (`checkpoint.keep_best`). Values
+    are the fp32 masters, with zeros at pruned positions; with `trained` they are the weights that
+    training computes with, in its precision. A tied weight is there once, under the name of its
+    first use. One process reads it all; no MPI is needed.
+
+    The state dict of an `nn.Sequential` that `from_sequential` made a model of has these names:
+
+        modules.load_state_dict(ax.load("runs/my_run"))
+
+    Raises MissingInputError if there is no such checkpoint, DataError if it is damaged.
+    """
+    weights = Weights(checkpoint_of(Path(run), step), trained=trained)
+    tensors = {name: weights.dense(name) for name in weights.parameters}
+    for layer, buffers in weights.buffers.items():
+        tensors |= {name: weights.buffer(layer, name) for name in buffers}
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -148,15 +188,22 @@ class Weights:
                     self.buffers[name][tensor] = header
 
     def config(self) -> Config:
-        """The run's configuration; DataError if this version does not understand it."""
-        try:
-            return recorded_config(self.checkpoint.manifest.config)
-        except ValidationError as error:
-            key = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-            raise DataError(
-                f"checkpoint {self.checkpoint.path}: {key[:100]!r} of its configuration is none of "
-                "this axsparse; export it with the version that wrote it"
-            ) from error
+        """The run's configuration; DataError if this version does not understand it.
+
+        Settings of training that an earlier version knew and this one does not are left out: the
+        weights do not depend on them.
+        """
+        settings = dict(self.checkpoint.manifest.config)
+        for section, *leaf in _misunderstood(settings):
+            if section in _OF_WEIGHTS or not leaf:
+                key = ".".join([section, *leaf])[:100]
+                raise DataError(
+                    f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of "
+                    "this axsparse; export it with the version that wrote it"
+                )
+            values = settings[section].items()
+            settings[section] = {key: value for key, value in values if key != leaf[0]}
+        return Config.model_validate(settings)
 
     def is_pruned(self, name: str) -> bool:
         """Whether some entries of a parameter are pruned."""
@@ -218,25 +265,35 @@ class Weights:
                 yield tensor
 
 
+def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The places of the settings that this version does not know, or not with these values."""
+    try:
+        Config.model_validate(settings)
+    except ValidationError as error:
+        return [tuple(map(str, problem["loc"])) for problem in error.errors(include_url=False)]
+    return []
+
+
 # -- what is written ------------------------------------------------------------------------
 
 
-def _hf_model(weights: Weights) -> HfModel:
-    """What transformers calls the model; ConfigError if it has none or it is not the configured."""
+def _hf_family(weights: Weights) -> HfFamily:
+    """How transformers stores the model; ConfigError if it has none or it is not the configured."""
     path, config = weights.checkpoint.path, weights.config().model
-    model = hf_model(config)
-    if model is None:
+    found = hf_model(config)
+    if found is None:
         raise ConfigError(
             f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
             "place in Hugging Face's transformers; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    if shapes != model.survey.shapes:
+    family, surveyed = found
+    if shapes != surveyed.shapes:
         raise ConfigError(
             f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
             "configuration; choose --to torch"
         )
-    return model
+    return family
 
 
 def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
@@ -322,7 +379,11 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
 
 def _is_export(folder: Path, inside: set[str]) -> bool:
-    """Whether an export may have left these files. Those of a tokenizer others leave as well."""
+    """Whether an export may have written these files.
+
+    Other programs write a tokenizer's files too, so that beside them the weights must say that
+    they were exported.
+    """
     if inside <= _FOLDER_FILES:
         return True
     if not inside <= {*_FOLDER_FILES, *COMPANIONS}:

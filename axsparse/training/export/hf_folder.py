@@ -1,9 +1,7 @@
 """Writes a GPT or a Llama as the folder that `from_pretrained` of transformers loads.
 
     config.json                                  settings
-    model.safetensors                            all weights in one file
-    model-00001-of-00002.safetensors, …          or a file a stage,
-    model.safetensors.index.json                 and which of them holds which tensor
+    model.safetensors                            all weights
     tokenizer.json, generation_config.json, …    the tokenizer: copies of what `model.from` had
                                                  beside its weights, else that of the data
 
@@ -13,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,23 +23,18 @@ from axsparse.config.hf_config import config_json, model_settings, refuse_other_
 from axsparse.config.hf_json import CONFIG_FILE, read_json
 from axsparse.config.model_config import Family, TextFamily
 from axsparse.data.run_tokenizer import ExportedTokenizer
-from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
-from axsparse.models.zoo.hf_models import HfModel
+from axsparse.models.start_weights import WHOLE_FILE
+from axsparse.models.zoo.hf_models import HfFamily
 from axsparse.runtime.files.durable import sync_folder, write_new
-from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, index_text, write_safetensors
+from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     "generation_config.json",
 )
-"""Files of a Hugging Face folder that training leaves as they are: those of its tokenizer, and
-how it generates."""
-
-
-def weights_file(stage: int, stages: int) -> str:
-    """The name of the file of a stage, counted from 0."""
-    return WHOLE_FILE if stages == 1 else f"model-{stage + 1:05}-of-{stages:05}{SUFFIX}"
+"""Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
+settings of how it generates."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +46,14 @@ class HfFolder:
 
     path: Path
     config: Family
-    model: HfModel
+    family: HfFamily
     dtype: torch.dtype
     """The type that config.json names."""
     headers: Mapping[str, TensorHeader]
     """All parameters by global name and in the model's shapes; a tied weight once."""
     tokenizer: ExportedTokenizer | None = None
-    """That of the training data, if it is known; it is written unless `model.from` has another."""
+    """The tokenizer of the training data, if it is known; it is written unless `model.from` has
+    another."""
 
     @property
     def source(self) -> Path | None:
@@ -93,38 +87,21 @@ class HfFolder:
         theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
         return theirs | {"dtype": dtype}
 
-    def write_weights(
-        self,
-        file: str,
-        names: Sequence[str],
-        tensors: Iterator[Tensor],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Write the file that holds the parameters of these names.
+    def write(self, tensors: Iterator[Tensor], metadata: Mapping[str, str]) -> None:
+        """Write all files; then all of the folder is on the disk.
 
-        `tensors` yields them in the order of `names` and in the model's shapes; none is held
-        while the next is made. `metadata` are added to those of the safetensors format.
+        `tensors` yields the parameters in the order of `headers` and in the model's shapes; none
+        is kept while the next is made. `metadata` are added to those of the safetensors format.
         """
-        named, turned = self.model.named, self.model.turned
-        headers = {named(name): self._turned_header(name) for name in names}
-        turned_tensors = (turned(name, next(tensors)) for name in names)
-        write_safetensors(self.path / file, headers, turned_tensors, metadata)
-
-    def write_description(self, files: Mapping[str, str]) -> None:
-        """Write all files but those of weights; then all of the folder is on the disk.
-
-        `files` names the file of each parameter, by global name.
-        """
+        named, turned = self.family.named, self.family.turned
+        headers = {named(name): self._turned_header(name) for name in self.headers}
+        turned_tensors = (turned(name, next(tensors)) for name in self.headers)
+        write_safetensors(self.path / WHOLE_FILE, headers, turned_tensors, metadata)
         texts = {CONFIG_FILE: json.dumps(self.settings(), indent=2)}
-        if set(files.values()) != {WHOLE_FILE}:
-            total = sum(header.nbytes for header in self.headers.values())
-            texts[INDEX_FILE] = index_text(
-                {self.model.named(name): file for name, file in files.items()}, total
-            )
         if self.source is None and self.tokenizer is not None:
             assert isinstance(self.config, TextFamily), "transformers has these models only"
             files_of_text = self.tokenizer.files(self.config.sequence_length)
-            texts |= {name: json.dumps(held, indent=2) for name, held in files_of_text.items()}
+            texts |= {name: json.dumps(text, indent=2) for name, text in files_of_text.items()}
         for name, text in texts.items():
             write_new(self.path / name, f"{text}\n".encode())
         for name in COMPANIONS:
@@ -134,5 +111,5 @@ class HfFolder:
 
     def _turned_header(self, name: str) -> TensorHeader:
         header = self.headers[name]
-        as_stored = self.model.turned(name, torch.empty(header.shape, device="meta"))
+        as_stored = self.family.turned(name, torch.empty(header.shape, device="meta"))
         return replace(header, shape=tuple(as_stored.shape))

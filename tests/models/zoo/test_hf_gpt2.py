@@ -21,7 +21,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_gpt2 import gpt2_name, start_from_gpt2
+from axsparse.models.zoo.hf_models import GPT2, start_from_hf
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError
 
@@ -69,7 +69,7 @@ def dense_config(**sections: Any) -> Config:
 
 def ours_from(path: Path, config: Config) -> Model:
     settings = of_family(config.model, GptConfig)
-    return start_from_gpt2(tiny_gpt(config), open_weights(path), settings)
+    return start_from_hf(tiny_gpt(config), open_weights(path), settings)
 
 
 # -- in -------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_what_a_run_saves_is_loaded_by_transformers(
         pruning={"sparsity": 0.8}, precision="bf16", samo={"shard_optimizer": g_data > 1}
     )
     model = tiny_gpt(config)
-    masters = train_and_save(g_inter, g_data, model, config, tmp_path / "ours")
+    masters = train_and_save((g_inter, g_data), model, config, tmp_path / "ours")
 
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -165,7 +165,7 @@ def test_what_a_run_saves_is_loaded_by_transformers(
     assert torch.equal(state["lm_head.weight"], masters["embed.token.weight"])
     for name, master in masters.items():
         block = name.startswith("block") and master.dim() == 2
-        assert torch.equal(state[gpt2_name(name)], master.t() if block else master), name
+        assert torch.equal(state[GPT2.named(name)], master.t() if block else master), name
     # The way back: the next run starts at the file that transformers saves again.
     theirs.save_pretrained(tmp_path / "theirs")
     still = dense_config(
@@ -173,7 +173,7 @@ def test_what_a_run_saves_is_loaded_by_transformers(
         train={"steps": 1},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
     )
-    again = train_and_save(1, 1, ours_from(tmp_path / "theirs", still), still, tmp_path / "again")
+    again = train_and_save((1, 1), ours_from(tmp_path / "theirs", still), still, tmp_path / "again")
     assert_equal_tensors(again, masters)
     logits = our_logits(ours_from(tmp_path / "ours", still), still, tokens())
     torch.testing.assert_close(logits, hf_logits(theirs.eval()), rtol=0, atol=LOGITS_ATOL)
@@ -181,7 +181,7 @@ def test_what_a_run_saves_is_loaded_by_transformers(
 
 def test_the_weights_of_bf16_are_loaded_by_transformers(transformers: Any, tmp_path: Path) -> None:
     config = dense_config(precision="bf16", train={"steps": 1})
-    masters = train_and_save(2, 1, tiny_gpt(config), config, tmp_path / "x", masters=False)
+    masters = train_and_save((2, 1), tiny_gpt(config), config, tmp_path / "x", trained=True)
 
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "x", dtype="auto")
 
@@ -214,7 +214,7 @@ def saved(tmp_path: Path, changed: dict[str, Any], **settings: Any) -> Path:
     for layer in survey(tiny_gpt(config)).layers:
         for p in layer.parameters:
             block = p.name.startswith("block") and len(p.shape) == 2
-            state[gpt2_name(p.name)] = torch.zeros(p.shape[::-1] if block else p.shape)
+            state[GPT2.named(p.name)] = torch.zeros(p.shape[::-1] if block else p.shape)
     del state["lm_head.weight"]
     state.update(changed)
     write_safetensors(

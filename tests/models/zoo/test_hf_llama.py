@@ -19,7 +19,7 @@ from axsparse.config.load import LoadedConfig, configure, made_in_python
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.hf_models import LLAMA
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError
 
@@ -152,7 +152,7 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     make(transformers, kind, tmp_path / "start")
     config = config_from(tmp_path / "start", pruning={"sparsity": 0.7})
     model = ours_from(tmp_path / "start")
-    masters = train_and_save(2, 1, model, config, tmp_path / "ours")
+    masters = train_and_save((2, 1), model, config, tmp_path / "ours")
 
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -161,7 +161,7 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     assert not any(report.values()), report
     state = theirs.state_dict()
     for name, master in masters.items():
-        assert torch.equal(state[llama_name(name)], master), name
+        assert torch.equal(state[LLAMA.named(name)], master), name
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     start = ours_from(tmp_path / "theirs").start
@@ -178,7 +178,7 @@ def test_a_model_that_began_at_no_folder_is_loaded_too_and_generates(
     settings = config_from(tmp_path / "start").model.model_dump()
     config = config_from(tmp_path, model={**settings, "from": None}, train={"steps": 1})
     model = named_model(made_in_python(config, "tiny"))
-    train_and_save(1, 1, model, config, tmp_path / "ours", masters=False)
+    train_and_save((1, 1), model, config, tmp_path / "ours", trained=True)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
 
@@ -193,7 +193,7 @@ def test_files_of_the_tokenizer_come_along(transformers: Any, tmp_path: Path) ->
     generation = (tmp_path / "start" / "generation_config.json").read_bytes()
     config = config_from(tmp_path / "start", train={"steps": 1})
 
-    train_and_save(1, 1, ours_from(tmp_path / "start"), config, tmp_path / "ours")
+    train_and_save((1, 1), ours_from(tmp_path / "start"), config, tmp_path / "ours")
 
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == '{"some": "tokens"}'
     assert (tmp_path / "ours" / "generation_config.json").read_bytes() == generation
@@ -260,4 +260,4 @@ def test_every_parameter_has_a_name_there(transformers: Any, kind: str, tmp_path
     ours = survey(ours_from(tmp_path)).shapes
 
     there = {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()}
-    assert {llama_name(name): shape for name, shape in ours.items()} == there
+    assert {LLAMA.named(name): shape for name, shape in ours.items()} == there

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.allocated import peak_of
+from support.by_config import oracle_of as annealing_oracle
 from support.exhaustive import by_default, each_once
 from support.moving import EXACT, MovingOracle, Plan, masks_of, moving
 from support.runs import (
@@ -23,7 +24,9 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.pruning.methods.masking import Masking, Moment
 from axsparse.pruning.methods.regrowth import (
+    DynamicSparsity,
     GradientGrowth,
     RandomGrowth,
     Regrowth,
@@ -387,3 +390,63 @@ def test_a_move_needs_bytes_in_proportion_to_one_tensor(by: str) -> None:
         assert regrowth.regrow(1)["w"] > 0
 
     assert 5 * numel < peak_of(move) < 13 * numel + 50 * tensor.kept
+
+
+def annealed(method: str) -> Config:
+    return tiny_config(
+        pruning={"method": method, "interval": 3, "until_step": 8, "drop_fraction": 0.4},
+        train={"steps": 10},
+    )
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("method", ["set", "rigl"])
+def test_masks_move_as_the_oracles_do(method: str, g_inter: int, g_data: int) -> None:
+    config = annealed(method)
+    oracle = annealing_oracle(config, g_data)
+    expected = oracle.run(10)
+
+    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
+
+    for trainer, trace in ranks:
+        assert_bitwise(trace, expected)
+        for layer in trainer.parts.layers:
+            for tensor in layer.state.owned:
+                if tensor.name in oracle.masks:
+                    expected_positions = oracle.masks[tensor.name].view(-1).nonzero().view(-1)
+                    assert tensor.index.positions().equal(expected_positions), tensor.name
+
+
+def test_masks_move_after_every_interval_until_they_stay() -> None:
+    config = annealed("set")
+    seen: dict[int, str] = {}
+
+    def note(masking: Masking, step: int) -> None:
+        change = masking.before_step(Moment(step, step, lambda: None))
+        if change is not None:
+            seen[step] = change.text
+            assert change.figures["sparsity"] == pytest.approx(0.8, abs=1e-3)
+            assert change.is_ticket == (step == 6)
+
+    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
+    masking = trainer.parts.masking
+    assert isinstance(masking, DynamicSparsity)
+    for step in range(10):
+        note(masking, step)
+
+    assert list(seen) == [3, 6]
+
+
+def test_a_skipped_step_puts_a_move_off_until_one_updates() -> None:
+    config = annealed("set")
+    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
+    masking = trainer.parts.masking
+
+    assert masking is not None
+
+    def moves(step: int, updates: int) -> bool:
+        return masking.before_step(Moment(step, updates, lambda: None)) is not None
+
+    assert [moves(step, step) for step in range(3)] == [False] * 3
+    assert not moves(3, 2), "the step before was skipped"
+    assert moves(4, 3)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import Survey, survey
-from axsparse.models.zoo.hf_gpt2 import gpt2_name, turned
-from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.hf_models import GPT2, turned
+from axsparse.models.zoo.hf_models import LLAMA as LLAMA_NAMES
 from axsparse.models.zoo.llama import llama
 from axsparse.pruning.ticket.dense_masks import export_masks, import_masks
 from axsparse.pruning.ticket.ticket_reader import open_ticket
@@ -51,7 +51,7 @@ def test_masks_of_any_type_and_name_become_a_ticket(
 ) -> None:
     def renamed(name: str) -> str:
         foreign = {"hf {}": "model.", "body {}": ""}
-        name = llama_name(name, foreign[form]) if form in foreign else name
+        name = LLAMA_NAMES.named(name, foreign[form]) if form in foreign else name
         return form.split()[-1].format(name)
 
     masks = some_masks()
@@ -90,11 +90,11 @@ def test_matrices_of_gpt2_are_turned(tmp_path: Path) -> None:
     name = "block1.fc1.weight"
     mask = torch.rand(surveyed.shapes[name], generator=torch.Generator().manual_seed(1)) < 0.5
 
-    path = imported({gpt2_name(name): turned(name, mask).contiguous()}, tmp_path, surveyed)
+    path = imported({GPT2.named(name): turned(name, mask).contiguous()}, tmp_path, surveyed)
     export_masks(open_ticket(path), tmp_path / "again.safetensors", foreign=True)
 
     assert torch.equal(open_ticket(path).mask(name), mask.view(-1))
-    again = SafetensorsFile(tmp_path / "again.safetensors").read(gpt2_name(name))
+    again = SafetensorsFile(tmp_path / "again.safetensors").read(GPT2.named(name))
     assert torch.equal(again, mask.t().to(torch.uint8))
     # A run starts from it.
     pruned = tiny_config(pruning={"ticket": str(path)}, train={"steps": 2})
@@ -114,7 +114,7 @@ def test_what_is_no_mask_is_refused_by_name(tmp_path: Path) -> None:
         "'block9.mlp.up.weight' is the mask of no parameter of the model; leave it out, or name "
         "the model that it was drawn from"
     )
-    assert refusal({MATRICES[0]: first, llama_name(MATRICES[0]): first}, tmp_path).endswith(
+    assert refusal({MATRICES[0]: first, LLAMA_NAMES.named(MATRICES[0]): first}, tmp_path).endswith(
         f"are both masks of {MATRICES[0]}; keep one"
     )
     assert refusal({MATRICES[0]: first[1:]}, tmp_path) == (

@@ -123,42 +123,38 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
 # -- for which model ------------------------------------------------------------------------
 
 
-def refused_for(shapes: dict[str, tuple[int, ...]], folder: Path) -> str:
-    ticket = open_ticket(small_ticket(folder))
-    with pytest.raises(ConfigError) as told:
-        ticket.check(shapes)
-    said = str(told.value)
-    assert said.endswith("; make the model's settings those, or draw a ticket from this model")
-    return said.partition("; ")[0].removeprefix(f"{ticket.path}: ")
-
-
 def test_a_ticket_is_taken_for_its_own_model_only(tmp_path: Path) -> None:
     open_ticket(small_ticket(tmp_path)).check({name: [*s] for name, s in PARAMETERS.items()})
 
 
-def test_the_first_shape_that_differs_is_named_also_where_nothing_is_pruned(tmp_path: Path) -> None:
-    changed = {**PARAMETERS, "head.weight": (8, 4), "block0.fc.bias": (6,)}
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {**PARAMETERS, "head.weight": (8, 4), "block0.fc.bias": (6,)},
+            ", in which block0.fc.bias has shape (5,) and not (6,)",  # nothing is pruned there
+        ),
+        (
+            {"front.weight": (3, 2), **PARAMETERS, "head.bias": (7,), "embed.weight": (8, 4)},
+            ", which has no parameter front.weight (3, 2)",
+        ),
+        (
+            {name: shape for name, shape in PARAMETERS.items() if name.startswith(("e", "block0"))},
+            ", which has a parameter block1.fc.weight (4, 4) that this one lacks",
+        ),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(
+    changed: dict[str, tuple[int, ...]], words: str, tmp_path: Path
+) -> None:
+    ticket = open_ticket(small_ticket(tmp_path))
 
-    assert refused_for(changed, tmp_path) == (
-        "drawn from another model, in which block0.fc.bias has shape (5,) and not (6,)"
-    )
+    with pytest.raises(ConfigError) as told:
+        ticket.check(changed)
 
-
-def test_the_first_parameter_that_the_ticket_lacks_is_named(tmp_path: Path) -> None:
-    more = {"front.weight": (3, 2), **PARAMETERS, "head.bias": (7,), "embed.weight": (8, 4)}
-
-    assert refused_for(more, tmp_path) == (
-        "drawn from another model, which has no parameter front.weight (3, 2)"
-    )
-
-
-def test_the_first_parameter_that_the_model_lacks_is_named(tmp_path: Path) -> None:
-    fewer = {name: shape for name, shape in PARAMETERS.items() if not name.startswith("block2")}
-    del fewer["head.weight"]
-
-    assert refused_for(fewer, tmp_path) == (
-        "drawn from another model, which has a parameter block2.conv.weight (2, 1, 3, 3) "
-        "that this one lacks"
+    assert str(told.value) == (
+        f"{ticket.path}: drawn from another model{words}; make the model's settings those, or draw "
+        "a ticket from this model"
     )
 
 

@@ -17,9 +17,9 @@ import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
-from support.resuming import Ran, ran
-from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
-from support.saved import train_and_save
+from support.resuming import ran
+from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
+from support.saved import dense_state, train_and_save
 from torch import Tensor, nn
 
 from axsparse.config.load import configure, made_in_python
@@ -28,8 +28,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_gpt2 import start_from_gpt2
-from axsparse.models.zoo.hf_llama import llama_name
+from axsparse.models.zoo.hf_models import GPT2, LLAMA, start_from_hf
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -43,7 +42,8 @@ from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_b
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
 from axsparse.training.export import checkpoint_export as exporting
 from axsparse.training.export import hf_folder
-from axsparse.training.export.checkpoint_export import Form, export
+from axsparse.training.export.checkpoint_export import ExportSummary, Form
+from axsparse.training.trainer import Trainer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 STEPS = 3
@@ -58,19 +58,8 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {name: file.read(name) for name in file.shapes}
 
 
-def dense_state(found: Ran, model: Model, kind: str = "master") -> dict[str, Tensor]:
-    """Trained parameters of a run by global name, a tied one once, and buffers."""
-    surveyed = survey(model)
-    tensors = {}
-    for name, shape in surveyed.shapes.items():
-        if f"kept/{name}" in found.state:
-            values = found.state[f"{kind}/{name}"]
-            if kind == "master":
-                dense = torch.zeros(int(np.prod(shape)))
-                dense[found.state[f"kept/{name}"]] = values
-                values = dense
-            tensors[name] = values.view(shape)
-    return {**tensors, **found.buffers}
+def export(checkpoint: Checkpoint, form: Form, path: Path, **how: Any) -> ExportSummary:
+    return exporting.export(checkpoint.path, form, path, **how)
 
 
 def newest(run: Path, step: int = STEPS) -> Checkpoint:
@@ -213,23 +202,48 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_gpt_comes_out_as_a_trainer_saves_it(trained: bool, tmp_path: Path) -> None:
+def test_a_gpt_comes_out_under_the_names_and_shapes_of_transformers(
+    trained: bool, tmp_path: Path
+) -> None:
     config = config_of(precision="bf16")
-    ran((2, 1), config, tmp_path / "run")
-    train_and_save(1, 1, tiny_gpt(config), config, tmp_path / "saved", masters=not trained)
+    path = tmp_path / "new" / "folder"
 
-    export(newest(tmp_path / "run"), "hf", tmp_path / "out", trained=trained)
+    masters = train_and_save((2, 2), tiny_gpt(config), config, path, trained=trained)
 
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
-    for name in ("config.json",):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
-    assert_equal_tensors(
-        tensors_of(tmp_path / "out" / "model.safetensors"),
-        tensors_of(tmp_path / "saved" / "model.safetensors"),
-    )
+    assert sorted(one.name for one in path.iterdir()) == ["config.json", "model.safetensors"]
+    dtype = torch.bfloat16 if trained else torch.float32
+    written = tensors_of(path / "model.safetensors")
+    for name, master in masters.items():
+        is_turned = name.startswith("block") and master.dim() == 2
+        value = (master.t() if is_turned else master).to(dtype)
+        assert torch.equal(written.pop(GPT2.named(name)), value), name
+    assert not written
+    assert f"torch.{json.loads((path / 'config.json').read_text())['dtype']}" == str(dtype)
+
+
+def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: Path) -> None:
+    config = config_of()
+    weights: list[dict[str, Tensor] | None] = []
+    folders: set[Path] = set()
+
+    def look(trainer: Trainer) -> None:
+        weights.append(trainer.state_dict())
+        folders.add(folder := trainer.save())
+        assert (folder / "manifest.json").is_file(), "it is complete when save returns"
+
+    ran((2, 2), config, tmp_path / "run", look=look)
+
+    assert folders == {tmp_path / "run" / "checkpoints" / "step-0"}
+    [expected] = [tensors for tensors in weights if tensors is not None]
+    exporting.export(tmp_path / "run", "torch", tmp_path / "out.safetensors", step=0)
+    assert_equal_tensors(tensors_of(tmp_path / "out.safetensors"), expected)
+
+
+def test_a_quiet_trainer_has_no_place_to_save() -> None:
+    [(trainer, _)] = train_in_process(1, 1, mlp(), config_of(), vector_data())
+
+    with pytest.raises(ConfigError, match=r"^save: a quiet trainer has no run directory; build it"):
+        trainer.save()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -287,7 +301,7 @@ def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_
     export(newest(tmp_path / "first"), form, out)
 
     def model(config: Config) -> Model:
-        return start_from_gpt2(
+        return start_from_hf(
             tiny_gpt(config), open_weights(out), of_family(config.model, GptConfig)
         )
 
@@ -548,7 +562,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
     assert_equal_tensors(
         tensors_of(out / "model.safetensors"),
-        {llama_name(name): tensor for name, tensor in weights.items()},
+        {LLAMA.named(name): tensor for name, tensor in weights.items()},
     )
     # A later export replaces it, also where the folder is gone, which is told.
     shutil.rmtree(start)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt
+from support.runs import on_ranks, tiny_config, tiny_gpt
 
 import axsparse
 from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.rank_facts import facts_of, refuse_odd_rank
-
-T = TypeVar("T")
-
-
-def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    world: LocalWorld[T] = LocalWorld(size)
-    return world.run(lambda rank: body(LocalTransport(world, rank)))
+from axsparse.training.run_checks import facts_of, refuse_odd_rank
 
 
 def test_facts_hold_every_version_every_setting_and_every_layer() -> None:

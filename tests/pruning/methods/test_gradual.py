@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.pruning.sparsity_schedule import drop_fraction, gradual_sparsity, iterative_sparsity
+from axsparse.pruning.methods.gradual import gradual_sparsity, iterative_sparsity
+from axsparse.pruning.methods.regrowth import drop_fraction
 
 examples = settings(max_examples=150, deadline=None, derandomize=True)
 finals = st.floats(0, 1, exclude_max=True)

@@ -21,8 +21,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
+from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
-from axsparse.training.checkpoint.restore import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
 
 

@@ -1,0 +1,271 @@
+"""Losses that jump: what counts as a spike, and a run that skips it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.resuming import Layout, Ran, ran, same_state
+from support.runs import mlp, tiny_config, vector_data
+from torch import Tensor
+
+from axsparse.config.load import configure
+from axsparse.config.schema import Config, SpikesConfig
+from axsparse.data.dataset import ArrayDataset
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Model
+from axsparse.runtime.errors import ConfigError, TrainingError
+from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
+from axsparse.training.checkpoint.verification import Checkpoint
+from axsparse.training.export.checkpoint_export import Weights
+from axsparse.training.skipped_steps import Spike, SpikeRule
+
+# -- the rule -------------------------------------------------------------------------------
+
+
+def rule(history: Sequence[float] = (), **changes: Any) -> SpikeRule:
+    """A rule that skips, with a window of four, after some good losses."""
+    made = SpikeRule(SpikesConfig(**{"rule": "skip", "window": 4, **changes}))
+    for loss in history:
+        assert made.judge(1, loss) is None
+    return made
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    level=st.floats(-5, 12), ratio=st.floats(1.01, 50), beyond=st.sampled_from([-0.01, 0.01, 3.0])
+)
+def test_a_spike_is_a_perplexity_so_many_times_the_usual_one(
+    level: float, ratio: float, beyond: float
+) -> None:
+    judge = rule([level] * 4, ratio=ratio).judge
+
+    spike = judge(7, level + math.log(ratio) + beyond)
+
+    assert (spike is not None) == (beyond > 0)
+
+
+def test_the_usual_loss_is_the_median_of_the_last_good_steps() -> None:
+    watching = rule([9.0, 9.0, 3.0, 1.0, 2.5, 1.5])
+
+    assert watching.judge(7, 3.0) == Spike(7, 3.0, 2.0)
+
+
+def test_nothing_is_a_spike_before_the_window_is_full() -> None:
+    watching = rule([1.0, 1.0, 1.0])
+
+    assert watching.judge(4, 100.0) is None
+    assert watching.judge(5, 100.0) is not None
+
+
+def test_a_spike_does_not_become_usual() -> None:
+    watching = rule([1.0] * 4)
+
+    assert all(watching.judge(step, 5.0) is not None for step in range(20))
+    assert watching.in_a_row == 20
+    assert watching.judge(21, 1.0) is None
+    assert watching.in_a_row == 0
+
+
+def test_without_a_rule_nothing_is_a_spike() -> None:
+    assert rule([1.0] * 4, rule="none").judge(5, 100.0) is None
+
+
+def test_what_was_usual_is_forgotten_with_the_masks() -> None:
+    watching = rule([1.0] * 4)
+    watching.forget()
+
+    assert [watching.judge(step, 5.0) for step in range(4)] == [None] * 4
+
+
+def test_a_rule_goes_on_from_its_history() -> None:
+    first = rule([1.0, 2.0, 4.0, 3.0])
+    assert first.judge(9, 8.0) is not None
+    second = rule()
+
+    second.restore(first.history())
+
+    assert second.judge(10, 9.0) == Spike(10, 9.0, 2.5)
+    assert second.in_a_row == 2
+
+
+# -- runs -----------------------------------------------------------------------------------
+
+STEPS, EVERY, SPIKE = 14, 4, 6
+"""Steps of a run and between its checkpoints, and the batch that spikes."""
+HEAVY = 100
+"""Added to the class of a sample, which then counts 51 times."""
+SAMPLES, BATCH = 300, 12
+
+
+def weighted_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.float(), targets % HEAVY, reduction="none")
+    return (losses * (1 + 50 * (targets // HEAVY))).sum()
+
+
+def model() -> Model:
+    layers = mlp()
+    return Model(layers.layers, loss=weighted_loss, name="mlp")
+
+
+def data(*spikes: int) -> ArrayDataset:
+    """Points and classes, with a sample in each of these batches that makes the loss jump."""
+    (inputs,), targets = vector_data(SAMPLES).read(np.arange(SAMPLES))
+    assert targets is not None
+    targets = targets.clone()
+    for batch in spikes:
+        targets[int(samples_of_step(SAMPLES, BATCH, batch, 11)[0])] += HEAVY
+    return ArrayDataset(inputs, targets)
+
+
+def config_of(rule: str = "skip", **sections: Any) -> Config:
+    return tiny_config(
+        spikes={"rule": rule, "window": 3, **sections.pop("spikes", {})},
+        **{
+            "train": {"steps": STEPS, "log_every": 1},
+            "checkpoint": {"every": EVERY, "keep_last": 1},
+            **sections,
+        },
+    )
+
+
+def run_here(
+    config: Config, run_dir: Path, *spikes: int, layout: Layout = (1, 1), **how: Any
+) -> Ran:
+    """A run in this process whose data have a spike in each of these batches."""
+    return ran(layout, config, run_dir, model=lambda _: model(), data=data(*spikes), **how)
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [record for record in records_of(run) if "loss" in record]
+
+
+def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blind = run_here(config_of("none"), tmp_path / "blind", SPIKE)
+
+    ours = run_here(config_of("skip"), tmp_path / "run", SPIKE, layout=(2, 2))
+
+    steps = steps_of(tmp_path / "run")
+    bad = SPIKE + 1
+    assert [record["step"] for record in steps if record["skipped"]] == [bad]
+    assert [record["skipped_steps"] for record in steps] == [0] * SPIKE + [1] * (STEPS - SPIKE)
+    assert steps[SPIKE]["skip_reason"].startswith(f"spike: the loss is {ours.losses[bad]:.4g}, the")
+    assert ours.losses[bad] == pytest.approx(blind.losses[bad], rel=1e-5)
+    assert ours.losses[bad + 1] != pytest.approx(blind.losses[bad + 1], rel=1e-5)
+    assert ours.progress is not None
+    assert (ours.progress.spiked, ours.progress.updates) == (1, STEPS - 1)
+    assert ours.progress.good_steps == STEPS - 1
+    shown = capsys.readouterr().out.splitlines()
+    assert any(f"step {bad}: spike: the loss is" in line for line in shown)
+    assert shown[-2] == f"of {STEPS} steps: 1 skipped for a spike of the loss"
+    assert shown[-1].startswith("saved in ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "stops"),
+    [
+        pytest.param((1, 1), [SPIKE, SPIKE + 1], marks=pytest.mark.exhaustive),
+        ((2, 2), [SPIKE]),
+    ],
+    ids=str,
+)
+def test_stopped_and_resumed_it_is_the_uninterrupted_run(
+    tmp_path: Path, layout: tuple[int, int], stops: Sequence[int]
+) -> None:
+    config = config_of()
+    whole = run_here(config, tmp_path / "whole", SPIKE, layout=layout)
+
+    for stop in stops:
+        run = tmp_path / f"stop-{stop}"
+        first = run_here(config, run, SPIKE, layout=layout, stop_after=stop)
+        second = run_here(config, run, SPIKE, layout=layout, resume="auto")
+
+        assert first.stopped is not None
+        assert {**first.losses, **second.losses} == whole.losses
+        assert second.progress == whole.progress
+        same_state(second, whole)
+        for name in ("loss", "skip_reason", "skipped_steps"):
+            expected = [record[name] for record in steps_of(tmp_path / "whole")]
+            assert [record[name] for record in steps_of(run)] == expected
+
+
+def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
+    pruned = {"method": "magnitude", "at_step": SPIKE}
+
+    run_here(
+        config_of("skip", pruning=pruned, checkpoint={"every": SPIKE + 1, "keep_last": 3}), tmp_path
+    )
+
+    saved = read_manifest(tmp_path / "checkpoints" / f"step-{SPIKE + 1}").progress
+    assert saved.masks_changed == SPIKE
+    assert saved.spikes.losses == (steps_of(tmp_path)[SPIKE]["loss"],)
+
+
+# -- where it ends --------------------------------------------------------------------------
+
+
+def test_spikes_that_do_not_end_end_the_run(tmp_path: Path) -> None:
+    config = config_of("skip", spikes={"patience": 3})
+
+    with pytest.raises(
+        TrainingError,
+        match=rf"^step {SPIKE + 3}: spike: the loss is .*, the usual one .*, and 3 steps in a row "
+        r"were skipped for that \(spikes.patience\); lower optimizer.learning_rate, or look at",
+    ):
+        run_here(config, tmp_path, *range(SPIKE, 20), layout=(2, 1))
+
+
+def test_the_rule_that_went_back_says_what_to_do_instead() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^spikes.rule \(configure\): 'back' is no rule any more; choose skip, and go back "
+        r"by hand with --resume RUN/checkpoints/step-N \(docs/howto/bad-numbers.md\)$",
+    ):
+        configure({"spikes": {"rule": "back"}})
+
+
+def test_going_back_by_hand_begins_another_run_at_the_checkpoint(tmp_path: Path) -> None:
+    whole = run_here(config_of(checkpoint={"every": EVERY, "keep_last": 9}), tmp_path / "a", SPIKE)
+    there = tmp_path / "a" / "checkpoints" / f"step-{EVERY}"
+
+    again = run_here(config_of(), tmp_path / "b", SPIKE, resume=str(there))
+
+    assert again.losses == {step: loss for step, loss in whole.losses.items() if step > EVERY}
+    same_state(again, whole)
+
+
+def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: Path) -> None:
+    run_here(config_of(), tmp_path, EVERY + 3, stop_after=EVERY)
+    folder = tmp_path / "checkpoints" / f"step-{EVERY}"
+    manifest = read_manifest(folder)
+    spikes = manifest.progress.spikes.model_copy(update={"base": EVERY, "backs": 1})
+    old = manifest.model_copy(
+        update={
+            "progress": manifest.progress.model_copy(update={"jumped": 3, "spikes": spikes}),
+            "config": {**manifest.config, "spikes": {"rule": "back", "window": 3}},
+        }
+    )
+    (folder / "manifest.json").write_bytes(manifest_bytes(old))
+
+    config = Weights(Checkpoint(folder, old), trained=False).config()
+    ours = run_here(config_of(), tmp_path, EVERY + 3, resume="auto")
+
+    assert config.spikes.rule == "none"
+    assert ours.progress is not None and (ours.progress.jumped, ours.progress.spiked) == (3, 1)
+    assert steps_of(tmp_path)[EVERY]["skip_reason"].startswith("spike")
+    saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
+    assert saved.data.position == (STEPS + 3) * BATCH
