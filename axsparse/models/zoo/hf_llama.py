@@ -17,8 +17,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from axsparse.config.hf_config import model_settings, refuse_other_sizes
-from axsparse.config.hf_json import CONFIG_FILE
+from axsparse.config.hf_config import CONFIG_FILE, model_settings, refuse_other_sizes
 from axsparse.config.model_config import LlamaConfig
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from
