@@ -32,7 +32,7 @@ COMMANDS = {
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
-    "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
+    "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
     "launch": Command(
         "axsparse.cli.restarting_launch", "train on this machine, and go on after failures"
     ),
