@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from axsparse.cli.parser import HELP, refuse_command, show_usage
+from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.version import __version__
 
 
@@ -63,7 +64,7 @@ def main() -> NoReturn:
         show_usage(usage())
     if word == "--version":
         print(f"axsparse {__version__}")
-        sys.exit(0)
+        exit_process()
     refuse_command(word, COMMANDS)
 
 
