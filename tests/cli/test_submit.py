@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from support import standin_trainer
 from support.directives import read_lsf, read_slurm
 from support.mpirun import KILLED, LONGEST_SECONDS
+from support.shells import assert_a_shell_reads
 from support.standin_cluster import install, starts
 
 from axsparse.cli import submit
@@ -496,15 +496,7 @@ def test_ranks_are_started_by_the_launcher(words: list[str], command: str) -> No
 )
 def test_shells_can_read_the_script(here: Path, words: list[str], environment: Path) -> None:
     (here / "it's here.sh").touch()
-    script = script_of(*words)
-
-    commands = [["bash", "-n"]]
-    if shutil.which("shellcheck"):
-        # A file of the user's is not followed, quoted words may hold a $, `a && b || c` is meant.
-        commands += [["shellcheck", "--shell=bash", "--exclude=SC1091,SC2015,SC2016", "-"]]
-    for command in commands:
-        said = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
-        assert said.returncode == 0, f"{command[0]}: {said.stdout}{said.stderr}\n{script}"
+    assert_a_shell_reads(script_of(*words))
 
 
 def test_no_placeholder_is_left_and_none_of_a_users_is_filled_in() -> None:
