@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from axsparse.cli.parser import HELP, refuse_command, show_usage
+from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.version import __version__
 
 
@@ -32,7 +33,7 @@ COMMANDS = {
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
-    "submit": Command("axsparse.cli.submit.submit", "give a training run to SLURM or LSF"),
+    "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
     "launch": Command(
         "axsparse.cli.restarting_launch", "train on this machine, and go on after failures"
     ),
@@ -63,7 +64,7 @@ def main() -> NoReturn:
         show_usage(usage())
     if word == "--version":
         print(f"axsparse {__version__}")
-        sys.exit(0)
+        exit_process()
     refuse_command(word, COMMANDS)
 
 

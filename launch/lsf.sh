@@ -1,18 +1,46 @@
 #!/bin/bash
 # An LSF job that saves before its time ends, and goes on from there when it starts again.
 # `axsparse submit --lsf` makes it of launch/lsf.sh.
-@directives@
+?requeued #BSUB -J @job_name@
+?chained #BSUB -J "@job_name@[1-@chain@]%1"
+?by_jsrun #BSUB -nnodes @nodes@
+?by_mpirun #BSUB -n @ranks@
+?by_mpirun #BSUB -R "span[ptile=@ranks_per_node@]"
+?slots_with_gpus #BSUB -gpu "num=@gpus_per_node@"
+#BSUB -W @limit@
+#BSUB -wa USR1
+#BSUB -wt @warning@
+?requeued #BSUB -r
+?requeued #BSUB -Q 75
+#BSUB -o @log@
+?account #BSUB -P @account@
+?queue #BSUB -q @queue@
+?directives @directives@
 
 cd -- @folder@ || exit 66
-@setup@
+?setup . @setup@ || exit 78
 export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
 python=@python@
+?copy_environment
+?copy_environment # Each node reads one file: thousands that read thousands stall a file system.
+?copy_environment archive=@place@/environment-"$LSB_JOBID".tar
+?copy_environment local_copy=@copy_environment@/axsparse-"$LSB_JOBID"
+?copy_environment on_every_node() { jsrun -n @nodes@ -r1 -a1 -c1 "$@"; }
+?copy_environment unpack='rm -rf "$2" && mkdir -m 700 "$2" && tar -xf "$1" -C "$2"'
+?copy_environment tar -C @prefix@ -cf "$archive" . &&
+?copy_environment   on_every_node sh -c "$unpack" sh "$archive" "$local_copy" || {
+?copy_environment   rm -f "$archive"
+?copy_environment   echo 'axsparse: error: --copy-environment: the environment could not be copied to every node; choose another folder, or leave the option out' >&2
+?copy_environment   exit 74
+?copy_environment }
+?copy_environment rm -f "$archive"
+?copy_environment python="$local_copy"/@inside@
 
-@copy_environment@
-# LSF warns with USR1. The ranks finish their step, save, and leave with 75.
+# LSF warns with USR1. The ranks finish their step, save, and exit with 75.
 pid='' again='' warned=''
 trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-@launch@ "$python" @train@ &
+?by_jsrun jsrun -n @ranks@ -a1 -g@gpus_per_rank@ -c@cpus_per_rank@ "$python" @train@ &
+?by_mpirun @mpirun@ -n @ranks@ "$python" @train@ &
 pid=$!
 while :; do
   again=''
@@ -23,6 +51,11 @@ done
 # A signal that comes just as the ranks end costs bash their code, and leaves 255.
 [ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
 
-@remove_environment@
-@ending@
+?copy_environment on_every_node rm -rf "$local_copy"
+?chained case "$code" in
+?chained   # Done, or what would only happen again: the rest of the chain is not needed.
+?chained   0 | 65 | 66 | 74 | 78)
+?chained     [ "$LSB_JOBINDEX" -eq @chain@ ] || bkill "${LSB_JOBID}[$((LSB_JOBINDEX + 1))-@chain@]"
+?chained     ;;
+?chained esac
 exit "$code"

@@ -1,19 +1,53 @@
 #!/bin/bash
 # A SLURM job that saves before its time ends, and goes on from there when it starts again.
 # `axsparse submit --slurm` makes it of launch/slurm.sh.
-@directives@
+#SBATCH --job-name=@job_name@
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks=@ranks@
+#SBATCH --ntasks-per-node=@ranks_per_node@
+#SBATCH --distribution=block
+#SBATCH --cpus-per-task=@cpus_per_rank@
+?gpus_per_node #SBATCH --gpus-per-node=@gpus_per_node@
+#SBATCH --time=@clock@
+#SBATCH --signal=B:USR1@@margin@
+#SBATCH --requeue
+?chained #SBATCH --array=1-@chain@%1
+#SBATCH --open-mode=append
+#SBATCH --output=@log@
+?account #SBATCH --account=@account@
+?queue #SBATCH --partition=@queue@
+?directives @directives@
 
 cd -- @folder@ || exit 66
-@setup@
+?setup . @setup@ || exit 78
 export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
 python=@python@
+?copy_environment
+?copy_environment # Each node reads one file: thousands that read thousands stall a file system.
+?copy_environment archive=@place@/environment-"$SLURM_JOB_ID".tar
+?copy_environment local_copy=@copy_environment@/axsparse-"$SLURM_JOB_ID"
+?copy_environment on_every_node() { srun --nodes=@nodes@ --ntasks=@nodes@ --ntasks-per-node=1 --mpi=none "$@"; }
+?copy_environment unpack='rm -rf "$2" && mkdir -m 700 "$2" && tar -xf "$1" -C "$2"'
+?copy_environment tar -C @prefix@ -cf "$archive" . &&
+?copy_environment   on_every_node sh -c "$unpack" sh "$archive" "$local_copy" || {
+?copy_environment   rm -f "$archive"
+?copy_environment   echo 'axsparse: error: --copy-environment: the environment could not be copied to every node; choose another folder, or leave the option out' >&2
+?copy_environment   exit 74
+?copy_environment }
+?copy_environment rm -f "$archive"
+?copy_environment python="$local_copy"/@inside@
 
-@copy_environment@
-# SLURM sends USR1 to this script alone. The ranks finish their step, save, and leave with 75.
+# SLURM sends USR1 to this script alone. The ranks finish their step, save, and exit with 75.
 pid='' again='' warned=''
 trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-@before@
-@launch@ "$python" @train@ &
+?by_srun # At the first code that is not 0, srun kills the ranks that are still running. Codes that all
+?by_srun # ranks exit with go by a file instead. Without -K1 the ranks would wait for a killed one.
+?by_srun left=@place@/left-"$SLURM_JOB_ID"
+?by_srun rm -f "$left"
+?by_srun rank='trap : USR1; "$@"; code=$?
+?by_srun case "$code" in 65 | 66 | 74 | 75 | 78) echo "$code" >"$0" && code=0 ;; esac; exit "$code"'
+?by_srun srun -K1@pmi@ --ntasks=@ranks@ --cpus-per-task=@cpus_per_rank@ sh -c "$rank" "$left" "$python" @train@ &
+?by_mpirun @mpirun@ -n @ranks@ "$python" @train@ &
 pid=$!
 while :; do
   again=''
@@ -23,8 +57,22 @@ while :; do
 done
 # A signal that comes just as the ranks end costs bash their code, and leaves 255.
 [ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
-@after@
+?by_srun if [ -e "$left" ]; then
+?by_srun   code=$(cat "$left")
+?by_srun   rm -f "$left"
+?by_srun fi
 
-@remove_environment@
-@ending@
+?copy_environment on_every_node rm -rf "$local_copy"
+?chained case "$code" in
+?chained   # Done, or what would only happen again: the rest of the chain is not needed.
+?chained   0 | 65 | 66 | 74 | 78) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;
+?chained esac
+?requeued if [ "$code" -eq 75 ]; then
+?requeued   trap '' USR1 TERM # requeueing ends this script
+?requeued   if scontrol requeue "$SLURM_JOB_ID"; then
+?requeued     sleep 300
+?requeued   else
+?requeued     echo "axsparse: error: saved, but SLURM does not requeue job $SLURM_JOB_ID; submit it again" >&2
+?requeued   fi
+?requeued fi
 exit "$code"

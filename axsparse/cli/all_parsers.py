@@ -22,7 +22,7 @@ _PLACES = {
     "generate": ("axsparse.cli.generate", "parser"),
     "evaluate": ("axsparse.cli.evaluate", "parser"),
     "export": ("axsparse.cli.export", "parser"),
-    "submit": ("axsparse.cli.submit.submit", "parser"),
+    "submit": ("axsparse.cli.submit", "parser"),
     "launch": ("axsparse.cli.restarting_launch", "parser"),
     "doctor": ("axsparse.cli.doctor.doctor", "parser"),
     "completion": ("axsparse.cli.completion", "parser"),

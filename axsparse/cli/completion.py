@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from axsparse.cli.all_parsers import all_parsers
 from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import bundled_configs
-from axsparse.config.messages import FIELDS
 from axsparse.planner.cluster import bundled_clusters
 
 DESCRIPTION = """\

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
 from axsparse.runtime.launcher import speaks
+from axsparse.runtime.process_exit import exit_process
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -52,31 +53,25 @@ def run_command(work: Callable[[], None], *, interrupted: str | None = None) -> 
     The exit code is 0, or that of the AxsparseError that `work` raises, whose message becomes
     one line. Ctrl-C exits with 130, after the line `interrupted` if there is one.
     """
-    if not speaks():
-        sys.exit(0)
     try:
-        work()
+        if speaks():
+            work()
     except AxsparseError as error:
-        print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        exit_process(error.exit_code, f"error: {error}")
     except KeyboardInterrupt:
-        if interrupted is not None:
-            print(f"axsparse: error: {interrupted}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)
+        exit_process(EXIT_INTERRUPTED, None if interrupted is None else f"error: {interrupted}")
+    exit_process()
 
 
 def refuse(message: str) -> NoReturn:
     """End the process with 78; one of many ranks says why."""
-    if speaks():
-        print(f"axsparse: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_CONFIG)
+    exit_process(EXIT_CONFIG, f"error: {message}" if speaks() else None)
 
 
 def show_usage(usage: str) -> NoReturn:
     """Print which commands there are, on one of many ranks, and end the process."""
     sys.stdout.write(usage if speaks() else "")
-    sys.exit(0)
+    exit_process()
 
 
 def refuse_command(word: str, known: Iterable[str], group: str = "") -> NoReturn:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from axsparse.cli.parser import HELP, CommandParser, run_command
-from axsparse.cli.submit.template import folder
 from axsparse.runtime.errors import MissingInputError
 
 SCRIPT = "mpirun.sh"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PLACES = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
+"""The folder of the scripts in an installed wheel, and in a source tree."""
 DESCRIPTION = """\
 Train on this machine, or on hosts that mpirun reaches, and go on from the last checkpoint when a
 rank dies or hangs, up to three times. Everything after the number of ranks is handed to axsparse
@@ -31,6 +33,12 @@ environment:
 
 kill -USR1 of this process saves and stops.
 """
+
+
+def folder() -> Path:
+    """The folder of the scripts, wherever the package is installed."""
+    installed, source_tree = _PLACES
+    return installed if installed.is_dir() else source_tree
 
 
 def parser() -> CommandParser:

@@ -1,4 +1,6 @@
-"""The JSON schema of configuration files, by which editors check and complete what is typed."""
+"""The JSON schema of configuration files, by which editors check and complete what is typed, and
+that of every key.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any
 
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
+from axsparse.config.section import Section
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -27,3 +30,32 @@ def editor_schema() -> dict[str, Any]:
         for field in section["properties"].values():
             field.pop("title", None)  # pydantic's, which only repeats the key
     return {"$schema": DIALECT, **schema, "title": "axsparse configuration"}
+
+
+def _sections() -> dict[str, tuple[type[Section], ...]]:
+    sections: dict[str, tuple[type[Section], ...]] = {"model": tuple(FAMILIES.values())}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections[name] = (field.annotation,)
+    return sections
+
+
+def _fields() -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, schema in Config.model_json_schema()["properties"].items():
+        for section in _SECTIONS.get(name, ()):
+            leaves = section.model_json_schema()["properties"]
+            fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
+        if name not in _SECTIONS:
+            fields[name] = schema
+    return fields | {"model.name": {"type": "string", "enum": list(FAMILIES)}}
+
+
+_SECTIONS = _sections()
+FIELDS = _fields()
+"""Dotted key -> JSON schema of its values, in the schema's order; those of all models."""
+SECTIONS: dict[str, tuple[str, ...]] = {
+    name: tuple(key.partition(".")[2] for key in FIELDS if key.startswith(f"{name}."))
+    for name in _SECTIONS
+}
+"""Name -> keys of every section."""

@@ -1,39 +1,35 @@
 """Reads a configuration: strict YAML, then `--set` overrides; every mistake is one line.
 
-Plain scalars follow YAML 1.2's core schema with decimal numbers: `1e-4` is a number,
-`yes` is text. Values are taken from YAML's nodes, because only nodes know their lines.
+`yaml_dialect.py` reads the file, pydantic checks the values by `schema.py`; here each value gets
+its origin, and pydantic's errors become a line that names the key and where it was set.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import yaml
 from pydantic import ValidationError
-from yaml.reader import ReaderError
 
 from axsparse.config.hf_config import with_folder
+from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
     CLOSE,
-    FIELDS,
-    SECTIONS,
     Setting,
-    domain,
     likeness,
     refusal,
     refuse_other_families,
     refuse_removed_values,
-    shorten,
     show,
     unknown_key,
 )
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
-from axsparse.config.yaml_dialect import YAML_SCALARS, YAML_TAG, YamlDumper, YamlLoader
+from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -207,11 +203,11 @@ def _read_file(path: Path) -> dict[str, Setting]:
             "save the file as UTF-8"
         ) from None
 
-    root = _compose(text, lambda line: f"{path.name}:{line}")
-    if root is None or _is_null(root):
+    root = compose(text, lambda line: f"{path.name}:{line}")
+    if root is None or is_null(root):
         return {}
     settings: dict[str, Setting] = {}
-    for key, origin, node in _entries(root, "", f"{path.name}:{_line(root)}", path.name):
+    for key, origin, node in _entries(root, "", f"{path.name}:{line_of(root)}", path.name):
         if key in SECTIONS:
             here = f"{key} ({origin})"
             for leaf, leaf_origin, value in _entries(node, f"{key}.", here, path.name):
@@ -234,49 +230,25 @@ def _read_override(override: str) -> tuple[str, Setting]:
         raise ConfigError(f"{key} (--set): a section has no value; set one of {leaves}")
     if key not in FIELDS:
         raise unknown_key(key, "--set")
-    node = _compose(text, lambda _: f"{key} (--set)")
+    node = compose(text, lambda _: f"{key} (--set)")
     return key, Setting(None, "--set") if node is None else _setting(key, "--set", node)
-
-
-# --- YAML ------------------------------------------------------------------------------
-
-
-def _compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
-    """The root node, or None for an empty text; `at(line)` names the place of an error."""
-    try:
-        loader = YamlLoader(text)
-    except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(
-            f"{at(line)}: character {text[error.position]!r} is not allowed in YAML; remove it"
-        ) from None
-    try:
-        node: yaml.Node | None = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        line = loader.line if error.problem_mark is None else error.problem_mark.line
-        problem = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; correct it there") from None
-    except (ValueError, OverflowError, RecursionError) as error:
-        # PyYAML does not catch these: escapes beyond Unicode, nesting beyond the stack.
-        raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
-    return node
 
 
 def _entries(
     node: yaml.Node, prefix: str, here: str, file: str
 ) -> Iterator[tuple[str, str, yaml.Node]]:
     """The keys of a mapping as (dotted key, origin, value node); ConfigError for unknown ones."""
-    _refuse_tag(node, here)
+    refuse_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
-        given = "a list" if isinstance(node, yaml.SequenceNode) else show(_scalar(node, here))
+        given = "a list" if isinstance(node, yaml.SequenceNode) else show(scalar(node))
         raise ConfigError(f"{here}: {given} is not a mapping; write `key: value` lines")
     lines: dict[str, int] = {}
     for key_node, value in node.value:
-        line = _line(key_node)
+        line = line_of(key_node)
         origin = f"{file}:{line}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
-        _refuse_tag(key_node, origin)
+        refuse_tag(key_node, origin)
         key = prefix + key_node.value
         if not prefix and "." in key and key in FIELDS:
             section, _, leaf = key.partition(".")
@@ -296,53 +268,14 @@ def _entries(
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
     """The value of a node: a scalar or a flat list of scalars, since the schema has no other."""
     here = f"{key} ({origin})"
-    _refuse_tag(node, here)
+    refuse_tag(node, here)
     if isinstance(node, yaml.ScalarNode):
-        return Setting(_scalar(node, here), origin)
+        return Setting(scalar(node), origin)
     if isinstance(node, yaml.SequenceNode) and all(
         isinstance(item, yaml.ScalarNode) for item in node.value
     ):
         for item in node.value:
-            _refuse_tag(item, here)
-        return Setting([_scalar(item, here) for item in node.value], origin)
+            refuse_tag(item, here)
+        return Setting([scalar(item) for item in node.value], origin)
     given = "a mapping" if isinstance(node, yaml.MappingNode) else "a nested list"
-    raise ConfigError(f"{here}: {given} is not a value; choose {domain(FIELDS[key])}")
-
-
-def _refuse_tag(node: yaml.Node, here: str) -> None:
-    """ConfigError for a tag that a node of this shape would not have without writing it."""
-    if isinstance(node, yaml.ScalarNode):
-        pattern = YAML_SCALARS.get(node.tag)
-        passes = node.tag == f"{YAML_TAG}str" or (
-            pattern is not None and pattern.match(node.value) is not None
-        )
-    else:
-        shape = "seq" if isinstance(node, yaml.SequenceNode) else "map"
-        passes = node.tag == YAML_TAG + shape
-    if not passes:
-        tag = node.tag.replace(YAML_TAG, "!!")
-        raise ConfigError(f"{here}: tag {tag!r} is not allowed; write a plain value")
-
-
-def _scalar(node: yaml.Node, here: str) -> object:
-    text: str = node.value
-    if _is_null(node):
-        return None
-    if node.tag == f"{YAML_TAG}bool":
-        return text.lower() == "true"
-    if node.tag == f"{YAML_TAG}int":
-        return int(text)
-    if node.tag == f"{YAML_TAG}float":
-        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        if not math.isfinite(number):
-            raise ConfigError(f"{here}: {shorten(text)} is not finite; choose a finite number")
-        return number
-    return text
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return bool(node.tag == f"{YAML_TAG}null")
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+    raise ConfigError(f"{here}: {given} is not a value; write a scalar or a flat list")

@@ -1,7 +1,8 @@
-"""The error messages about settings: unknown keys, and values that the schema forbids."""
+"""The lines about settings that are refused: where a setting was given, and what pydantic says."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -10,9 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from axsparse.config.former_settings import FORMER_KEYS
+from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
-from axsparse.config.section import Section
+from axsparse.config.section import BrokenRule
 from axsparse.runtime.errors import ConfigError
 
 
@@ -25,51 +27,10 @@ class Setting:
     """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
-def _sections() -> dict[str, tuple[type[Section], ...]]:
-    found: dict[str, tuple[type[Section], ...]] = {"model": tuple(FAMILIES.values())}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found[name] = (field.annotation,)
-    return found
-
-
-def _fields() -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, schema in Config.model_json_schema()["properties"].items():
-        for section in _SECTIONS.get(name, ()):
-            leaves = section.model_json_schema()["properties"]
-            fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
-        if name not in _SECTIONS:
-            fields[name] = schema
-    return fields | {"model.name": {"type": "string", "enum": list(FAMILIES)}}
-
-
-_SECTIONS = _sections()
-FIELDS = _fields()
-"""Dotted key -> JSON schema of its values, in the schema's order; those of all models."""
-SECTIONS: dict[str, tuple[str, ...]] = {
-    name: tuple(key.partition(".")[2] for key in FIELDS if key.startswith(f"{name}."))
-    for name in _SECTIONS
-}
-"""Name -> keys of every section."""
-
 CLOSE = 0.6
 """Names that are at least this alike may be what was meant; the default of difflib."""
-
-_BROKEN_BOUNDS = {
-    "greater_than_equal": "is below {ge:g}",
-    "greater_than": "is not above {gt:g}",
-    "less_than_equal": "is above {le:g}",
-    "less_than": "is not below {lt:g}",
-}
-"""Pydantic's error type -> the rule in plain words."""
-
-_BOUNDS = {
-    "minimum": "of at least {:g}",
-    "exclusiveMinimum": "above {:g}",
-    "maximum": "of at most {:g}",
-    "exclusiveMaximum": "below {:g}",
-}
+_MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
+"""Pydantic's error type -> what to write in YAML, where pydantic's text does not say it."""
 
 
 def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
@@ -77,65 +38,45 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
         problems.setdefault(_key_of(problem), []).append(problem)
-    key, found = next(iter(problems.items()))
-    schema = FIELDS[key]
-
-    value, rule = settings[key].value, f"is not {domain(schema, bounds=False)}"
-    for problem in found:
-        # A broken bound says more than that the value is not "auto" either.
-        if problem["type"] in _BROKEN_BOUNDS:
-            value = problem["input"]
-            rule = _BROKEN_BOUNDS[problem["type"]].format(**problem["ctx"])
-            break
-    if "enum" in schema:
-        mend = "choose one of them"
-    elif schema.get("type") == "string" and "const" not in schema:
-        mend = "write it in quotes"
-    else:
-        mend = f"choose {domain(schema)}"
+    key, first = next(iter(problems.items()))
+    origin = settings[key].origin if key in settings else "default"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{key} ({settings[key].origin}): {show(value)} {rule}; {mend}{more}")
+    return ConfigError(f"{key} ({origin}): {_said(first)}{more}")
+
+
+def _said(problems: list[Any]) -> str:
+    """The value and pydantic's texts about it, of which a union has one for each member."""
+    if (rule := _broken_rule(problems[0])) is not None:
+        return rule.said
+    value, kind = problems[0]["input"], problems[0]["type"]
+    if kind == "family":
+        value = value["name"]
+    if kind == "missing":
+        return f"{show(list(value))} is too short; give more entries"
+    texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
+    mend = _MENDS.get(kind, "") if len(problems) == 1 else ""
+    shown = show(list(value) if isinstance(value, tuple) else value)
+    return f"{shown} should {' or '.join(texts)}{mend}"
+
+
+def _broken_rule(problem: Mapping[str, Any]) -> BrokenRule | None:
+    """The rule between settings of a section that a problem of pydantic's is about, if any."""
+    rule = problem.get("ctx", {}).get("error")
+    return rule if isinstance(rule, BrokenRule) else None
 
 
 def _key_of(problem: Mapping[str, Any]) -> str:
     """The dotted key that a problem of pydantic's is about."""
-    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+    if problem["type"] == "family":
         return "model.name"
     top, *rest = map(str, problem["loc"])
+    if (rule := _broken_rule(problem)) is not None:
+        return f"{top}.{rule.key}"
     if top == "model":
         del rest[:1]  # the family
     # Behind the key, pydantic also names list entries and members of unions.
     dotted = ".".join([top, *rest[:1]])
     return dotted if dotted in FIELDS else top
-
-
-def domain(schema: Mapping[str, Any], *, bounds: bool = True, many: bool = False) -> str:
-    """The values that a JSON schema allows, in words: "a whole number of at least 1 or auto"."""
-    if "anyOf" in schema:
-        return " or ".join(domain(member, bounds=bounds) for member in schema["anyOf"])
-    if "const" in schema:
-        return str(schema["const"])
-    if "enum" in schema:
-        return "one of " + ", ".join(schema["enum"])
-    kind = schema["type"]
-    if kind == "array":
-        fixed = schema.get("prefixItems")
-        items = domain(fixed[0] if fixed else schema["items"], bounds=bounds, many=True)
-        text = f"{len(fixed)} {items}" if fixed else items
-        return text if bounds else f"a list of {text}"
-    if kind in ("boolean", "string", "null"):
-        text = "non-empty text" if "minLength" in schema else "text"
-        return {"boolean": "true or false", "string": text, "null": "null"}[kind]
-
-    noun = "whole number" if kind == "integer" else "number"
-    named = _BOUNDS.items() if bounds else ()
-    limits = [words.format(schema[name]) for name, words in named if name in schema]
-    if limits == ["of at least 0", "of at most 1"]:
-        noun, limits = "fraction", ["in [0, 1]"]
-    elif limits == ["of at least 0", "below 1"]:
-        noun, limits = "fraction", ["in [0, 1)"]
-    text = f"{noun}s" if many else f"a {noun}"
-    return f"{text} {' and '.join(limits)}" if limits else text
 
 
 def unknown_key(key: str, origin: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """The settings of a model: a section for each family, of which `model.name` chooses one.
 
 To add a family: write its section here and add it to `ModelConfig`, then its layers to
-`models/zoo/` and to `model_registry.py` there. Rules between its settings are in `validate.py`.
+`models/zoo/` and to `model_registry.py` there. Rules between its settings are its validators.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
-from axsparse.config.section import Count, FromList, Rate, Section
+from axsparse.config.section import BrokenRule, Count, FromList, Rate, Section, divisors, one_of
 
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0)]
 
 
 class Family(Section):
@@ -39,6 +46,16 @@ class Family(Section):
         fields: dict[str, Any] = write(self)
         return {name.rstrip("_"): value for name, value in fields.items()}
 
+    @model_validator(mode="after")
+    def _has_weights_beside_new_ones(self) -> Family:
+        if self.new and self.weights is None and self.from_ is None:
+            raise BrokenRule(
+                "new",
+                f"{list(self.new)}, but no weights are loaded, so that all of the model is new; "
+                "set model.from or model.weights, or leave it out",
+            )
+        return self
+
 
 class TextFamily(Family):
     """What the settings of all language models have."""
@@ -55,6 +72,16 @@ class TextFamily(Family):
     """Rows of the token embedding; at least the vocabulary of the data."""
     tie_embeddings: bool = True
     """Whether the output head uses the token embedding's weights."""
+
+    @model_validator(mode="after")
+    def _splits_its_width_among_heads(self) -> TextFamily:
+        if self.hidden_size % self.num_heads and getattr(self, "head_dim", None) is None:
+            raise BrokenRule(
+                "num_heads",
+                f"{self.num_heads} does not divide model.hidden_size {self.hidden_size}; "
+                f"choose {one_of(divisors(self.hidden_size), near=self.num_heads)}",
+            )
+        return self
 
 
 class GptConfig(TextFamily):
@@ -82,7 +109,7 @@ class LlamaConfig(TextFamily):
     """Added to the mean square in every RMSNorm."""
     rope_theta: Positive = 10_000.0
     """Base of the rotary embedding's wavelengths."""
-    rope_factor: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
+    rope_factor: Annotated[float, Field(ge=1.0)] = 1.0
     """Scaling of Llama 3: long wavelengths are multiplied by this; 1 scales nothing."""
     rope_low_factor: Positive = 1.0
     """Scaling of Llama 3: wavelengths above `rope_original_length` / this count as long."""
@@ -95,6 +122,29 @@ class LlamaConfig(TextFamily):
     """Whether queries, keys and values have a bias, as in Qwen2."""
     qk_norm: bool = False
     """Whether each head's queries and keys pass an RMSNorm, as in Qwen3."""
+
+    @model_validator(mode="after")
+    def _heads_and_wavelengths_fit(self) -> LlamaConfig:
+        shared, width = self.num_key_value_heads, head_width(self)
+        if shared is not None and self.num_heads % shared:
+            raise BrokenRule(
+                "num_key_value_heads",
+                f"{shared} does not divide model.num_heads {self.num_heads}; "
+                f"choose {one_of(divisors(self.num_heads), near=shared)}",
+            )
+        if width % 2:
+            raise BrokenRule(
+                "head_dim",
+                f"rotary embeddings turn pairs, and {width} is odd; choose an even number",
+            )
+        if self.rope_low_factor >= self.rope_high_factor:
+            raise BrokenRule(
+                "rope_low_factor",
+                f"{self.rope_low_factor:g} is not below model.rope_high_factor "
+                f"{self.rope_high_factor:g}, so that no wavelength would lie between long and "
+                f"short; choose less than {self.rope_high_factor:g}",
+            )
+        return self
 
 
 def key_value_heads(config: LlamaConfig) -> int:
@@ -153,7 +203,13 @@ ModelConfig = Annotated[
     | Annotated[Vgg19Config, Tag("vgg19")]
     | Annotated[WideResnetConfig, Tag("wide_resnet101_2")]
     | Annotated[CnnConfig, Tag("cnn")],
-    Discriminator(family_of),
+    Discriminator(
+        family_of,
+        custom_error_type="family",
+        custom_error_message=(
+            "Input should be 'gpt', 'llama', 'vgg19', 'wide_resnet101_2' or 'cnn'"
+        ),
+    ),
 ]
 """The settings of one model, of whichever family."""
 FAMILIES: Mapping[str, type[Family]] = {

@@ -1,8 +1,9 @@
 """Every setting of a run: its type, its default and its meaning. Those of models are in
 `model_config.py`; no other file holds defaults.
 
-A configuration is frozen: what is printed and saved at the start is what ran.
-The rules for a single field are its type; the rules between fields are in `validate.py`.
+A configuration is frozen: what is printed and saved at the start is what ran. The rule for a single
+field is its type; rules between fields of one section are the section's validators, and rules
+between sections are in `validate.py`.
 For every setting that may be `auto`, docs/reference/auto.md names the function that decides it.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
-from axsparse.config.pipeline_config import PipelineConfig
-from axsparse.config.section import Auto, Count, Fraction, FromList, Rate, Section
+from axsparse.config.section import Auto, BrokenRule, Count, Fraction, FromList, Rate, Section
+
+ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
+"""Pruning methods that draw one mask and keep it."""
 
 
 class DataConfig(Section):
@@ -38,6 +41,18 @@ class DataConfig(Section):
     """Texts for a llama: in each document positions begin anew, and tokens see only those of their
     own document. The first token of a document is still a target, of the separator before it.
     False: positions and attention run across the ends of documents."""
+
+    @model_validator(mode="after")
+    def _lies_somewhere(self) -> DataConfig:
+        folder = {
+            "images": "that holds train/<class>/ and val/<class>/",
+            "tokens": "that `axsparse data prepare` wrote",
+        }.get(self.source)
+        if folder is not None and self.path is None:
+            raise BrokenRule(
+                "path", f"data.source {self.source} needs the folder {folder}; set data.path"
+            )
+        return self
 
 
 class BatchConfig(Section):
@@ -70,6 +85,46 @@ class LayoutConfig(Section):
     cluster: str | None = None
     """A cluster file (`axsparse calibrate` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
+
+
+class PipelineConfig(Section):
+    """In which order a stage works."""
+
+    schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
+    """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
+    backward in turn) and `gpipe` (all forwards, then all backwards; holds all activations) are
+    fixed orders, for comparison: the same losses, bit by bit."""
+    prefer: Literal["alternate", "backward", "forward"] = "alternate"
+    """message-driven: what runs when a forward and a backward have both arrived."""
+    slack: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
+    memory requires it. With `layout.cluster`, as many as are worth their memory: see
+    `split_backward`."""
+    split_backward: bool | Auto = "auto"
+    """Compute the gradients of weights apart from the backward, while nothing that a neighbour
+    waits for can run; activations are held longer. Linear and convolution layers are split.
+    Changes no bit. `auto` splits large layers where stages wait for each other (two or more stages
+    and microbatches, under message-driven, without `compile`) if a simulated step gains at least
+    1 % of time for each 3 % of memory, and at most 85 % of what a rank may take is full then."""
+    held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
+    """split_backward: the memory that a stage may hold of microbatches in flight and of those that
+    wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
+    flight; with `layout.cluster`, more where the simulated step gains as much by it."""
+    checkpoint_activations: Annotated[int, Field(ge=0)] = 0
+    """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
+    compile: bool = False
+    """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
+    for a large model; needs a compiler. Changes rounding and the random numbers of dropout."""
+
+    @model_validator(mode="after")
+    def _backwards_are_split_or_whole(self) -> PipelineConfig:
+        if self.split_backward is True and self.compile:
+            raise BrokenRule(
+                "split_backward",
+                "true, but pipeline.compile fuses each layer's backward into one; choose auto, "
+                "which leaves it whole, or set pipeline.compile to false",
+            )
+        return self
 
 
 class PruningConfig(Section):
@@ -148,6 +203,68 @@ class PruningConfig(Section):
     """A ticket file, whose masks are used from the start, under any layout. It replaces method
     and sparsities of this section, except that `set` and `rigl` go on changing its masks."""
 
+    @model_validator(mode="after")
+    def _patterns_keep_as_much_everywhere(self) -> PruningConfig:
+        if self.pattern is None or self.ticket is not None:
+            return self
+        if self.method not in ONCE:
+            raise BrokenRule(
+                "pattern",
+                f"{self.pattern} is drawn once, and pruning.method {self.method} draws again; "
+                f"choose one of {', '.join(ONCE)}",
+            )
+        if self.layers:
+            raise BrokenRule(
+                "layers",
+                "sparsities of their own, but a pattern keeps as much everywhere; leave one of "
+                "them out, or use pruning.exclude",
+            )
+        if self.distribution != "uniform":
+            raise BrokenRule(
+                "distribution",
+                f"{self.distribution}, but a pattern keeps as much everywhere; choose uniform, or "
+                "leave pruning.pattern out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit_the_method(self) -> PruningConfig:
+        if not prunes(self) or self.ticket is not None:
+            return self
+        at, rewind = self.at_step, self.rewind_step
+        moves = self.method in ("set", "rigl")
+        if self.method in ("zeros", "wanda", "sparsegpt"):
+            layers = list(self.layers) if self.method == "zeros" else []
+            for key, value, usual in (
+                ("at_step", at, 0),
+                ("distribution", self.distribution, "uniform"),
+                ("layers", layers, []),
+            ):
+                if value != usual:
+                    raise BrokenRule(
+                        key,
+                        f"{value}, but pruning.method {self.method} draws its masks tensor by "
+                        f"tensor before the first step; choose {usual}",
+                    )
+        for key, does in (
+            ("at_step", "starts from a sparse network"),
+            ("rewarm_steps", "changes the mask all the time"),
+        ):
+            if moves and (steps := getattr(self, key)):
+                raise BrokenRule(key, f"{steps}, but pruning.method {self.method} {does}; choose 0")
+        if rewind not in ("auto", "never") and (moves or self.method == "gradual"):
+            raise BrokenRule(
+                "rewind_step",
+                f"{rewind}, but pruning.method {self.method} goes on with the weights it has; "
+                "choose never",
+            )
+        if isinstance(rewind, int) and rewind > at:
+            raise BrokenRule(
+                "rewind_step",
+                f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
+            )
+        return self
+
 
 def prunes(pruning: PruningConfig) -> bool:
     """Whether these settings prune anything at all."""
@@ -210,6 +327,16 @@ class OptimizerConfig(Section):
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
 
+    @model_validator(mode="after")
+    def _looks_ahead_by_momentum(self) -> OptimizerConfig:
+        if self.nesterov and self.momentum == 0:
+            raise BrokenRule(
+                "nesterov",
+                "true with optimizer.momentum 0, which has nothing to look ahead by; set "
+                "optimizer.momentum above 0, 0.9 say, or this to false",
+            )
+        return self
+
 
 class LossScaleConfig(Section):
     """What happens when loss or gradients are not finite; the scale itself is for fp16."""
@@ -222,6 +349,16 @@ class LossScaleConfig(Section):
     """The scale never falls below it."""
     patience: Count = 10
     """Skipped steps in a row at the floor (in bf16 and fp32: any) after which the run ends."""
+
+    @model_validator(mode="after")
+    def _begins_at_the_floor_or_above(self) -> LossScaleConfig:
+        if self.initial < self.floor:
+            raise BrokenRule(
+                "initial",
+                f"{self.initial:g} is below loss_scale.floor {self.floor:g}, so that an overflow "
+                f"would raise it; choose at least {self.floor:g}",
+            )
+        return self
 
 
 class SpikesConfig(Section):
@@ -255,6 +392,17 @@ class ScheduleConfig(Section):
     """step: steps between two falls of the learning rate, counted from the first of the run."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """step: what each fall multiplies the learning rate by."""
+
+    @model_validator(mode="after")
+    def _warms_up_before_the_decay_ends(self) -> ScheduleConfig:
+        # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
+        if self.decay_steps != "auto" and self.warmup_steps > self.decay_steps:
+            raise BrokenRule(
+                "warmup_steps",
+                f"{self.warmup_steps} is above schedule.decay_steps {self.decay_steps}; "
+                f"choose at most {self.decay_steps}",
+            )
+        return self
 
 
 class TrainConfig(Section):

@@ -1,7 +1,11 @@
-"""The base of all sections of the configuration, and the types that several settings share."""
+"""The base of all sections of the configuration, the types that several settings share, and how a
+rule between the settings of one section is told.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import isqrt
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -16,8 +20,45 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown names and values of another type."""
+    """A frozen group of settings that refuses unknown names and values of another type.
+
+    A rule between settings of one section is a `model_validator` of that section, which raises
+    BrokenRule. Rules between sections are in `validate.py`.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
+
+
+class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catches it by name
+    """Settings of a section contradict each other; `load.py` adds where they were set."""
+
+    def __init__(self, key: str, said: str) -> None:
+        """`key` is the key within the section, `said` the value, the rule and the mend."""
+        super().__init__(f"{key}: {said}")
+        self.key = key
+        self.said = said
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number of up to ten digits, in order; some of a larger one."""
+    most = min(isqrt(number), 100_000)
+    small = [divisor for divisor in range(1, most + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def one_of(choices: Iterable[int], *, near: int) -> str:
+    """The eight choices nearest to `near`, in words."""
+    nearest = sorted(sorted(choices, key=lambda choice: abs(choice - near))[:8])
+    listed = ", ".join(map(str, nearest))
+    return f"one of {listed}" if len(nearest) > 1 else listed
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, such as "1 rank" or "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

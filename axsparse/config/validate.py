@@ -1,20 +1,20 @@
-"""Rules between fields, and between a configuration and the ranks and data of its run."""
+"""Rules between sections, and between a configuration and the ranks and data of its run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isqrt
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily, head_width
+from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
 from axsparse.config.schema import Config, prunes
+from axsparse.config.section import counted as counted
+from axsparse.config.section import divisors as divisors
+from axsparse.config.section import one_of as one_of
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
-ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
-"""Pruning methods that draw one mask and keep it."""
 
 
 def check_config(loaded: LoadedConfig) -> None:
@@ -22,18 +22,7 @@ def check_config(loaded: LoadedConfig) -> None:
     config = loaded.config
     if isinstance(config.model, TextFamily):
         _check_text_model(loaded, config.model)
-    if config.data.source == "images" and config.data.path is None:
-        raise ConfigError(
-            f"{loaded.where('data.path')}: data.source images needs the folder that holds "
-            "train/<class>/ and val/<class>/; set data.path"
-        )
-    if config.data.source == "tokens" and config.data.path is None:
-        raise ConfigError(
-            f"{loaded.where('data.path')}: data.source tokens needs the folder that `axsparse data "
-            "prepare` wrote; set data.path"
-        )
     _check_source_fits_model(loaded)
-    _check_numbers(loaded)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
         _check_pruning(loaded)
     if config.samo.split_master and config.precision != "bf16":
@@ -41,37 +30,9 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
             "half of fp32 masters; choose precision bf16, or false"
         )
-    if config.model.new and config.model.weights is None and config.model.from_ is None:
-        raise ConfigError(
-            f"{loaded.where('model.new')}: {list(config.model.new)}, but no weights are loaded, so "
-            "that all of the model is new; set model.from or model.weights, or leave it out"
-        )
     _check_checkpoints(loaded)
-    _check_backwards(loaded)
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
-
-
-def _check_numbers(loaded: LoadedConfig) -> None:
-    """ConfigError for numbers of schedule, loss scale and optimizer that contradict each other."""
-    config, schedule = loaded.config, loaded.config.schedule
-    # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
-    if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
-        raise ConfigError(
-            f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
-            f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
-        )
-    scale = config.loss_scale
-    if scale.initial < scale.floor:
-        raise ConfigError(
-            f"{loaded.where('loss_scale.initial')}: {scale.initial:g} is below loss_scale.floor "
-            f"{scale.floor:g}, so that an overflow would raise it; choose at least {scale.floor:g}"
-        )
-    if config.optimizer.nesterov and config.optimizer.momentum == 0:
-        raise ConfigError(
-            f"{loaded.where('optimizer.nesterov')}: true with optimizer.momentum 0, which has "
-            "nothing to look ahead by; set optimizer.momentum above 0, 0.9 say, or this to false"
-        )
 
 
 def _check_checkpoints(loaded: LoadedConfig) -> None:
@@ -85,14 +46,6 @@ def _check_checkpoints(loaded: LoadedConfig) -> None:
 
 
 def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
-    if model.hidden_size % model.num_heads and not (
-        isinstance(model, LlamaConfig) and model.head_dim is not None
-    ):
-        raise ConfigError(
-            f"{loaded.where('model.num_heads')}: {model.num_heads} does not divide "
-            f"model.hidden_size {model.hidden_size}; "
-            f"choose {one_of(divisors(model.hidden_size), near=model.num_heads)}"
-        )
     length = loaded.config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
         raise ConfigError(
@@ -100,33 +53,10 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
-    if isinstance(model, LlamaConfig):
-        _check_llama(loaded, model)
-    elif loaded.config.data.separate_documents:
+    if loaded.config.data.separate_documents and not isinstance(model, LlamaConfig):
         raise ConfigError(
             f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
             f"{model.name} see all tokens before them; choose false, or model.name llama"
-        )
-
-
-def _check_llama(loaded: LoadedConfig, model: LlamaConfig) -> None:
-    if model.num_key_value_heads is not None and model.num_heads % model.num_key_value_heads:
-        raise ConfigError(
-            f"{loaded.where('model.num_key_value_heads')}: {model.num_key_value_heads} does not "
-            f"divide model.num_heads {model.num_heads}; "
-            f"choose {one_of(divisors(model.num_heads), near=model.num_key_value_heads)}"
-        )
-    width = head_width(model)
-    if width % 2:
-        raise ConfigError(
-            f"{loaded.where('model.head_dim')}: rotary embeddings turn pairs, and {width} is odd; "
-            "choose an even number"
-        )
-    if model.rope_low_factor >= model.rope_high_factor:
-        raise ConfigError(
-            f"{loaded.where('model.rope_low_factor')}: {model.rope_low_factor:g} is not below "
-            f"model.rope_high_factor {model.rope_high_factor:g}, so that no wavelength would lie "
-            f"between long and short; choose less than {model.rope_high_factor:g}"
         )
 
 
@@ -165,60 +95,6 @@ def _check_pruning(loaded: LoadedConfig) -> None:
             f"pruning.at_step {pruning.at_step} and train.steps {steps}; choose one in between, or "
             "auto"
         )
-    if pruning.pattern is not None and pruning.method not in ONCE:
-        raise ConfigError(
-            f"{loaded.where('pruning.pattern')}: {pruning.pattern} is drawn once, and "
-            f"pruning.method {pruning.method} draws again; choose one of {', '.join(ONCE)}"
-        )
-    if pruning.pattern is not None and pruning.layers:
-        raise ConfigError(
-            f"{loaded.where('pruning.layers')}: sparsities of their own, but a pattern keeps as "
-            "much everywhere; leave one of them out, or use pruning.exclude"
-        )
-    if pruning.pattern is not None and pruning.distribution != "uniform":
-        raise ConfigError(
-            f"{loaded.where('pruning.distribution')}: {pruning.distribution}, but a pattern keeps "
-            "as much everywhere; choose uniform, or leave pruning.pattern out"
-        )
-    moves = pruning.method in ("set", "rigl")
-    if pruning.method in ("zeros", "wanda", "sparsegpt"):
-        _check_before_first_step(loaded)
-    if moves and pruning.at_step:
-        raise ConfigError(
-            f"{loaded.where('pruning.at_step')}: {pruning.at_step}, but pruning.method "
-            f"{pruning.method} starts from a sparse network; choose 0"
-        )
-    if moves and pruning.rewarm_steps:
-        raise ConfigError(
-            f"{loaded.where('pruning.rewarm_steps')}: {pruning.rewarm_steps}, but pruning.method "
-            f"{pruning.method} changes the mask all the time; choose 0"
-        )
-    rewinds = pruning.rewind_step not in ("auto", "never")
-    if rewinds and (moves or pruning.method == "gradual"):
-        raise ConfigError(
-            f"{loaded.where('pruning.rewind_step')}: {pruning.rewind_step}, but "
-            f"pruning.method {pruning.method} goes on with the weights it has; choose never"
-        )
-    if isinstance(pruning.rewind_step, int) and pruning.rewind_step > pruning.at_step:
-        raise ConfigError(
-            f"{loaded.where('pruning.rewind_step')}: {pruning.rewind_step} is above "
-            f"pruning.at_step {pruning.at_step}, the first pruning; choose at most that"
-        )
-
-
-def _check_before_first_step(loaded: LoadedConfig) -> None:
-    """ConfigError for a setting that a method of the first weights does not follow."""
-    pruning = loaded.config.pruning
-    for key, value, wanted in (
-        ("at_step", pruning.at_step, 0),
-        ("distribution", pruning.distribution, "uniform"),
-        ("layers", list(pruning.layers) if pruning.method == "zeros" else [], []),
-    ):
-        if value != wanted:
-            raise ConfigError(
-                f"{loaded.where(f'pruning.{key}')}: {value}, but pruning.method {pruning.method} "
-                f"draws its masks tensor by tensor before the first step; choose {wanted}"
-            )
 
 
 def check_rounds(loaded: LoadedConfig, config: Config) -> None:
@@ -329,17 +205,6 @@ def _check_source_fits_model(loaded: LoadedConfig) -> None:
         )
 
 
-def _check_backwards(loaded: LoadedConfig) -> None:
-    """ConfigError if backwards have to be both split and whole."""
-    pipeline = loaded.config.pipeline
-    if pipeline.split_backward is True and pipeline.compile:
-        raise ConfigError(
-            f"{loaded.where('pipeline.split_backward')}: true, but pipeline.compile fuses each "
-            "layer's backward into one; choose auto, which leaves it whole, or set "
-            "pipeline.compile to false"
-        )
-
-
 def _check_split_length(loaded: LoadedConfig, g_inter: int) -> None:
     split = loaded.config.layout.split
     if split != "auto" and len(split) != g_inter:
@@ -363,22 +228,3 @@ def check_divides_ranks(
             f"{loaded.where(key)}: {count} does not divide the {counted(ranks, 'rank')}; "
             f"start {start} or choose {one_of(choices, near=count)}"
         )
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number of up to ten digits, in order; some of a larger one."""
-    most = min(isqrt(number), 100_000)
-    small = [divisor for divisor in range(1, most + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def one_of(choices: Iterable[int], *, near: int) -> str:
-    """The eight choices nearest to `near`, in words."""
-    nearest = sorted(sorted(choices, key=lambda choice: abs(choice - near))[:8])
-    listed = ", ".join(map(str, nearest))
-    return f"one of {listed}" if len(nearest) > 1 else listed
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun, such as "1 rank" or "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

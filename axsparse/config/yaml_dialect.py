@@ -1,14 +1,19 @@
 """YAML as all files of ours are read and written: version 1.2's numbers and truth values.
 
 PyYAML's own loaders follow version 1.1, by which `1e-3` and `1_000` are a text and a number, and
-`no` and `on` are truth values.
+`no` and `on` are truth values. Values are taken from YAML's nodes, because only nodes know their
+lines.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import yaml
+from yaml.reader import ReaderError
+
+from axsparse.runtime.errors import ConfigError
 
 YAML_TAG = "tag:yaml.org,2002:"
 YAML_SCALARS = {
@@ -57,3 +62,63 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 YamlDumper.add_representer(str, _represent_text)
+
+
+def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
+    """The root node, or None for an empty text; `at(line)` names the place of an error."""
+    try:
+        loader = YamlLoader(text)
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{at(line)}: character {text[error.position]!r} is not allowed in YAML; remove it"
+        ) from None
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        line = loader.line if error.problem_mark is None else error.problem_mark.line
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; correct it there") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        # PyYAML does not catch these: escapes beyond Unicode, nesting beyond the stack.
+        raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
+    return node
+
+
+def refuse_tag(node: yaml.Node, here: str) -> None:
+    """ConfigError for a tag that a node of this shape would not have without writing it."""
+    if isinstance(node, yaml.ScalarNode):
+        pattern = YAML_SCALARS.get(node.tag)
+        passes = node.tag == f"{YAML_TAG}str" or (
+            pattern is not None and pattern.match(node.value) is not None
+        )
+    else:
+        shape = "seq" if isinstance(node, yaml.SequenceNode) else "map"
+        passes = node.tag == YAML_TAG + shape
+    if not passes:
+        tag = node.tag.replace(YAML_TAG, "!!")
+        raise ConfigError(f"{here}: tag {tag!r} is not allowed; write a plain value")
+
+
+def scalar(node: yaml.Node) -> object:
+    """The value of a scalar, by the tag that the dialect gives it."""
+    text: str = node.value
+    if is_null(node):
+        return None
+    if node.tag == f"{YAML_TAG}bool":
+        return text.lower() == "true"
+    if node.tag == f"{YAML_TAG}int":
+        return int(text)
+    if node.tag == f"{YAML_TAG}float":
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Whether a node is null, or nothing."""
+    return bool(node.tag == f"{YAML_TAG}null")
+
+
+def line_of(node: yaml.Node) -> int:
+    """The line that a node begins in, from 1."""
+    return int(node.start_mark.line) + 1

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from axsparse.config.schema import Config, prunes
-from axsparse.config.validate import ONCE
+from axsparse.config.schema import ONCE, Config, prunes
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.grid import Grid

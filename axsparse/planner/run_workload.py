@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.pipeline_config import PipelineConfig
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.calibration_memory import CalibrationPlan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.validate import ONCE
+from axsparse.config.schema import ONCE
 from axsparse.pruning.pattern import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
@@ -44,7 +44,7 @@ class Criterion:
     2. Add the name to `PruningConfig.method` in `config/schema.py` and describe it there. Let
        `configured_criterion` return the criterion for it, and refuse a second score.
     3. If it looks at nothing but weights, add the method to `FROM_START` in `targets.py`; if it
-       prunes once, to `ONCE` in `config/validate.py`.
+       prunes once, to `ONCE` in `config/schema.py`.
     4. Add it to `tests/pruning/test_criteria.py` (exact counts, the same mask for the same name),
        and to the dense oracle in `tests/support/methods.py` and the `METHODS` of
        `tests/pruning/methods/test_methods.py`, which compares masks and weights bitwise in every

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
@@ -23,6 +22,7 @@ from axsparse.runtime.mpi.mpi_transport import (
     end_all_ranks,
     wait_until_all_ranks_have_started,
 )
+from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.shared_segments import remove_leftovers
 
 
@@ -41,7 +41,7 @@ def leave_before_start(message: str, code: int) -> NoReturn:
         from mpi4py import MPI
 
         end_all_ranks(MPI.COMM_WORLD, code)
-    sys.exit(code)
+    exit_process(code)
 
 
 def connect_alone() -> Transport:

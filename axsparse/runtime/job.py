@@ -7,7 +7,6 @@ waiting for it.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import os
@@ -34,7 +33,8 @@ from axsparse.runtime.errors import (
     StoppedError,
 )
 from axsparse.runtime.exchange import leave_together
-from axsparse.runtime.launcher import flush_streams, speaks, write_line
+from axsparse.runtime.launcher import speaks, write_line
+from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.stop_signal import StopRequest
 
@@ -124,9 +124,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
         transport = connect()
     except AxsparseError as error:
         # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
-        if speaks():
-            print(f"axsparse: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        exit_process(error.exit_code, f"error: {error}" if speaks() else None)
     job = Job(transport, stop)
     threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
     torch.manual_seed(0)
@@ -138,11 +136,9 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     except BaseException as failure:
         if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
             _last_words(job, failure)
-        if transport.rank == 0:
-            what = "" if isinstance(failure, StoppedError) else "error: "
-            print(f"axsparse: {what}{failure}", file=sys.stderr, flush=True)
-        _leave(failure.exit_code)
-    _leave(0)
+        what = "" if isinstance(failure, StoppedError) else "error: "
+        exit_process(failure.exit_code, f"{what}{failure}" if transport.rank == 0 else None)
+    exit_process()
 
 
 def run_here(main: Callable[[Job], T]) -> T:
@@ -177,14 +173,6 @@ def _mend_streams() -> None:
 
 def _nowhere() -> TextIO:
     return Path(os.devnull).open("w", encoding="utf-8")
-
-
-def _leave(code: int) -> NoReturn:
-    flush_streams()
-    with contextlib.suppress(OSError):
-        # Python flushes stdout once more at exit, which fails again if its reader has gone.
-        sys.stdout = _nowhere()
-    sys.exit(code)
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from axsparse.runtime.launcher import speaks, write_line
+from axsparse.runtime.process_exit import exit_at_once
 from axsparse.runtime.shared_segments import remove_own
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -31,7 +32,7 @@ within milliseconds."""
 class StopRequest:
     """Whether this rank was told to stop."""
 
-    def __init__(self, leave: Callable[[int], Any] = os._exit) -> None:
+    def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
         """`leave(code)` ends the process at the second signal."""
         self.reason: str | None = None
         """The name of the first signal; None if there was none."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import axsparse
 from axsparse.cli.all_parsers import all_parsers
-from axsparse.config.messages import FIELDS, domain
+from axsparse.config.json_schema import FIELDS
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
 from axsparse.config.section import Section
@@ -112,12 +112,55 @@ def _configuration() -> Iterator[str]:
             yield from _settings(f"{name}.", kind.model_fields)
 
 
+_BOUNDS = {
+    "greater_than_equal": "is below {ge:g}",
+    "greater_than": "is not above {gt:g}",
+    "less_than_equal": "is above {le:g}",
+    "less_than": "is not below {lt:g}",
+}
+"""Pydantic's error type -> the rule in plain words."""
+
+_BOUNDS = {
+    "minimum": "of at least {:g}",
+    "exclusiveMinimum": "above {:g}",
+    "maximum": "of at most {:g}",
+    "exclusiveMaximum": "below {:g}",
+}
+
+
+def _domain(schema: Mapping[str, Any], *, many: bool = False) -> str:
+    """The values that a JSON schema allows, in words: "a whole number of at least 1 or auto"."""
+    if "anyOf" in schema:
+        return " or ".join(_domain(member) for member in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    kind = schema["type"]
+    if kind == "array":
+        fixed = schema.get("prefixItems")
+        items = _domain(fixed[0] if fixed else schema["items"], many=True)
+        return f"{len(fixed)} {items}" if fixed else items
+    if kind in ("boolean", "string", "null"):
+        text = "non-empty text" if "minLength" in schema else "text"
+        return {"boolean": "true or false", "string": text, "null": "null"}[kind]
+
+    noun = "whole number" if kind == "integer" else "number"
+    limits = [words.format(schema[name]) for name, words in _BOUNDS.items() if name in schema]
+    if limits == ["of at least 0", "of at most 1"]:
+        noun, limits = "fraction", ["in [0, 1]"]
+    elif limits == ["of at least 0", "below 1"]:
+        noun, limits = "fraction", ["in [0, 1)"]
+    text = f"{noun}s" if many else f"a {noun}"
+    return f"{text} {' and '.join(limits)}" if limits else text
+
+
 def _settings(prefix: str, fields: Any) -> Iterator[str]:
     yield "| setting | values | default | meaning |\n|---|---|---|---|"
     for name, field in fields.items():
         key = prefix + (field.alias or name)
         default = field.get_default(call_default_factory=True)
-        cells = (f"`{key}`", domain(FIELDS[key]), f"`{_yaml(default)}`", field.description or "")
+        cells = (f"`{key}`", _domain(FIELDS[key]), f"`{_yaml(default)}`", field.description or "")
         yield "| " + " | ".join(_cell(cell) for cell in cells) + " |"
     yield ""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import standin_trainer
 from support.mpirun import ENVIRONMENT, KILLED, LONGEST_SECONDS, mpirun_path
-from support.requests import assert_a_shell_reads
+from support.shells import assert_a_shell_reads
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 

@@ -18,8 +18,8 @@ from support.page_blocks import PAGES, ROOT, SHELL, SHOWN_ONLY, Block, blocks
 
 import axsparse as ax
 from axsparse.cli.all_parsers import all_parsers
+from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.load import load_config
-from axsparse.config.messages import FIELDS, SECTIONS
 
 NOT_RUN = {
     "CONTRIBUTING.md": 1,

@@ -17,7 +17,6 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 from axsparse.cli.data import parser
 from axsparse.config.load import load_config
 from axsparse.config.model_config import TextFamily, of_family
-from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
 TEXT = "The cat sat on the mat, and the dog did not.\n"
@@ -90,10 +89,8 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_have_to_be_named() -> None:
-    loaded = load_config(None, ["data.source=tokens"])
-
     with pytest.raises(ConfigError) as caught:
-        check_config(loaded)
+        load_config(None, ["data.source=tokens"])
 
     assert str(caught.value) == (
         "data.path (default): data.source tokens needs the folder that `axsparse data prepare` "

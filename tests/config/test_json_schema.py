@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from axsparse.config.json_schema import editor_schema
+from axsparse.config.json_schema import FIELDS, editor_schema
 from axsparse.config.load import bundled_configs
-from axsparse.config.messages import FIELDS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -37,8 +37,8 @@ from support.tickets import small_ticket
 
 import axsparse
 from axsparse.cli.checkpoint import show
+from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import load_config, to_yaml
-from axsparse.config.messages import FIELDS
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import bundled_clusters, load_cluster

@@ -17,7 +17,7 @@ from support.page_blocks import PAGES, ROOT
 
 import axsparse as ax
 from axsparse.__main__ import COMMANDS
-from axsparse.config.messages import FIELDS
+from axsparse.config.json_schema import FIELDS
 
 SITE = ROOT / "scripts" / "site"
 

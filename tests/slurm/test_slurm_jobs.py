@@ -14,7 +14,7 @@ from slurm.loopback import exit_codes, wait_for_end
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
-from axsparse.cli.submit import submit
+from axsparse.cli import submit
 
 AXSPARSE = submit.TRAIN
 STANDIN = (str(Path(standin_trainer.__file__).resolve()),)

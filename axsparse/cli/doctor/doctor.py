@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from axsparse.cli.parser import CommandParser
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
 from axsparse.runtime.launcher import speaks, write_line
+from axsparse.runtime.process_exit import exit_process
 
 if TYPE_CHECKING:
     from axsparse.cli.doctor.checkup import Finding
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     if transport.rank == 0 and (speaks() or not alone):
         _tell(found, ranks, as_json=arguments.json)
     transport.close()
-    sys.exit(EXIT_WRONG if any(finding.mark == "wrong" for finding in found) else 0)
+    exit_process(EXIT_WRONG if any(finding.mark == "wrong" for finding in found) else 0)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

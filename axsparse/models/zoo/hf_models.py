@@ -30,9 +30,13 @@ from typing import Any
 
 from torch import Tensor
 
-from axsparse.config.hf_config import model_settings, refuse_other_sizes
-from axsparse.config.hf_gpt2_settings import from_gpt2
-from axsparse.config.hf_json import CONFIG_FILE, read_json
+from axsparse.config.hf_config import (
+    CONFIG_FILE,
+    from_gpt2,
+    model_settings,
+    read_json,
+    refuse_other_sizes,
+)
 from axsparse.config.model_config import Family, GptConfig, LlamaConfig
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from, unchanged

@@ -38,6 +38,7 @@ from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import together
 from axsparse.runtime.grid import Place
 from axsparse.runtime.launcher import write_line
+from axsparse.runtime.process_exit import exit_at_once
 
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
@@ -277,7 +278,7 @@ class Watchdog:
     def _end(self, line: str) -> None:
         write_line(f"error: {line}")
         # If MPI itself hangs, `_leave` does not return.
-        timer = threading.Timer(ABORT_SECONDS, os._exit, (EXIT_INTERNAL,))
+        timer = threading.Timer(ABORT_SECONDS, exit_at_once, (EXIT_INTERNAL,))
         timer.daemon = True
         timer.start()
         self._leave(EXIT_INTERNAL)

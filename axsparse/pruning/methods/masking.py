@@ -48,7 +48,8 @@ class Masking(Protocol):
        into the tensors of `MaskingState`. Once a `Change` had `is_ticket`, `is_done` must be True,
        since `layout.g_inter_pruned` depends on it.
     2. Add its name to `PruningConfig.method` in `config/schema.py` and say there what it does;
-       rules between its settings are in `config/validate.py` (`check_rounds`, `ONCE`).
+       rules between its settings are that section's validators, those with the run's in
+       `config/validate.py` (`check_rounds`).
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
        `choose_masking` returns None unless the method moves masks later.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from axsparse.config.schema import Config
-from axsparse.config.validate import DISTANCES, ONCE
+from axsparse.config.schema import ONCE, Config
+from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_distance import MaskConvergence
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch

@@ -6,16 +6,13 @@ answer at once do without.
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from axsparse.runtime.communication import Backoff, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
-from axsparse.runtime.launcher import flush_streams
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
+from axsparse.runtime.process_exit import exit_process
 
 Local = TypeVar("Local", bound="LocalTransport")
 
@@ -51,10 +48,7 @@ class LocalTransport:
         return self  # a branch would have nothing of its own to close
 
     def abort(self, code: int) -> NoReturn:
-        if threading.current_thread() is not threading.main_thread():
-            flush_streams()
-            os._exit(code)  # an exception would end this thread only
-        sys.exit(code)
+        exit_process(code)
 
     def close(self) -> None:
         """Do nothing, since nothing is held."""

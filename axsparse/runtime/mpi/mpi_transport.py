@@ -20,6 +20,7 @@ from axsparse.runtime.communication import Backoff, Closable, Collective, Exchan
 from axsparse.runtime.grid import Place
 from axsparse.runtime.host_cores import own_share, share_cores
 from axsparse.runtime.launcher import flush_streams
+from axsparse.runtime.process_exit import exit_at_once
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main or thread_level() == "multiple":
         comm.Abort(code)
-    os._exit(code)  # the launcher ends the others
+    exit_at_once(code)  # the launcher ends the others
 
 
 def wait_until_all_ranks_have_started() -> None:

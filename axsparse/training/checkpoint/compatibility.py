@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import Config
-from axsparse.config.validate import ONCE
+from axsparse.config.schema import ONCE, Config
 from axsparse.models.survey import Survey
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.training.checkpoint.manifest import DataEntry

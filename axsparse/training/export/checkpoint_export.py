@@ -28,7 +28,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from axsparse.config.hf_json import CONFIG_FILE
+from axsparse.config.hf_config import CONFIG_FILE
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.data.whole_files import writes

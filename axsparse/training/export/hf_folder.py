@@ -19,8 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.config.hf_config import config_json, model_settings, refuse_other_sizes
-from axsparse.config.hf_json import CONFIG_FILE, read_json
+from axsparse.config.hf_config import (
+    CONFIG_FILE,
+    config_json,
+    model_settings,
+    read_json,
+    refuse_other_sizes,
+)
 from axsparse.config.model_config import Family, TextFamily
 from axsparse.data.run_tokenizer import ExportedTokenizer
 from axsparse.models.start_weights import WHOLE_FILE

@@ -14,8 +14,7 @@ from support.runs import assert_bitwise, tiny_config, train_in_process
 from torch import Tensor
 
 from axsparse.config.model_config import LlamaConfig
-from axsparse.config.pipeline_config import PipelineConfig
-from axsparse.config.schema import DataConfig
+from axsparse.config.schema import DataConfig, PipelineConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import as_tuple
 from axsparse.models.survey import survey

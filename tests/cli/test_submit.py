@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,9 +19,12 @@ import pytest
 from support import standin_trainer
 from support.directives import read_lsf, read_slurm
 from support.mpirun import KILLED, LONGEST_SECONDS
+from support.shells import assert_a_shell_reads
 from support.standin_cluster import install, starts
 
-from axsparse.cli.submit import submit
+from axsparse.cli import submit
+from axsparse.cli.parser import overrides_of
+from axsparse.config.load import load_config
 
 TRAINER = (str(Path(standin_trainer.__file__).resolve()),)
 SLURM = ("--slurm", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
@@ -126,14 +130,66 @@ def steps(run_dir: Path, rank: int) -> list[int]:
         (
             [*SLURM, "--account", "a\n#SBATCH --uid=0"],
             78,
-            "--account: 'a\\n#SBATCH --uid=0' is no name; use letters, digits and _ . @ : / + -, "
-            "beginning with a letter or digit",
+            "argument --account: 'a\\n#SBATCH --uid=0' is no name; use letters, digits and _ . @ : "
+            "/ + -, beginning with a letter or digit; see --help",
+        ),
+        *(
+            ([*SLURM, "--set", value], 78, " holds a line break or another control character; ")
+            for value in ("data.path=a\n#SBATCH --uid=0", "run_dir=a\rb", "data.path=a\u2028b")
         ),
         (
-            [*SLURM, "--set", "data.path=a\n#SBATCH --uid=0"],
+            [*SLURM, "--run-dir", "100%"],
             78,
-            "--config, --set: '--set=data.path=a\\n#SBATCH --uid=0' holds a line break or another "
-            "control character; remove it",
+            "100%' holds one of \" $ % ' \\ `, which schedulers replace in the name of the log; "
+            "choose another --run-dir",
+        ),
+        *(
+            ([*SLURM, "--time", time], 78, f"argument --time: {time!r} is no time; write H:MM:SS")
+            for time in ("2:00", "120", "", "0:00:00", "1:60:00", "$x:00:00", "²:00:00")
+        ),
+        *(
+            ([*SLURM, "--nodes", number], 78, f"{number[:60]!r} is no whole number from 1 to 1000")
+            for number in ("0", "1.5", "", "1e3", "٣", "10000001", "9" * 99)
+        ),
+        *(
+            ([*SLURM, "--queue", queue], 78, "is no name; use letters, digits and")
+            for queue in ("", "a b", "$HOME", "`id`", 'a"b', "é", "a" * 201)
+        ),
+        *(
+            ([*SLURM, f"--directive={text}"], 78, "is no option of a scheduler; write it as in a ")
+            for text in ("--comment=a\n#SBATCH --uid=0", "constraint=gpu", "--comment='a", "")
+        ),
+        ([*SLURM, "--directive=--comment=$HOME"], 78, "which no scheduler replaces there; write"),
+        (
+            [*SLURM, "--ranks", "7", "--nodes", "2"],
+            78,
+            "--ranks: 7 does not spread evenly over 2 nodes; choose 6 or 8",
+        ),
+        (
+            [*SLURM, "--ranks", "3", "--nodes", "4"],
+            78,
+            "--ranks: 3 does not spread evenly over 4 nodes; choose 4",
+        ),
+        (
+            [*SLURM, "--margin", "1:00:00"],
+            78,
+            "--margin: 1:00:00 before the end of a job of 1:00:00 is before its start; choose a "
+            "shorter one, or a longer --time",
+        ),
+        (
+            [*SLURM, "--mpi", "pmi2"],
+            78,
+            "--mpi: pmi2 is for srun, and the launcher is mpirun; leave it out, or choose "
+            "--launcher srun",
+        ),
+        *(
+            (
+                [*SLURM, "--copy-environment", place],
+                78,
+                f"--copy-environment: '{place}' is no folder on each node; name one from the root "
+                "on, such as /tmp",
+            )
+            for place in ("tmp", "/")
         ),
         ([*SLURM, "--config", "quick.yaml"], 66, "config 'quick.yaml': no such file and no"),
         ([*SLURM, "--setup", "no.sh"], 66, "is no file; name an existing one"),
@@ -315,6 +371,182 @@ def test_a_file_of_the_sites_is_read_first(here: Path) -> None:
     assert steps(here / "r", 0) == [1, 2, 3]
 
 
+# --- the text of the script --------------------------------------------------------------
+
+EIGHT = ("--nodes", "2", "--ranks", "8", "--gpus-per-node", "4", "--time", "2:00:00")
+NAMED = ("--account", "abc123", "--queue", "batch", "--job-name", "gpt", "--run-dir", "/s/gpt")
+
+
+def script_of(*words: str) -> str:
+    """The script of a command line for eight ranks on two nodes."""
+    job = submit.parser().parse_args([*EIGHT, *NAMED, *words])
+    job.pairs = overrides_of(job)
+    submit.complete(job, load_config(job.config, job.pairs))
+    return submit.script(job).decode()
+
+
+def line_of(script: str, first_word: str) -> str:
+    """The only line that begins so."""
+    [line] = [line for line in script.splitlines() if line.startswith(first_word)]
+    return line
+
+
+def test_the_directives_of_slurm_say_what_the_job_asks_for() -> None:
+    assert read_slurm(script_of("--slurm")) == {
+        "--job-name": "gpt",
+        "--nodes": "2",
+        "--ntasks": "8",
+        "--ntasks-per-node": "4",
+        "--distribution": "block",
+        "--cpus-per-task": "7",
+        "--gpus-per-node": "4",
+        "--time": "2:00:00",
+        "--signal": "B:USR1@300",
+        "--requeue": "",
+        "--open-mode": "append",
+        "--output": "/s/gpt/job-%j.log",
+        "--account": "abc123",
+        "--partition": "batch",
+    }
+
+
+def test_the_directives_of_lsf_say_what_the_job_asks_for() -> None:
+    assert read_lsf(script_of("--lsf")) == {
+        "-J": "gpt",
+        "-nnodes": "2",
+        "-W": "2:00",
+        "-wa": "USR1",
+        "-wt": "5",
+        "-r": "",
+        "-Q": "75",
+        "-o": "/s/gpt/job-%J.log",
+        "-P": "abc123",
+        "-q": "batch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--lsf", "--time", "1:00:01", "--margin", "0:01:01"], {"-W": "1:01", "-wt": "2"}),
+        (
+            ["--lsf", "--launcher", "mpirun", "--directive=-x"],
+            {"-n": "8", "-R": "span[ptile=4]", "-gpu": "num=4", "-x": "", "-nnodes": None},
+        ),
+        (
+            ["--lsf", "--chain", "3"],
+            {"-J": "gpt[1-3]%1", "-o": "/s/gpt/job-%J_%I.log", "-Q": None, "-r": None},
+        ),
+        (["--slurm", "--chain", "3"], {"--array": "1-3%1", "--output": "/s/gpt/job-%A_%a.log"}),
+        (["--slurm", "--run-dir", "/s/my runs/é"], {"--output": "/s/my runs/é/job-%j.log"}),
+        (["--slurm", "--gpus-per-node", "0"], {"--gpus-per-node": None, "--array": None}),
+        (["--slurm", "--time", "2-00:00:00"], {"--time": "48:00:00"}),
+        (
+            ["--slurm", "--directive=--constraint=gpu", '--directive=--comment="a b"'],
+            {"--constraint": "gpu", "--comment": "a b"},
+        ),
+    ],
+    ids=" ".join,
+)
+def test_directives_follow_the_options(words: list[str], options: dict[str, str | None]) -> None:
+    read = read_lsf if "--lsf" in words else read_slurm
+
+    found = read(script_of(*words))
+
+    assert {name: found.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--slurm"], "-n 8"),
+        (
+            ["--slurm", "--launcher", "srun"],
+            'srun -K1 --ntasks=8 --cpus-per-task=7 sh -c "$rank" "$left"',
+        ),
+        (
+            ["--slurm", "--launcher", "srun", "--mpi", "pmi2"],
+            'srun -K1 --mpi=pmi2 --ntasks=8 --cpus-per-task=7 sh -c "$rank" "$left"',
+        ),
+        (["--lsf"], "jsrun -n 8 -a1 -g1 -c7"),
+        (["--lsf", "--gpus-per-node", "0"], "jsrun -n 8 -a1 -g0 -c1"),
+        (["--lsf", "--launcher", "mpirun"], "-n 8"),
+    ],
+    ids=str,
+)
+def test_ranks_are_started_by_the_launcher(words: list[str], command: str) -> None:
+    [line] = [line for line in script_of(*words).splitlines() if line.endswith("=auto &")]
+
+    assert f'{command} "$python" -m axsparse.train --set=run_dir=/s/gpt --resume=auto &' in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--slurm"],
+        ["--slurm", "--chain", "4"],
+        ["--slurm", "--launcher", "srun", "--mpi", "pmix", "--set", HARD],
+        ["--slurm", "--setup", "it's here.sh", "--copy-environment", "/local disk"],
+        ["--lsf"],
+        ["--lsf", "--chain", "4"],
+        ["--lsf", "--launcher", "mpirun"],
+        ["--lsf", "--setup", "it's here.sh", "--copy-environment", "/local disk"],
+    ],
+    ids=" ".join,
+)
+def test_shells_can_read_the_script(here: Path, words: list[str], environment: Path) -> None:
+    (here / "it's here.sh").touch()
+    assert_a_shell_reads(script_of(*words))
+
+
+def test_no_placeholder_is_left_and_none_of_a_users_is_filled_in() -> None:
+    script = script_of("--slurm", "--set", "data.path=x@ranks@")
+
+    assert re.findall(r"@[a-z_]+@", script) == ["@ranks@"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A virtual environment that submits."""
+    path = tmp_path / "my env"
+    (path / "bin").mkdir(parents=True)
+    (path / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    (path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "executable", str(path / "bin" / "python"))
+    monkeypatch.setattr(sys, "prefix", str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [*SLURM, "--copy-environment", "/local"],
+            "is not of a venv or conda environment that could be copied; install axsparse into "
+            "one, or leave the option out",
+        ),
+        (
+            [*LSF, "--copy-environment", "/local", "--launcher", "mpirun"],
+            "--copy-environment: mpirun cannot start one process on each node under LSF; choose "
+            "--launcher jsrun, or leave the option out",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_copied_is_refused(
+    here: Path,
+    environment: Path,
+    words: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if "--slurm" in words:
+        (environment / "pyvenv.cfg").unlink()
+
+    assert run(*words) == 78
+
+    assert message in capfd.readouterr().err
+
+
 # --- jobs, from start to end -------------------------------------------------------------
 
 
@@ -417,18 +649,6 @@ def test_a_scheduler_that_does_not_requeue_is_reported(
 # --- a copy of the environment on each node ----------------------------------------------
 
 
-@pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A virtual environment that submits."""
-    path = tmp_path / "my env"
-    (path / "bin").mkdir(parents=True)
-    (path / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    (path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
-    monkeypatch.setattr(sys, "executable", str(path / "bin" / "python"))
-    monkeypatch.setattr(sys, "prefix", str(path))
-    return path
-
-
 @pytest.mark.parametrize("scheduler", [SRUN, LSF], ids=["slurm", "lsf"])
 def test_ranks_run_from_a_copy_of_the_environment_that_is_removed_afterwards(
     here: Path,
@@ -480,7 +700,7 @@ def test_the_examples_of_the_help_are_command_lines() -> None:
 
 def test_help_costs_neither_torch_nor_mpi() -> None:
     code = (
-        "import sys; from axsparse.cli.submit import submit\n"
+        "import sys; from axsparse.cli import submit\n"
         "try: submit.main(['--help'])\n"
         "except SystemExit: print({'torch', 'mpi4py'} & set(sys.modules))"
     )
@@ -497,11 +717,3 @@ def test_one_of_many_ranks_submits(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run(*SLURM) == 0
 
     assert list(here.iterdir()) == []
-
-
-def test_the_scripts_of_both_schedulers_can_be_printed(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*LSF, "--dry-run") == 0
-
-    assert read_lsf(capfd.readouterr().out)["-W"] == "1:00"

@@ -1,1 +1,0 @@
-"""`axsparse submit`: job scripts for SLURM and LSF, from a request that is checked first."""
