@@ -39,7 +39,12 @@ def parser() -> CommandParser:
     add("runs", metavar="RUNS", nargs="?", type=Path, help="a YAML file of runs")
     add("--cluster", metavar="NAME", help="in the place of the cluster that the file names")
     add("--json", action="store_true", help="print rows, mean and worst as one JSON object")
-    add("--plot", metavar="FILE", type=Path, help="draw predicted over published steps as SVG")
+    add(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw predicted over published steps as SVG (axsparse[plot])",
+    )
     return arguments
 
 
@@ -51,9 +56,12 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def _check(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help and mistakes in arguments load little.
+    from axsparse.observe.charts import check_installed
     from axsparse.planner.published import check_report as report
     from axsparse.planner.published.run_file import bundled_tables
 
+    if arguments.plot is not None:
+        check_installed("--plot")
     files = bundled_tables() if arguments.runs is None else [arguments.runs]
     checks = [_checked(path, arguments.cluster) for path in files]
     if arguments.json:
@@ -80,9 +88,9 @@ def _checked(path: Path, cluster: str | None) -> Check:
     return check_runs(file, load_cluster(named))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise OutputError(
             f"--plot {path}: cannot be written ({error.strerror}); choose another place"

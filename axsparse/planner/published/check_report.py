@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import io
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
 from axsparse.planner.plan_report import table
@@ -12,9 +11,6 @@ from axsparse.planner.published.run_check import Check, CheckedRow, choices
 
 MISS = 0.05
 """An error from which on the table says what would explain it."""
-SIZE, MARGIN = 480, 60
-"""Pixels of the picture's side, and of its margin."""
-COLOURS = ("#4878a8", "#b5524a", "#5b9a68", "#e09f3e", "#9a5aa6", "#6b8e8e")
 
 
 def as_json(checks: Sequence[Check]) -> dict[str, Any]:
@@ -113,48 +109,27 @@ def _score(check: Check) -> dict[str, str]:
     }
 
 
-# -- the picture ----------------------------------------------------------------------------
+def picture(checks: Sequence[Check]) -> bytes:
+    """An SVG of predicted over published steps, in seconds on two logarithmic axes.
 
+    Rows that were fitted are empty circles. ImportError without matplotlib.
+    """
+    from matplotlib.figure import Figure
 
-def picture(checks: Sequence[Check]) -> str:
-    """An SVG of predicted over published steps, in seconds on two logarithmic axes."""
-    points = [
-        (number, each, each.seconds + each.slower)
-        for number, check in enumerate(checks)
-        for each in check.rows
-        if each.published is not None
-    ]
-    seconds = [value for _, each, published in points for value in (each.seconds, published)]
-    low, high = min(seconds, default=1.0) / 1.2, max(seconds, default=1.0) * 1.2
-
-    def at(value: float) -> float:
-        return (SIZE - 2 * MARGIN) * math.log(value / low) / math.log(high / low)
-
-    body = [
-        f'<line x1="{MARGIN}" y1="{SIZE - MARGIN}" x2="{SIZE - MARGIN}" y2="{MARGIN}" '
-        'stroke="#bbb"/>',
-        f'<text x="{SIZE / 2}" y="{SIZE - 15}" text-anchor="middle">published step, s</text>',
-        f'<text x="15" y="{SIZE / 2}" transform="rotate(-90 15 {SIZE / 2})" '
-        'text-anchor="middle">predicted step, s</text>',
-    ]
-    for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
-        x, y = MARGIN + at(10.0**power), SIZE - MARGIN - at(10.0**power)
-        body.append(
-            f'<text x="{x:.1f}" y="{SIZE - MARGIN + 18}" text-anchor="middle">1e{power}</text>'
-        )
-        body.append(f'<text x="{MARGIN - 8}" y="{y:.1f}" text-anchor="end">1e{power}</text>')
-    for number, each, published in points:
-        colour = COLOURS[number % len(COLOURS)]
-        fill = "none" if each.row.fit else colour
-        title = f"{each.row.name}: {100 * (each.seconds / published - 1):+.1f} %"
-        body.append(
-            f'<circle cx="{MARGIN + at(published):.1f}" cy="{SIZE - MARGIN - at(each.seconds):.1f}"'
-            f' r="4" stroke="{colour}" fill="{fill}"><title>{escape(title)}</title></circle>'
-        )
+    figure = Figure((6.0, 6.0), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlabel="published step, s", ylabel="predicted step, s")
     for number, check in enumerate(checks):
-        colour, y = COLOURS[number % len(COLOURS)], MARGIN + 16 * number
-        body.append(f'<text x="{MARGIN}" y="{y}" fill="{colour}">{escape(check.name)}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{SIZE}" height="{SIZE}" '
-        f'font-family="system-ui, sans-serif" font-size="12">{"".join(body)}</svg>\n'
-    )
+        known = [each for each in check.rows if each.published is not None]
+        axes.scatter(
+            [each.seconds + each.slower for each in known],
+            [each.seconds for each in known],
+            label=check.name,
+            edgecolors=f"C{number}",
+            facecolors=["none" if each.row.fit else f"C{number}" for each in known],
+        )
+    axes.axline((1.0, 1.0), (10.0, 10.0), color="#bbb", zorder=0)
+    axes.legend()
+    file = io.BytesIO()
+    figure.savefig(file, format="svg")
+    return file.getvalue()
