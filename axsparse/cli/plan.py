@@ -71,7 +71,12 @@ def parser() -> CommandParser:
     add("--compare", metavar="METHODS", help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
-    add("--html", metavar="FILE", type=Path, help="write timeline, memory and curves as a page")
+    add(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write timeline, memory and curves as a page; needs axsparse[plot]",
+    )
     return arguments
 
 
@@ -90,9 +95,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     check_config(loaded)
     # Imported late, so that --help and mistakes in what the user wrote do not load torch.
     from axsparse.observe import trace_file as trace
+    from axsparse.observe.charts import check_installed
     from axsparse.planner.plan_model import subject
     from axsparse.planner.timeline import spans
 
+    if arguments.html is not None:
+        check_installed("--html")
     asked = subject(loaded, cluster)
     try:
         answers = list(_answers(asked, cluster, gpus, methods, sizes or None))

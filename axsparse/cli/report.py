@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,11 +17,12 @@ from axsparse.runtime.errors import (
     ConfigError,
     MissingInputError,
     OutputError,
+    writing,
 )
 
 if TYPE_CHECKING:
-    from axsparse.observe.run_records import RunRecords
-    from axsparse.observe.run_view import LayerShare, RunView, SavedStep
+    from axsparse.observe.charts import Bars
+    from axsparse.observe.run_records import LayerShare, RunRecords, RunView, SavedStep
     from axsparse.observe.trace_file import Span
     from axsparse.training.checkpoint.manifest import CheckpointManifest
 
@@ -32,7 +34,8 @@ laid over each other, with a table of the settings in which they differ:
   axsparse report runs/dense runs/pruned --out comparison.html
   axsparse report runs/dense runs/pruned --png comparison.png
 
-The page is one file that loads nothing from elsewhere. The run may still go on.
+The page is one file that loads nothing from elsewhere. The run may still go on. Charts are drawn by
+matplotlib: pip install 'axsparse[plot]'.
 """
 EPILOG = """\
 exit codes:
@@ -59,7 +62,7 @@ def parser() -> CommandParser:
         "--png",
         metavar="PATH",
         type=Path,
-        help="write a picture of the curves instead, a .png file; needs axsparse[plot]",
+        help="write a picture of the curves instead, a .png file",
     )
     return arguments
 
@@ -71,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _report(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
-    from axsparse.observe.run_report import MOST_RUNS, report_page
+    from axsparse.observe.charts import check_installed
+    from axsparse.observe.run_report import MOST_RUNS, report_page, report_picture
 
     runs: list[Path] = arguments.runs
     if len({run.resolve() for run in runs}) < len(runs):
@@ -80,34 +84,18 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"report: {len(runs)} runs are too many for one page; name {MOST_RUNS} at most"
         )
-    if arguments.png is not None:
-        _draw(arguments.png, runs, arguments.out)
-        return
-    out: Path = runs[0] / REPORT_FILE if arguments.out is None else arguments.out
-    if out.suffix != ".html":
-        raise ConfigError(f"--out: {str(out)!r} does not end in .html; add that")
-    page = report_page([view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)])
-    _write(out, page.encode(), "--out")
-    say(f"{out}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
-
-
-def _draw(path: Path, runs: Sequence[Path], out: Path | None) -> None:
-    """Write the picture that `--png` asks for."""
-    from axsparse.observe.run_picture import run_picture
-
-    if out is not None:
+    if arguments.out is not None and arguments.png is not None:
         raise ConfigError("report: --out names a page and --png a picture; give one of them")
-    if path.suffix != ".png":
-        raise ConfigError(f"--png: {str(path)!r} does not end in .png; add that")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--png: pictures are drawn by matplotlib, which is not installed; pip install "
-            "'axsparse[plot]', or leave --png out for a page"
-        )
-    names = _names(runs)
-    picture = run_picture([view_run(run, name) for run, name in zip(runs, names, strict=True)])
-    _write(path, picture, "--png")
-    say(f"{path}: {len(picture) / 1e3:.0f} kB")
+    option, ending = ("--out", ".html") if arguments.png is None else ("--png", ".png")
+    path: Path = arguments.png or arguments.out or runs[0] / REPORT_FILE
+    if path.suffix != ending:
+        raise ConfigError(f"{option}: {str(path)!r} does not end in {ending}; add that")
+    check_installed("report")
+    views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
+    content = report_page(views).encode() if arguments.png is None else report_picture(views)
+    _write(path, content, option)
+    advice = "; open it in a browser" if arguments.png is None else ""
+    say(f"{path}: {len(content) / 1e3:.0f} kB{advice}")
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -126,8 +114,7 @@ def view_run(run: Path, name: str) -> RunView:
     Raises MissingInputError if it is no run or has no record yet, DataError if a record is
     damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
     """
-    from axsparse.observe.run_records import read_records
-    from axsparse.observe.run_view import RunView
+    from axsparse.observe.run_records import RunView, read_records
     from axsparse.observe.trace_recorder import TRACES
     from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
 
@@ -166,22 +153,22 @@ def view_run(run: Path, name: str) -> RunView:
 
 def _trace(folder: Path, notes: list[str]) -> tuple[str, list[Span]]:
     """The newest trace that can be read, by its name below the run; no spans if there is none."""
-    traces = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(traces):
-        if spans := _spans(path, notes):
-            return f"{folder.name}/{path.name}", spans
+    from axsparse.observe.trace_file import read
+
+    for path in sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime):
+        with _noted(notes):
+            if spans := read(path):
+                return f"{folder.name}/{path.name}", spans
     return "", []
 
 
-def _spans(path: Path, notes: list[str]) -> list[Span]:
-    """The spans of a trace; none, and a note, if it cannot be read."""
-    from axsparse.observe.trace_file import read
-
+@contextlib.contextmanager
+def _noted(notes: list[str]) -> Iterator[None]:
+    """Make a note of an error of the code within."""
     try:
-        return read(path)
+        yield
     except AxsparseError as error:
         notes.append(str(error))
-        return []
 
 
 # -- config.yaml --------------------------------------------------------------------------
@@ -240,38 +227,29 @@ def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointMani
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
-    from axsparse.observe.run_view import SavedStep
+    from axsparse.observe.run_records import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
-    from axsparse.training.checkpoint.verification import steps_in
+    from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
     saved: list[SavedStep] = []
     newest: CheckpointManifest | None = None
     for step in steps_in(run):
-        manifest = _manifest(path_of(run / CHECKPOINTS, step), notes)
+        manifest = None
+        with _noted(notes):
+            manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
         saved.append(SavedStep(step, None if manifest is None else manifest.nbytes))
         newest = newest or manifest
     return saved, newest
 
 
-def _manifest(path: Path, notes: list[str]) -> CheckpointManifest | None:
-    """The manifest of a checkpoint; None, and a note, if it cannot be read."""
-    from axsparse.training.checkpoint.verification import open_checkpoint
-
-    try:
-        return open_checkpoint(path).manifest
-    except AxsparseError as error:
-        notes.append(str(error))
-        return None
-
-
 def _of_checkpoint(
     manifest: CheckpointManifest | None, records: RunRecords, notes: list[str]
-) -> tuple[list[LayerShare], str, list[str]]:
-    """What is kept of each layer, the name of the checkpoint, and a picture of planned memory."""
-    from axsparse.observe.run_view import LayerShare
+) -> tuple[list[LayerShare], str, Bars | None]:
+    """What is kept of each layer, the name of the checkpoint, and a chart of planned memory."""
+    from axsparse.observe.run_records import LayerShare
 
     if manifest is None:
-        return [], "", []
+        return [], "", None
     layers = []
     for name, layer in manifest.layers.items():
         entries = layer.parameters.values()
@@ -280,8 +258,8 @@ def _of_checkpoint(
     return layers, f"after step {manifest.progress.step}", _planned(manifest, records, notes)
 
 
-def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]) -> list[str]:
-    """A picture of the planned memory by category, beside what it would be dense.
+def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]) -> Bars | None:
+    """A chart of the planned memory by category, beside what it would be dense.
 
     There is none if the run made no plan, or trained a model of the user's own.
     """
@@ -295,28 +273,28 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
     peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
     if not predicted or not peaks:
-        return []
+        return None
     shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
     try:
         config = recorded_config(manifest.config)
         found = planned_memory(config, shapes, manifest.pruned, predicted[-1])
     except ValidationError:
         notes.append("the plan of its memory is not shown: another version wrote its settings")
-        return []
+        return None
     except AxsparseError as error:
         notes.append(f"the plan of its memory is not shown: {error}")
-        return []
+        return None
     if found is None:
-        return []
+        return None
     rows = [(f"stage {n}", memory) for n, memory in enumerate(found.now)]
     if found.now != found.dense:
         rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
-    return [*memory_bars(rows, peaks[-1], "measured peak")]
+    return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
 
 
 def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
     """What a ticket keeps of each layer's pruned tensors; nothing, and a note, if it is none."""
-    from axsparse.observe.run_view import LayerShare
+    from axsparse.observe.run_records import LayerShare
     from axsparse.pruning.ticket.ticket_reader import open_ticket
 
     try:
@@ -336,23 +314,22 @@ def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
 
 
 def _write(path: Path, content: bytes, option: str) -> None:
-    """Write what `option` names, which appears whole; OutputError if it cannot, or if a file of
-    somebody else is there."""
-    from axsparse.data.whole_files import new_file, writes
+    """Write what `option` names, which appears complete or not at all.
 
-    with writes(path):
-        if path.exists() and not _is_ours(path):
+    Raises OutputError if it cannot be written, or if a file of somebody else is there.
+    """
+    from axsparse.observe.run_report import GENERATOR
+    from axsparse.runtime.files.durable import write_new
+
+    with writing(f"{option}: {path}", "free the disk, or choose another place"):
+        if path.exists() and GENERATOR.encode() not in path.read_bytes()[:500]:
             raise OutputError(
                 f"{path}: is there already and is no page of this command, nor a picture; choose "
                 f"another place with {option}"
             )
-    with new_file(path) as file:
-        file.write(content)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether an earlier report is there."""
-    from axsparse.observe.run_report import GENERATOR
-
-    with path.open("rb") as file:
-        return GENERATOR.encode() in file.read(500)
+        unfinished = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
+        try:
+            write_new(unfinished, content)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from axsparse.observe.gpu_phases import LateSeconds
-from axsparse.observe.live_view import LiveView
+from axsparse.observe.live_view import LiveView, eval_line, step_line
 from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
@@ -19,7 +19,6 @@ from axsparse.observe.metrics import (
     perplexity,
 )
 from axsparse.observe.step_gather import StepGather, StepTotals
-from axsparse.observe.step_lines import eval_line, step_line
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective
 from axsparse.runtime.console import Console, Unit, format_bytes

@@ -1,32 +1,23 @@
-"""The charts of one run, or of several over each other."""
+"""The charts of one run, or of several over each other, as data that `observe.charts` draws."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from axsparse.observe.line_chart import (
-    Chart,
-    Column,
-    Curve,
-    Point,
-    column_chart,
-    line_chart,
-    thinned,
-)
+from axsparse.observe.charts import Areas, Bars, Chart, Curve, Lines, Timeline, thinned
 from axsparse.observe.metrics import perplexity
 from axsparse.observe.phases import PHASES
-from axsparse.observe.run_records import Record, number, step_of
-from axsparse.observe.run_view import RunView
-from axsparse.observe.web_page import PHASE_COLOURS
+from axsparse.observe.run_records import Record, RunView, number, step_of
+from axsparse.observe.web_page import PHASE_COLOURS, SERIES_COLOURS
 from axsparse.runtime.console import Unit
 
 MOST_POINTS = 200
 """Of a curve; with several runs fewer, so that the page stays below 1 MB."""
 MOST_COLUMNS = 80
-"""Of a chart of phases; with several runs fewer."""
+"""Stretches of steps in a chart of phases; with several runs fewer."""
 
 
 def most_of(of_one: int, runs: Sequence[RunView]) -> int:
@@ -34,54 +25,74 @@ def most_of(of_one: int, runs: Sequence[RunView]) -> int:
     return max(16, 2 * of_one // (1 + len(runs)))
 
 
-def training_charts(runs: Sequence[RunView], colours: Mapping[str, str]) -> Iterator[str]:
-    most = most_of(MOST_POINTS, runs)
-    has_tokens = any(
-        number(r, "perplexity") is not None for run in runs for r in run.records.evaluations
-    )
-    crosses = [
-        (step_of(record), _skipped(run, record))
-        for run in runs
-        for record in run.records.steps
-        if record.get("skipped")
-    ]
-    crosses = crosses[:: max(1, len(crosses) // most)]
+def colours_of(runs: Sequence[RunView]) -> dict[str, str]:
+    """The colour of each run, by its name."""
+    return dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
+
+
+def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
+    """Loss, perplexity, metrics, learning rate, norm of the gradient, loss scale and rate."""
+    colours, most = colours_of(runs), most_of(MOST_POINTS, runs)
 
     def of_steps(name: str, change: Callable[[float], float | None] = float) -> list[Curve]:
         return [
-            _curve(run, run.records.steps, name, colours[run.name], most, change) for run in runs
+            Curve(run.name, _points(run.records.steps, name, most, change), colours[run.name])
+            for run in runs
         ]
 
     def of_evaluations(name: str) -> list[Curve]:
         return [
-            replace(
-                _curve(run, run.records.evaluations, name, colours[run.name], most),
-                name=f"{run.name} validation",
+            Curve(
+                f"{run.name} validation",
+                _points(run.records.evaluations, name, most),
+                colours[run.name],
                 is_dashed=True,
                 is_marked=True,
             )
             for run in runs
         ]
 
-    loss = Chart("loss; dashed: validation", crosses=crosses, shown="{:.5g}".format)
-    if has_tokens:
-        loss = replace(loss, title="loss, nats a token; dashed: validation")
-    yield from line_chart([*of_steps("loss"), *of_evaluations("eval_loss")], loss)
+    skipped = {step_of(r) for run in runs for r in run.records.steps if r.get("skipped")}
+    crosses = sorted(skipped)[:: max(1, len(skipped) // most)]
+    evaluations = [record for run in runs for record in run.records.evaluations]
+    has_tokens = any(number(record, "perplexity") is not None for record in evaluations)
+    unit = ", nats a token" if has_tokens else ""
+    losses = [*of_steps("loss"), *of_evaluations("eval_loss")]
+    yield Lines(f"loss{unit}; dashed: validation", losses, crosses=crosses)
     if has_tokens:
         curves = [*of_steps("loss", _finite_perplexity), *of_evaluations("perplexity")]
-        yield from line_chart(curves, Chart("perplexity; dashed: validation", logarithmic=True))
-    for name in dict.fromkeys(
-        n for run in runs for r in run.records.evaluations for n in metrics_of(r)
-    ):
-        yield from line_chart(of_evaluations(name), Chart(f"{name}, share of targets; validation"))
-    yield from line_chart(of_steps("learning_rate"), Chart("learning rate"))
-    norms = of_steps("grad_norm")
-    chart = Chart("norm of the gradient", logarithmic=_is_wide(norms), crosses=crosses)
-    yield from line_chart(norms, chart)
-    scales = of_steps("loss_scale")
-    if any(y != 1 for curve in scales for _, y in curve.points):
-        yield from line_chart(scales, Chart("loss scale", logarithmic=True))
-    yield from line_chart(of_steps("tokens_per_second"), Chart(f"{unit_of(runs)} a second"))
+        yield Lines("perplexity; dashed: validation", curves, logarithmic=True)
+    for name in dict.fromkeys(name for record in evaluations for name in metrics_of(record)):
+        yield Lines(f"{name}, share of targets; validation", of_evaluations(name))
+    yield Lines("learning rate", of_steps("learning_rate"))
+    norms = Lines("norm of the gradient", of_steps("grad_norm"), crosses=crosses)
+    yield replace(norms, logarithmic=_is_wide(norms))
+    scales = Lines("loss scale", of_steps("loss_scale"), logarithmic=True)
+    if any(scale != 1 for of_one in scales.values for scale in of_one):
+        yield scales
+    yield Lines(f"{unit_of(runs)} a second", of_steps("tokens_per_second"))
+
+
+def _points(
+    records: Sequence[Record],
+    name: str,
+    most: int,
+    change: Callable[[float], float | None] = float,
+) -> list[tuple[float, float | None]]:
+    """A field of all records over their steps, changed where `change` is given."""
+    values = [(step_of(record), number(record, name)) for record in records]
+    return thinned([(x, None if y is None else change(y)) for x, y in values], most)
+
+
+def _finite_perplexity(loss: float) -> float | None:
+    found = perplexity(loss)
+    return found if math.isfinite(found) else None
+
+
+def _is_wide(chart: Lines) -> bool:
+    """Whether values differ so much that only a logarithmic axis shows them all."""
+    values = [y for of_one in chart.values for y in of_one if y > 0]
+    return bool(values) and max(values) > 30 * min(values)
 
 
 def unit_of(runs: Sequence[RunView]) -> Unit:
@@ -91,94 +102,6 @@ def unit_of(runs: Sequence[RunView]) -> Unit:
     return "tokens" if has_tokens or not evaluations else "samples"
 
 
-# Reason: a curve is these six things, and only this function knows them all.
-def _curve(
-    run: RunView,
-    records: Sequence[Record],
-    name: str,
-    colour: str,
-    most: int,
-    change: Callable[[float], float | None] = float,
-) -> Curve:
-    """A field of all records over their steps, changed where `change` is given."""
-    points: list[Point] = []
-    for record in records:
-        value = number(record, name)
-        points.append((step_of(record), None if value is None else change(value)))
-    return Curve(run.name, thinned(points, most), colour)
-
-
-def _finite_perplexity(loss: float) -> float | None:
-    found = perplexity(loss)
-    return found if math.isfinite(found) else None
-
-
-def _is_wide(curves: Sequence[Curve]) -> bool:
-    """Whether values differ so much that only a logarithmic axis shows them all."""
-    values = [y for curve in curves for _, y in curve.points if y is not None and y > 0]
-    return bool(values) and max(values) > 30 * min(values)
-
-
-def _skipped(run: RunView, record: Record) -> str:
-    reason = record.get("skip_reason") or "no reason told"
-    return f"{run.name}, step {step_of(record):g} was skipped: {reason}"
-
-
-def memory_charts(runs: Sequence[RunView], colours: Mapping[str, str]) -> Iterator[str]:
-    """Model state and peak over the steps; where it was planned, the peak that the plan says."""
-    most = most_of(MOST_POINTS, runs)
-    for name, title in (("model_state_bytes", "model state"), ("peak_memory_bytes", "peak")):
-        beside = ""
-        curves = [_curve(run, run.records.steps, name, colours[run.name], most) for run in runs]
-        if name == "peak_memory_bytes":
-            planned = [curve for run in runs for curve in _planned(run, colours[run.name])]
-            curves += planned
-            beside = "; dashed: planned" if planned else ""
-        largest = max((y for c in curves for _, y in c.points if y is not None), default=0.0)
-        unit, name_of_unit = next(
-            (u, n)
-            for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-            if largest >= u or u == 1
-        )
-        scaled = [
-            replace(c, points=[(x, None if y is None else y / unit) for x, y in c.points])
-            for c in curves
-        ]
-        shown = f"{{:.4g}} {name_of_unit}".format
-        yield from line_chart(scaled, Chart(f"{title}, {name_of_unit}{beside}", shown=shown))
-
-
-def _planned(run: RunView, colour: str) -> Iterator[Curve]:
-    steps = run.records.steps
-    for record in run.records.plans[-1:]:
-        planned = number(record, "predicted_peak_memory_bytes")
-        if steps and planned is not None:
-            ends = sorted({step_of(steps[0]), step_of(steps[-1])})
-            yield Curve(f"{run.name} planned", [(x, planned) for x in ends], colour, is_dashed=True)
-
-
-def phase_chart(run: RunView, most: int, *, several: bool) -> Iterator[str]:
-    """Columns of the phases, each the mean of a few steps."""
-    rows = [
-        (step_of(record), {p: number(record, f"{p}_seconds") for p in PHASES})
-        for record in run.records.steps
-    ]
-    known = [(step, parts) for step, parts in rows if all(v is not None for v in parts.values())]
-    size = -(-len(known) // most) if known else 1
-    columns = []
-    for start in range(0, len(known), size):
-        group = known[start : start + size]
-        means = {
-            p: statistics.fmean(max(0.0, parts[p] or 0.0) for _, parts in group) for p in PHASES
-        }
-        columns.append(Column(group[0][0], group[-1][0], means))
-    title = "seconds of a step by phase, mean over ranks"
-    if size > 1:
-        title += f" and {size} steps"
-    named = f"{run.name}: {title}" if several else title
-    yield from column_chart(columns, PHASE_COLOURS, Chart(named, shown="{:.3g} s".format))
-
-
 def metrics_of(evaluated: Record) -> dict[str, float]:
     """The metrics of the model in an evaluation."""
     return {
@@ -186,3 +109,92 @@ def metrics_of(evaluated: Record) -> dict[str, float]:
         for name, value in evaluated.items()
         if name not in ("step", "time", "eval_loss", "perplexity") and isinstance(value, float)
     }
+
+
+def memory_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
+    """Model state and peak over the steps; where it was planned, the peak that the plan says."""
+    colours, most = colours_of(runs), most_of(MOST_POINTS, runs)
+    for name, title in (("model_state_bytes", "model state"), ("peak_memory_bytes", "peak")):
+        known = [v for run in runs for r in run.records.steps if (v := number(r, name))]
+        units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+        scale, unit = next(u for u in units if max(known, default=0.0) >= u[0] or u[0] == 1)
+        curves = [
+            Curve(
+                run.name,
+                _points(run.records.steps, name, most, (1 / scale).__mul__),
+                colours[run.name],
+            )
+            for run in runs
+        ]
+        planned = []
+        for run in runs if name == "peak_memory_bytes" else ():
+            for record in run.records.plans[-1:]:
+                peak = number(record, "predicted_peak_memory_bytes")
+                ends = {step_of(r) for r in [*run.records.steps[:1], *run.records.steps[-1:]]}
+                if peak is not None:
+                    points = [(x, peak / scale) for x in sorted(ends)]
+                    colour = colours[run.name]
+                    planned.append(Curve(f"{run.name} planned", points, colour, is_dashed=True))
+        dashed = "; dashed: planned" if planned else ""
+        yield Lines(f"{title}, {unit}{dashed}", [*curves, *planned])
+
+
+def phase_chart(run: RunView, most: int, before: str = "") -> Iterator[Areas]:
+    """The phases of the steps, each stretch the mean of a few; nothing if none is known."""
+    rows = [
+        (step_of(record), [number(record, f"{phase}_seconds") for phase in PHASES])
+        for record in run.records.steps
+    ]
+    known = [(step, parts) for step, parts in rows if None not in parts]
+    if not known:
+        return
+    size = -(-len(known) // most)
+    groups = [known[start : start + size] for start in range(0, len(known), size)]
+    parts = {
+        phase: [statistics.fmean(max(0.0, row[at] or 0.0) for _, row in g) for g in groups]
+        for at, phase in enumerate(PHASES)
+    }
+    title = f"{before}seconds of a step by phase, mean over ranks"
+    if size > 1:
+        title += f" and {size} steps"
+    edges = [group[0][0] - 0.5 for group in groups]
+    yield Areas(title, [*edges, known[-1][0] + 0.5], parts, PHASE_COLOURS)
+
+
+def timeline(run: RunView) -> Iterator[Timeline]:
+    """The last traced step of a run, of its first replica; nothing if none was traced."""
+    if not run.spans:
+        return
+    step = max(span.step for span in run.spans)
+    of_step = [span for span in run.spans if span.step == step]
+    begin, replica = min(s.begin for s in of_step), min(s.replica for s in of_step)
+    spans = [
+        replace(span, begin=span.begin - begin, end=span.end - begin)
+        for span in of_step
+        if span.replica == replica
+    ]
+    length = max(span.end for span in spans)
+    if length > 0:
+        yield Timeline(f"Step {step} of {run.name}, replica {replica}", spans, length)
+
+
+def sparsity_chart(run: RunView, colour: str) -> Bars:
+    """The removed share of each layer."""
+    rows = []
+    for layer in run.layers:
+        removed = 1 - layer.kept / layer.numel if layer.numel else 0.0
+        rows.append((layer.name, [removed], f"{100 * removed:.1f} %"))
+    return Bars(f"{run.name}: removed share of each layer, {run.layers_from}", rows, [colour])
+
+
+def run_picture(runs: Sequence[RunView]) -> list[Chart]:
+    """The charts of a picture: curves of training, and the time of a step; of one run by phase."""
+    charts: list[Chart] = [chart for chart in training_charts(runs) if not chart.is_flat]
+    if len(runs) == 1:
+        return [*charts, *phase_chart(runs[0], MOST_COLUMNS)]
+    colours, most = colours_of(runs), most_of(MOST_POINTS, runs)
+    times = [
+        Curve(run.name, _points(run.records.steps, "step_seconds", most), colours[run.name])
+        for run in runs
+    ]
+    return [*charts, Lines("seconds of a step", times, key=colours)]

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, also of a run that is going on, or that was killed in the middle of a line.
+"""What a report tells of a run. Reads metrics.jsonl, also of a run that is going on or was killed.
 
 `docs/reference/metrics.md` says what the fields mean.
 """
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from axsparse.observe.charts import Bars
+from axsparse.observe.trace_file import Span
 from axsparse.runtime.errors import DataError, MissingInputError, reading
 
 Value = float | str | None
@@ -30,6 +32,46 @@ class RunRecords:
     plans: Sequence[Record]
     is_cut: bool
     """Whether the last line was only half there, and is left out."""
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """How much of a layer is kept."""
+
+    name: str
+    kept: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A checkpoint of a run."""
+
+    step: int
+    nbytes: int | None
+    """Of all files; None if its manifest cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """All that a report tells of one run; whatever a run has not is empty."""
+
+    name: str
+    records: RunRecords
+    config_text: str = ""
+    settings: Mapping[str, str]
+    """Values by dotted key."""
+    versions: Mapping[str, str]
+    trace: str = ""
+    """The name of the file that `spans` are from."""
+    spans: Sequence[Span] = ()
+    layers: Sequence[LayerShare] = ()
+    layers_from: str = ""
+    """The checkpoint or ticket that `layers` are from."""
+    checkpoints: Sequence[SavedStep] = ()
+    plan: Bars | None = None
+    """The planned memory of a rank of each stage."""
+    notes: Sequence[str] = ()
 
 
 def number(record: Record, name: str) -> float | None:

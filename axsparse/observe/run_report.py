@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
-from axsparse.observe.line_chart import share_bars
+from axsparse.observe.charts import Chart, Lines, chart_html, picture
 from axsparse.observe.run_charts import (
     MOST_COLUMNS,
     MOST_POINTS,
+    colours_of,
     memory_charts,
     metrics_of,
     most_of,
     phase_chart,
+    run_picture,
+    sparsity_chart,
+    timeline,
     training_charts,
     unit_of,
 )
-from axsparse.observe.run_records import number, step_of
-from axsparse.observe.run_view import RunView
-from axsparse.observe.timeline_picture import joined, timeline
-from axsparse.observe.web_page import (
-    SERIES_COLOURS,
-    html_table,
-    legend,
-    page,
-)
+from axsparse.observe.run_records import RunView, number, step_of
+from axsparse.observe.web_page import SERIES_COLOURS, html_table, legend, page
 from axsparse.runtime.console import Unit, format_bytes, format_count
 
 GENERATOR = "axsparse report"
 MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
-MOST_SPANS = 1_600
-"""Of all timelines of the page."""
 MOST_ROWS = 40
 """Of a table of what happened in a run."""
 
@@ -43,9 +37,13 @@ def report_page(runs: Sequence[RunView]) -> str:
     return page(", ".join(run.name for run in runs), _lines(runs), GENERATOR)
 
 
+def report_picture(runs: Sequence[RunView]) -> bytes:
+    """The curves as one PNG picture, for slides and papers."""
+    return picture(run_picture(runs), GENERATOR)
+
+
 def _lines(runs: Sequence[RunView]) -> Iterator[str]:
     several = len(runs) > 1
-    colours = dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
     yield from _summary(runs)
     for run in runs:
         for note in run.notes:
@@ -55,34 +53,44 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
         yield from _differences(runs)
     yield "<h2>Training</h2>"
     if several:
-        yield legend(colours)
-    yield '<div class="charts">'
-    yield from training_charts(runs, colours)
-    yield "</div>"
+        yield legend(colours_of(runs))
+    yield from _grid(training_charts(runs))
     longest = max(len(run.records.steps) for run in runs)
     if longest > most_of(MOST_POINTS, runs):
         yield (
             '<p class="note">Of each stretch of steps the lowest and the highest value are '
             "drawn; metrics.jsonl has all.</p>"
         )
+    yield from _skipped(runs)
     yield "<h2>Time of a step</h2>"
-    yield '<div class="charts">'
+    most = most_of(MOST_COLUMNS, runs)
+    phases = (phase_chart(run, most, f"{run.name}: " if several else "") for run in runs)
+    yield from _grid(chart for of_run in phases for chart in of_run)
     for run in runs:
-        yield from phase_chart(run, most_of(MOST_COLUMNS, runs), several=several)
-    yield "</div>"
-    yield from _timelines(runs)
+        for chart in timeline(run):
+            yield from chart_html(chart)
+            words = f"{run.trace} has every moment; ui.perfetto.dev opens it."
+            yield f'<p class="note">{escape(words)}</p>'
     yield "<h2>Memory of a rank</h2>"
-    yield '<div class="charts">'
-    yield from memory_charts(runs, colours)
-    yield "</div>"
+    yield from _grid(memory_charts(runs))
     for run in runs:
-        if run.plan:
-            yield f"<h3>Planned memory of {escape(run.name)}, a rank of each stage</h3>"
-            yield from run.plan
+        if run.plan is not None:
+            yield from chart_html(run.plan)
     yield from _masks(runs)
-    yield from _sparsity(runs)
+    sparse = [run for run in runs if any(layer.numel for layer in run.layers)]
+    if sparse:
+        yield "<h2>Sparsity by layer</h2>"
+        yield from _grid(map(sparsity_chart, sparse, SERIES_COLOURS))
     for run in runs:
         yield from _rest(run, several=several)
+
+
+def _grid(charts: Iterable[Chart]) -> Iterator[str]:
+    """Charts beside each other, as many as there is room for, and below them what is flat."""
+    yield '<div class="charts">'
+    for chart in sorted(charts, key=lambda chart: isinstance(chart, Lines) and chart.is_flat):
+        yield from chart_html(chart)
+    yield "</div>"
 
 
 # -- tables -------------------------------------------------------------------------------
@@ -145,31 +153,16 @@ def _differences(runs: Sequence[RunView]) -> Iterator[str]:
         yield "<p>In no setting and no version.</p>"
 
 
-# -- time ---------------------------------------------------------------------------------
-
-
-def _timelines(runs: Sequence[RunView]) -> Iterator[str]:
-    """The last traced step of each run, of its first replica."""
-    traced = [run for run in runs if run.spans]
-    for run in traced:
-        step = max(span.step for span in run.spans)
-        whole = [span for span in run.spans if span.step == step]
-        begin, replica = min(s.begin for s in whole), min(s.replica for s in whole)
-        own = [
-            replace(span, begin=span.begin - begin, end=span.end - begin)
-            for span in whole
-            if span.replica == replica
-        ]
-        length = max(span.end for span in own)
-        if length <= 0:
-            continue
-        drawn = joined(own, MOST_SPANS // len(traced))
-        yield f"<h3>Step {step} of {escape(run.name)}, replica {replica}</h3>"
-        yield from timeline(drawn, length)
-        note = f"{run.trace} has every moment; ui.perfetto.dev opens it."
-        if len(drawn) < len(own):
-            note = f"{len(own):,} moments are drawn as {len(drawn):,}. {note}"
-        yield f'<p class="note">{escape(note)}</p>'
+def _skipped(runs: Sequence[RunView]) -> Iterator[str]:
+    """The skipped steps, which are crosses in the charts, with their reasons."""
+    rows = [
+        [run.name, f"{step_of(record):g}", str(record.get("skip_reason") or "no reason told")]
+        for run in runs
+        for record in run.records.steps
+        if record.get("skipped")
+    ]
+    if rows:
+        yield from html_table(["run", "skipped step", "why"], rows[-MOST_ROWS:])
 
 
 # -- masks --------------------------------------------------------------------------------
@@ -197,22 +190,6 @@ def _masks(runs: Sequence[RunView]) -> Iterator[str]:
         yield "<h2>Masks</h2>"
         heads = ["run", "after step", "what happened", "sparsity", "state before", "state after"]
         yield from html_table(heads, rows)
-
-
-def _sparsity(runs: Sequence[RunView]) -> Iterator[str]:
-    known = [run for run in runs if any(layer.numel for layer in run.layers)]
-    if not known:
-        return
-    yield '<h2>Sparsity by layer</h2><div class="charts">'
-    for colour, run in zip(SERIES_COLOURS, known, strict=False):
-        rows = []
-        for layer in run.layers:
-            removed = 1 - layer.kept / layer.numel if layer.numel else 0.0
-            told = f"{layer.name}: {layer.kept:,} of {layer.numel:,} parameters are kept"
-            rows.append((layer.name, removed, told))
-        title = f"{run.name}: removed share of each layer, {run.layers_from}"
-        yield from share_bars(rows, title, colour)
-    yield "</div>"
 
 
 # -- the rest -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What all HTML pages share: their frame, tables, legends and texts of pictures.
+"""What all HTML pages share: their frame, tables, legends and colours.
 
-A page is one file that loads nothing from elsewhere; pictures are inline SVG. It is readable in
-light and in dark, and 400 pixels wide. Series that lie side by side differ in lightness, too.
+A page is one file that loads nothing from elsewhere; charts are inline SVG (`observe.charts`).
+It is readable in light and in dark, and 400 pixels wide. Neighbours differ in lightness, too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-LETTER = 6.5
-"""Width of a letter of a picture in pixels; rather too large than too small, since fonts differ."""
 PHASE_COLOURS: Mapping[str, str] = {
     "data": "#1f6f8b",
     "compute": "#5aa9e6",
@@ -28,14 +26,12 @@ SERIES_COLOURS = (
 )
 """The colours of curves: each stands for one run."""
 PICTURE_STYLE = """
-svg { font: 11px system-ui, sans-serif; display: block; margin: .3em 0 1.2em; max-width: 100%;
-  height: auto; }
+svg { font-family: system-ui, sans-serif; stroke-linejoin: round; display: block;
+  margin: .3em 0 1.2em; max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 .wide svg { max-width: none; }
 .key { display: inline-block; max-width: 100%; margin-right: 1em; overflow-wrap: anywhere; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
-.point { opacity: 0; }
-.point:hover { opacity: 1; }
 """
 """Of pictures and their legends; pages of others that show them need it, too."""
 STYLE = """
@@ -47,7 +43,7 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1em; max-
   color: var(--ink); background: var(--paper); }
 .charts { display: grid; gap: 0 1.5em;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); }
-.charts > figure { margin: 0; min-width: 0; }
+.charts > figure { min-width: 0; }
 figcaption { font-weight: 600; }
 table { border-collapse: collapse; margin: .5em 0 1.5em; font-variant-numeric: tabular-nums; }
 td, th { padding: .15em .5em; text-align: right; border-bottom: 1px solid var(--rule); }
@@ -55,9 +51,16 @@ td:first-child, th:first-child { text-align: left; }
 h1, h2, h3, li, p, td { overflow-wrap: anywhere; }
 .wide td { overflow-wrap: normal; white-space: nowrap; }
 .wide td.long { white-space: normal; overflow-wrap: anywhere; min-width: 16em; }
-.note, summary { color: var(--soft); }
+.many::before { content: "scrolls sideways →"; color: var(--soft); position: sticky; left: 0;
+  display: none; }
+@media (max-width: 700px) { .many::before { display: inline-block; } }
+.note, .flat, summary { color: var(--soft); }
+.flat { grid-column: 1 / -1; margin: .2em 0; }
+figure { margin: 0; }
 pre { overflow-x: auto; }
 """
+MANY = 5
+"""Columns of a table that is wider than a telephone, and says that it scrolls."""
 LONG = 32
 """Letters from which on the text of a cell is broken into lines."""
 
@@ -82,7 +85,7 @@ def page(title: str, lines: Iterable[str], generator: str) -> str:
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """A table that scrolls sideways where the page is narrow; all texts are escaped here."""
-    yield '<div class="wide"><table><tr>'
+    yield f'<div class="wide{" many" if len(heads) >= MANY else ""}" tabindex="0"><table><tr>'
     yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
     for row in rows:
         yield "<tr>" + "".join(map(_cell, row)) + "</tr>"
@@ -101,40 +104,3 @@ def legend(colours: Mapping[str, str]) -> str:
         for name, colour in colours.items()
     )
     return f"<div>{''.join(keys)}</div>"
-
-
-def svg(width: float, height: float) -> str:
-    """The opening of a picture, whose texts have the colour of the page's."""
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
-        'role="img" fill="currentColor">'
-    )
-
-
-def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "") -> str:
-    """A text of a picture; `x` is its start, its middle or its end, as `anchor` says."""
-    anchored = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    filled = f' fill="{fill}"' if fill else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{anchored}{filled}>{escape(words)}</text>'
-
-
-class Labels:
-    """Places labels so that none overlaps another; a label without room is left out.
-
-    The tooltips of the points have all values.
-    """
-
-    def __init__(self) -> None:
-        self._boxes: list[tuple[float, float, float, float]] = []
-
-    def first_free(self, words: str, *places: tuple[float, float]) -> Iterator[str]:
-        """Draw the text at the first of these places that is free, if one is."""
-        width = LETTER * len(words)
-        for x, y in places:
-            left, top, right, bottom = box = (x, y - 10, x + width, y + 3)
-            if all(
-                right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in self._boxes
-            ):
-                self._boxes.append(box)
-                yield text(x, y, words)
-                return

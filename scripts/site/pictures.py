@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
-from axsparse.observe.timeline_picture import timeline
+from axsparse.observe.charts import WIDE, Bars, Timeline, chart_html, svg
 from axsparse.observe.trace_file import Span
-from axsparse.observe.web_page import PICTURE_STYLE, SERIES_COLOURS, legend, svg, text
+from axsparse.observe.web_page import PICTURE_STYLE, SERIES_COLOURS
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.runtime.communication import Direction
@@ -37,19 +36,10 @@ def _state_bytes() -> Iterator[str]:
         ),
     }
     names = ("weight", "index", "gradient", "master", "optimizer")
-    yield legend(dict(zip(names, SERIES_COLOURS, strict=False)))
-    yield f'<div class="wide">{svg(760, 34 * len(bars) + 10)}'
-    for row, (name, parts) in enumerate(bars.items()):
-        y = 34 * row + 6
-        yield text(0, y + 15, name)
-        ends = [0.0, *accumulate(parts)]
-        for colour, begin, end in zip(SERIES_COLOURS, ends, ends[1:], strict=False):
-            yield (
-                f'<rect x="{150 + 25 * begin:.1f}" y="{y}" width="{25 * (end - begin):.1f}" '
-                f'height="22" fill="{colour}"></rect>'
-            )
-        yield text(156 + 25 * ends[-1], y + 15, f"{ends[-1]:.2f} bytes")
-    yield "</svg></div>"
+    rows = [(name, parts, f"{sum(parts):.2f} bytes") for name, parts in bars.items()]
+    key = dict(zip(names, SERIES_COLOURS, strict=False))
+    title = "Bytes of a parameter"
+    yield from chart_html(Bars(title, rows, list(key.values()), key, width=WIDE))
 
 
 def _stored(form: StateFormat) -> tuple[float, ...]:
@@ -92,7 +82,7 @@ def _schedules() -> Iterator[str]:
                 now = end
         yield f"<p><strong>{title}</strong>: {run.seconds:.1f} times a forward</p>"
         # The legend of phases does not suit actions; forwards and backwards differ in colour.
-        yield from list(timeline(spans, longest, ""))[1:]
+        yield f'<div class="wide">{svg(Timeline(title, spans, longest, ""))}</div>'
 
 
 _PICTURES = {"state-bytes": _state_bytes, "schedules": _schedules}

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.pages import body_of, figure_of, rows_of, step_line, words_of
-from support.pictures import outside, overlapping
 
+from axsparse.observe.charts import Curve, Lines
 from axsparse.observe.phases import PHASES
-from axsparse.observe.run_records import read_records
+from axsparse.observe.run_charts import memory_charts, phase_chart, run_picture, training_charts
+from axsparse.observe.run_records import LayerShare, RunView, SavedStep, read_records
 from axsparse.observe.run_report import report_page
-from axsparse.observe.run_view import LayerShare, RunView, SavedStep
 from axsparse.observe.trace_file import Span
 
 EVIL = "<script>alert('x')</script>&\"--"
@@ -35,20 +36,13 @@ def text_of(steps: int, **changed: Any) -> str:
     return "".join(lines)
 
 
-def points(page: str, title: str) -> list[str]:
-    figure = figure_of(page, title)
-    return [circle.findtext("title") or "" for circle in figure.iter("circle")]
-
-
-def whole(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
+def complete(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
     """A run that has all there is."""
-    masks = '{"step": 7, "masks": "%s", "sparsity": 0.9, "model_state_bytes": 5, '
+    masks = '{"step": 7, "masks": "drawn", "sparsity": 0.9, "model_state_bytes": 5, '
     masks += '"model_state_bytes_before": 9000000}\n'
     plan = '{"step": 5, "predicted_peak_memory_bytes": 2.5e8, "measured_peak_memory_bytes": 3e8}\n'
     spans = [
-        Span(
-            step, replica, stage, "compute", f"F{n}", 10.0 + step + n / 9, 10.0 + step + (n + 1) / 9
-        )
+        Span(step, replica, stage, "compute", f"F{n}", 10.0 + step + n / 9, 10.1 + step + n / 9)
         for step in (2, 3)
         for replica in (0, 1)
         for stage in (0, 1)
@@ -56,7 +50,7 @@ def whole(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
     ]
     return view(
         tmp_path,
-        text_of(steps) + masks.replace("%s", "drawn") + plan,
+        text_of(steps) + masks + plan,
         name,
         settings={"train.steps": "100", "seed": "1"},
         versions={"torch": "2"},
@@ -70,25 +64,31 @@ def whole(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
     )
 
 
-def test_every_curve_has_every_point(tmp_path: Path) -> None:
-    page = report_page([whole(tmp_path)])
+def curves(run: RunView) -> dict[str, Curve]:
+    """All curves of training and memory, by the titles of their charts and their own names."""
+    charts: list[Lines] = [*training_charts([run]), *memory_charts([run])]
+    return {f"{chart.title}: {curve.name}": curve for chart in charts for curve in chart.curves}
 
-    assert points(page, "loss") == [
-        *(f"one, step {step}: {5 / step:.5g}" for step in range(1, 41)),
-        *(f"one validation, step {step}: {1 / step:.5g}" for step in (10, 20, 30, 40)),
-    ]
-    assert len(points(page, "perplexity")) == 44
-    assert points(page, "learning rate")[-1] == "one, step 40: 0.001"
-    assert points(page, "norm of the gradient")[0] == "one, step 1: 3"
-    assert len(points(page, "tokens a second")) == 40
-    assert points(page, "model state, MB")[0] == "one, step 1: 4 MB"
-    assert points(page, "peak, MB; dashed: planned")[-1] == "one planned, step 40: 250 MB"
-    columns = figure_of(page, "seconds of a step by phase").iter("rect")
-    assert len(list(columns)) == 40 * len(PHASES)
+
+def test_every_curve_has_every_point(tmp_path: Path) -> None:
+    run = complete(tmp_path)
+    found = curves(run)
+
+    loss = "loss, nats a token; dashed: validation"
+    assert found[f"{loss}: one"].points == [(n, 5 / n) for n in range(1, 41)]
+    assert found[f"{loss}: one validation"].points == [(n, 1 / n) for n in (10, 20, 30, 40)]
+    assert found["norm of the gradient: one"].points[0][1] == 3.0
+    assert found["model state, MB: one"].points[0][1] == pytest.approx(4.0)
+    planned = found["peak, MB; dashed: planned: one planned"]
+    assert planned.is_dashed and planned.points == [(1, 250.0), (40, 250.0)]
+    assert {len(curve.points) for curve in found.values()} == {40, 4, 2}
+    [phases] = phase_chart(run, 80)
+    assert tuple(phases.parts) == PHASES and len(phases.edges) == 41
+    assert {seconds for part in phases.parts.values() for seconds in part} == {0.1}
 
 
 def test_it_tells_masks_sparsity_checkpoints_and_the_last_traced_step(tmp_path: Path) -> None:
-    page = report_page([whole(tmp_path)])
+    page = report_page([complete(tmp_path)])
 
     assert rows_of(page, "checkpoint") == [["step 40", "7.7 MB"], ["step 20", "unreadable"]]
     [summary] = rows_of(page, "median step")
@@ -96,30 +96,22 @@ def test_it_tells_masks_sparsity_checkpoints_and_the_last_traced_step(tmp_path: 
     [mask] = rows_of(page, "what happened")
     assert mask[1:] == ["7", "drawn", "90.00 %", "9.0 MB", "5 B"]
     bars = figure_of(page, "one: removed share of each layer, after step 40")
-    assert [r.findtext("title") for r in bars.iter("rect")] == [
-        "embed: 50 of 50 parameters are kept",
-        "block0: 10 of 100 parameters are kept",
-    ]
-    assert "Step 3 of one, replica 0" in page
-    assert page.count("(compute) 111 ms") == 2 * 9
+    assert [text.text for text in bars.iter("text")] == ["embed", "block0", "0.0 %", "90.0 %"]
+    step = figure_of(page, "Step 3 of one, replica 0")
+    assert [text.text for text in step.iter("text")].count("F8") == 2
     assert "a note" in page
+    assert "learning rate: one 0.001 at every step" in page
 
 
-def test_no_text_is_no_number_and_none_lies_on_another(tmp_path: Path) -> None:
-    runs = [whole(tmp_path, name) for name in ("first", "second", "third")]
+def test_a_page_is_one_file_that_suits_phones_and_the_dark(tmp_path: Path) -> None:
+    runs = [complete(tmp_path, name) for name in ("first", "second", "third")]
     for page in (report_page(runs[:1]), report_page(runs)):
+        assert not re.search(
+            r"https?:|src=|href=\"(?!#|data:)|url\((?!#)|@import|<link|<img|<script", page
+        )
+        assert 'name="viewport" content="width=device-width' in page
+        assert "prefers-color-scheme: dark" in page
         assert not re.search(r"\b(nan|None|inf|True|False)\b", words_of(page))
-        for drawing in body_of(page).iter("svg"):
-            assert outside(drawing) == []
-            assert overlapping(drawing) == []
-
-
-def test_nothing_comes_from_elsewhere_and_it_suits_phones_and_the_dark(tmp_path: Path) -> None:
-    page = report_page([whole(tmp_path)])
-
-    assert not re.search(r"https?:|src=|href=|url\(|@import|<link|<img|<script", page)
-    assert 'name="viewport" content="width=device-width' in page
-    assert "prefers-color-scheme: dark" in page
 
 
 def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
@@ -154,28 +146,19 @@ def test_the_table_of_differences_has_the_settings_that_differ_and_no_others(
 ) -> None:
     text = text_of(3)
     same = {"seed": "1", "run_dir": "a"}
+    more = {**same, "precision": "bf16", "new": "x", "run_dir": "b"}
     runs = [
         view(tmp_path, text, "a", settings={**same, "precision": "fp32"}, versions={"torch": "1"}),
-        view(
-            tmp_path,
-            text,
-            "b",
-            settings={**same, "precision": "bf16", "new": "x", "run_dir": "b"},
-            versions={"torch": "2"},
-        ),
+        view(tmp_path, text, "b", settings=more, versions={"torch": "2"}),
     ]
-    page = report_page(runs)
 
-    assert rows_of(page, "setting") == [
+    assert rows_of(report_page(runs), "setting") == [
         ["precision", "fp32", "bf16"],
         ["version of torch", "1", "2"],
         ["new", "–", "x"],
     ]
-    assert {point.split(",")[0] for point in points(page, "loss")} == {"a", "b"}
-    alike = report_page(
-        [runs[0], view(tmp_path, text, "c", settings=runs[0].settings, versions={"torch": "1"})]
-    )
-    assert "In no setting and no version." in alike
+    alike = view(tmp_path, text, "c", settings=runs[0].settings, versions={"torch": "1"})
+    assert "In no setting and no version." in report_page([runs[0], alike])
 
 
 def test_runs_of_other_models_have_other_metrics(tmp_path: Path) -> None:
@@ -187,19 +170,23 @@ def test_runs_of_other_models_have_other_metrics(tmp_path: Path) -> None:
 
     assert [len(first), first[0]] == [len(second), "plain"]
     assert "25.00 %" in second and "25.00 %" not in first
+    titles = [chart.title for chart in run_picture(runs)]
+    assert titles[0].startswith("loss") and titles[-1] == "seconds of a step"
 
 
-def test_skipped_steps_are_marked_and_nulls_interrupt_curves(tmp_path: Path) -> None:
+def test_skipped_steps_are_marked_with_their_reasons_and_nulls_interrupt_curves(
+    tmp_path: Path,
+) -> None:
     text = step_line(1) + step_line(2)
     text += step_line(3, loss=None, grad_norm=None, skipped=True, skip_reason="loss is not finite")
     text += step_line(4, skipped_steps=1) + step_line(5, skipped_steps=1)
-    page = report_page([view(tmp_path, text)])
+    run = view(tmp_path, text)
 
-    figure = figure_of(page, "loss")
-    assert [cross.findtext("title") for cross in figure.iter("path")] == [
-        "one, step 3 was skipped: loss is not finite"
-    ]
-    assert len(list(figure.iter("polyline"))) == 2
+    page = report_page([run])
+
+    assert rows_of(page, "skipped step") == [["one", "3", "loss is not finite"]]
+    loss = next(iter(training_charts([run])))
+    assert (loss.crosses, loss.curves[0].points[2]) == ([3], (3, None))
     assert not re.search(r"\b(nan|None)\b", words_of(page))
 
 

@@ -1,0 +1,391 @@
+"""Draws charts by matplotlib: as inline SVG of a page, or together as one PNG picture.
+
+Everywhere else in the house a chart is only data: `Lines`, `Areas`, `Bars` or `Timeline`. In a page
+its texts and axes have the colour of the page's text, in light and in dark.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from axsparse.observe.phases import PHASES
+from axsparse.observe.trace_file import Span
+from axsparse.observe.web_page import PHASE_COLOURS, legend
+from axsparse.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+Point = tuple[float, float | None]
+"""A step, and a value; None where there is none, which interrupts the curve."""
+WIDTH, HEIGHT = 400, 220
+"""Pixels of a chart in a page."""
+WIDE = 960
+"""Pixels of a chart that scrolls sideways where the page is narrow."""
+ROW = 18
+"""Pixels of a bar or of a stage."""
+COLOURS = list(PHASE_COLOURS.values())
+COLUMNS = 2_000
+"""The resolution of a timeline: in each column it shows the phase that takes most of it."""
+LARGEST = 1e150
+"""Beyond which axes would overflow; the loss of a run that diverges grows without end."""
+RED = "#d0342c"
+INK = "#010203"
+"""Stands for the colour of the page's text until the SVG is part of the page."""
+STYLE: dict[Any, Any] = {
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib
+    "font.size": 10.5,
+    "axes.titlesize": "medium",
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "axes.formatter.useoffset": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.alpha": 0.2,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "axsparse",
+    "figure.constrained_layout.h_pad": 0.05,
+}
+COLOURED: tuple[Any, ...] = (
+    *("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"),
+    "grid.color",
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    is_dashed: bool = False
+    is_marked: bool = False
+    """Whether each point is drawn as a dot."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over steps."""
+
+    title: str
+    curves: Sequence[Curve]
+    across: str = "step"
+    logarithmic: bool = False
+    """Whether values lie on a logarithmic axis; those that are not positive are left out."""
+    across_logarithmic: bool = False
+    """Whether steps do, too; each then has its number."""
+    crosses: Sequence[float] = ()
+    """Steps that are marked below the curves."""
+    key: Mapping[str, str] = field(default_factory=dict)
+    size: tuple[float, float] = (WIDTH, HEIGHT)
+
+    @property
+    def values(self) -> list[list[float]]:
+        """The values of each curve that can be drawn."""
+        return [
+            [y for _, y in curve.points if y is not None and (y > 0 or not self.logarithmic)]
+            for curve in self.curves
+        ]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no curve has two different values, so that a sentence says it all."""
+        return all(len(set(values)) <= 1 for values in self.values)
+
+    def draw(self, axes: Axes) -> None:
+        from matplotlib import ticker
+
+        if self.logarithmic:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
+        if self.across_logarithmic:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted({x for curve in self.curves for x, _ in curve.points}))
+            axes.xaxis.set_minor_locator(ticker.NullLocator())
+        else:
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        for curve in self.curves:
+            xs = [x for x, _ in curve.points]
+            ys = [
+                math.nan if y is None else max(-LARGEST, min(y, LARGEST)) for _, y in curve.points
+            ]
+            if self.logarithmic:
+                ys = [y if y > 1 / LARGEST else math.nan for y in ys]
+            axes.plot(
+                *(xs, ys),
+                color=curve.colour,
+                linewidth=self._width(curve),
+                linestyle="--" if curve.is_dashed else "-",
+                marker="o",
+                markersize=3.5,
+                markevery=list(range(len(xs))) if curve.is_marked else _lonely(ys),
+            )
+        if self.crosses:
+            across = axes.get_xaxis_transform()
+            axes.plot(self.crosses, [0.04] * len(self.crosses), "x", color=RED, transform=across)
+        axes.set_xlabel(self.across)
+
+    def _width(self, curve: Curve) -> float:
+        """Later curves are thinner, so that of two equal ones both are seen."""
+        alike = [one for one in self.curves if one.is_dashed == curve.is_dashed]
+        return 1.4 + 4 * (1 - (1 + alike.index(curve)) / len(alike))
+
+
+def _lonely(ys: Sequence[float]) -> list[int]:
+    """Where a value has no neighbour, so that no line goes through it."""
+    known = [False, *map(math.isfinite, ys), False]
+    return [n for n in range(len(ys)) if known[n + 1] and not known[n] and not known[n + 2]]
+
+
+@dataclass(frozen=True)
+class Areas:
+    """Parts over steps, which stand on each other."""
+
+    title: str
+    edges: Sequence[float]
+    """Where each stretch of steps begins, and where the last one ends."""
+    parts: Mapping[str, Sequence[float]]
+    """For each stretch the value of a part, from the bottom."""
+    key: Mapping[str, str]
+    """The colours of the parts."""
+    across: str = "step"
+    size: tuple[float, float] = (WIDTH, HEIGHT)
+
+    def draw(self, axes: Axes) -> None:
+        from matplotlib import ticker
+
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        below = [0.0] * len(self.edges)
+        for name, values in self.parts.items():
+            above = [a + b for a, b in zip(below, [*values, values[-1]], strict=True)]
+            axes.fill_between(
+                self.edges, below, above, step="post", color=self.key[name], linewidth=0
+            )
+            below = above
+        axes.set_xlim(self.edges[0], self.edges[-1])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(self.across)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars of one or more parts, each bar with a name before and a text behind it."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[float], str]]
+    colours: Sequence[str]
+    """Of the parts."""
+    key: Mapping[str, str] = field(default_factory=dict)
+    mark: tuple[float, str] | None = None
+    """A line across all bars, and its name."""
+    width: float = WIDTH
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return self.width, ROW * (len(self.rows) + bool(self.mark)) + 8
+
+    def draw(self, axes: Axes) -> None:
+        fits = 18 if self.width == WIDTH else 40
+        names = [n if len(n) <= fits else "…" + n[1 - fits :] for n, _, _ in self.rows]
+        at = range(len(self.rows))
+        for part, colour in enumerate(self.colours):
+            values = [parts[part] for _, parts, _ in self.rows]
+            left = [sum(parts[:part]) for _, parts, _ in self.rows]
+            axes.barh(at, values, 0.75, left, color=colour)
+        axes.set_yticks(at, names)
+        last = len(self.rows) - 0.5
+        if self.mark is not None:
+            value, name = self.mark
+            axes.plot([value, value], [-0.5, last], color=INK)
+            axes.text(value, last + 0.5, name, ha="right", va="center")
+            last += 1
+        axes.set_ylim(last, -0.5)
+        ends = [sum(parts) for _, parts, _ in self.rows]
+        longest = max([*ends, self.mark[0] if self.mark else 0.0]) or 1.0
+        for row, (_, _, words) in enumerate(self.rows):
+            axes.text(1.02 * longest, row, words, va="center")
+        axes.set_xlim(0, longest * (1.22 if self.width == WIDTH else 1.1))
+        _bare(axes)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one replica in one step, a row for each stage."""
+
+    title: str
+    spans: Sequence[Span]
+    length: float
+    """Of the step, which begins at 0."""
+    unit: str = " s"
+    key: Mapping[str, str] = field(default_factory=lambda: PHASE_COLOURS)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(span.stage for span in self.spans)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return WIDE, ROW * self.stages + 30
+
+    def draw(self, axes: Axes) -> None:
+        colours = [[int(c[at : at + 2], 16) / 255 for at in (1, 3, 5)] + [1.0] for c in COLOURS]
+        rows = numpy.asarray([*colours, [0.0] * 4])[self._phases()]
+        # A bare line below each row keeps it apart from the next one.
+        bars = numpy.repeat(rows, ROW, axis=0)
+        bars[ROW - 1 :: ROW] = 0.0
+        extent = (0.0, self.length, self.stages - 0.5, -0.5)
+        axes.imshow(bars, extent=extent, aspect="auto", interpolation="none")
+        letter = self.length / 130  # 130 letters have room beside each other
+        for span in self.spans:
+            if span.phase == "compute" and span.end - span.begin > letter * (len(span.name) + 1):
+                axes.text(span.begin + letter / 2, span.stage, span.name, color="#111", va="center")
+        axes.set_yticks(range(self.stages), [f"stage {n}" for n in range(self.stages)])
+        axes.set_xlim(0, self.length)
+        axes.set_ylim(self.stages - 0.5, -0.5)
+        _bare(axes)
+        length = f"{self.length:.3g}{self.unit}"
+        axes.set_xticks([0, self.length], ["0", length])
+        axes.xaxis.get_majorticklabels()[-1].set_horizontalalignment("right")
+
+    def _phases(self) -> NDArray[numpy.int_]:
+        """The number of the phase that takes most of each column, for each stage; -1 for none."""
+        edges = numpy.linspace(0.0, self.length, COLUMNS + 1)
+        seconds = numpy.zeros((self.stages, len(PHASES), COLUMNS))
+        for span in self.spans:
+            inside = numpy.diff(numpy.clip(edges, span.begin, span.end))
+            seconds[span.stage, PHASES.index(span.phase)] += inside
+        return numpy.where(seconds.any(axis=1), seconds.argmax(axis=1), -1)
+
+
+def _bare(axes: Axes) -> None:
+    """Take away the frame; rows have names, and values stand beside them."""
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_xticks([])
+    axes.grid(visible=False)
+
+
+Chart = Lines | Areas | Bars | Timeline
+
+
+def check_installed(where: str) -> None:
+    """ConfigError, which begins with `where`, if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{where}: charts are drawn by matplotlib, which is not installed; pip install "
+            "'axsparse[plot]'"
+        )
+
+
+def chart_html(chart: Chart) -> Iterator[str]:
+    """A figure of a page; a sentence if nothing changes, and nothing if there is nothing."""
+    if isinstance(chart, Lines) and chart.is_flat:
+        pairs = zip(chart.curves, chart.values, strict=True)
+        said = ", ".join(f"{curve.name} {values[0]:.6g}" for curve, values in pairs if values)
+        if said:
+            yield f'<p class="flat">{escape(f"{chart.title}: {said} at every step")}</p>'
+        return
+    yield f"<figure><figcaption>{escape(chart.title)}</figcaption>"
+    if chart.key:
+        yield legend(chart.key)
+    is_wide = chart.size[0] > WIDTH
+    yield f'<div class="wide">{svg(chart)}</div>' if is_wide else svg(chart)
+    yield "</figure>"
+
+
+def svg(chart: Chart) -> str:
+    """A chart as an SVG element, without title and legend."""
+    width, height = chart.size
+
+    def draw(figure: Figure) -> None:
+        chart.draw(figure.subplots())
+
+    text = _rendered(draw, (width / 72, height / 72), INK, format="svg", transparent=True).decode()
+    text = text[text.index("<g ") : text.rindex("</svg>")]
+    text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    # Several charts are in one page: groups keep no names, and fonts are the page's.
+    text = re.sub(r'<g id="[^"]*"', "<g", text).replace("xlink:href", "href")
+    text = re.sub(r" font-family: [^;\"]*;", "", text).replace(INK, "currentColor")
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r">\s+<", "><", text))
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        f'role="img" aria-label="{escape(chart.title)}" fill="currentColor">{text}</svg>'
+    )
+
+
+def picture(charts: Sequence[Chart], made_by: str) -> bytes:
+    """A PNG file with all charts, two in a row, each with its title and legend."""
+    rows = -(-len(charts) // 2)
+
+    def draw(figure: Figure) -> None:
+        panels = list(figure.subplots(rows, 2, squeeze=False).flat)
+        for axes in panels[len(charts) :]:
+            axes.set_axis_off()
+        for axes, chart in zip(panels, charts, strict=False):
+            chart.draw(axes)
+            axes.set_title(chart.title)
+            for name, colour in chart.key.items():
+                axes.plot([], [], color=colour, label=name)
+            if chart.key:
+                axes.legend(fontsize="small", ncols=1 + len(chart.key) // 5)
+
+    size = (10.0, 3.5 * rows)
+    return _rendered(draw, size, "#222", format="png", dpi=150, metadata={"Software": made_by})
+
+
+def _rendered(
+    draw: Callable[[Figure], None], size: tuple[float, float], ink: str, **how: Any
+) -> bytes:
+    """What matplotlib writes of a figure of this size in inches, with texts of the colour `ink`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = io.BytesIO()
+    with (
+        matplotlib.rc_context({**STYLE, **dict.fromkeys(COLOURED, ink)}),
+        warnings.catch_warnings(),
+    ):
+        # Names may have letters that its font lacks; a browser has them.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = Figure(size, layout="constrained")
+        draw(figure)
+        if how["format"] == "svg":
+            how["metadata"] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, **how)
+    return file.getvalue()
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most about `most` points: of each stretch of steps the lowest and the highest.
+
+    So no peak is lost. The first and the last point stay, and one gap of each stretch.
+    """
+    if len(points) <= most:
+        return list(points)
+    size = -(-2 * len(points) // max(2, most - 2))
+    kept = {0, len(points) - 1}
+    for start in range(0, len(points), size):
+        stretch = range(start, min(start + size, len(points)))
+        values = {n: y for n in stretch if (y := points[n][1]) is not None}
+        if values:
+            kept |= {min(values, key=values.__getitem__), max(values, key=values.__getitem__)}
+        kept |= set([n for n in stretch if n not in values][:1])
+    return [points[number] for number in sorted(kept)]
