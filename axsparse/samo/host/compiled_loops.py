@@ -35,10 +35,9 @@ Kind: TypeAlias = "str | tuple[Kind, ...]"
 """The type of an argument: a character of numpy and a number of dimensions, such as `f1`, or `f1A`
 where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
 
-BARE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Settings of numba by which a loop's object file has that loop alone."""
 DIGEST = hashlib.sha256().digest_size
-ABSENT: tuple[Any, ...] = (None, None)
 _RESULT = ctypes.create_string_buffer(16)
 """Where loops write that they return nothing."""
 
@@ -60,14 +59,10 @@ class Loop:
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: object) -> None:
-        kinds = tuple(map(_kind, arguments))
-        function = self._functions.get(kinds)
-        if function is None:
-            function = self.load(kinds)
-        values: list[Any] = []
-        for argument in arguments:
-            _flatten(argument, values)
-        status = function(_RESULT, None, *values)
+        values: list[Any] = [_RESULT, None]
+        kinds = tuple([_flatten(argument, values) for argument in arguments])
+        function = self._functions.get(kinds) or self.load(kinds)
+        status = function(*values)
         assert status == 0, f"{self._name}: {status}"
 
     def load(self, kinds: tuple[Kind, ...]) -> Any:
@@ -165,11 +160,18 @@ def _read(path: Path) -> bytes | None:
 # -- calling -----------------------------------------------------------------------------------
 
 
-def _kind(argument: object) -> Kind:
+def _flatten(argument: Any, values: list[Any]) -> Kind:
+    """Append an argument as numba's functions take it, which `loop_compiler.py` checks, and return
+    its type."""
     if isinstance(argument, np.ndarray):
-        return f"{argument.dtype.char}{argument.ndim}" + "A" * (not argument.flags.c_contiguous)
+        about, shape = argument.__array_interface__, argument.shape
+        values += (None, None, argument.size, argument.itemsize, about["data"][0])
+        values += shape
+        values += argument.strides
+        return _array_kind(argument.dtype.char, len(shape), about["strides"] is None)
     if isinstance(argument, tuple):
-        return tuple(map(_kind, argument))
+        return tuple([_flatten(each, values) for each in argument])
+    values.append(argument)
     if isinstance(argument, np.float32):
         return "float32"
     if isinstance(argument, float):
@@ -177,18 +179,9 @@ def _kind(argument: object) -> Kind:
     return "none" if argument is None else "int"
 
 
-def _flatten(argument: Any, values: list[Any]) -> None:
-    """Append an argument as numba's functions take it; `loop_compiler.py` checks that they do."""
-    if isinstance(argument, np.ndarray):
-        values += ABSENT
-        values += (argument.size, argument.itemsize, argument.ctypes.data)
-        values += argument.shape
-        values += argument.strides
-    elif isinstance(argument, tuple):
-        for each in argument:
-            _flatten(each, values)
-    else:
-        values.append(argument)
+@cache
+def _array_kind(char: str, dimensions: int, is_contiguous: bool) -> Kind:
+    return f"{char}{dimensions}" + "A" * (not is_contiguous)
 
 
 def flat_types(kind: Kind) -> list[str]:

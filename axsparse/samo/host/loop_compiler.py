@@ -35,6 +35,7 @@ LIBRARY = {"memcpy", "memmove", "memset", "sqrtf"}
 FREED = re.compile(r"^declare void @NRT_MemInfo_call_dtor\(([^ )]+).*$", re.MULTILINE)
 """What frees an array's memory, which numba never calls for arrays of a caller."""
 # None of these is typed.
+_types: Any = types
 _codegen: Any = codegen
 _config: Any = config
 _support: Any = numpy_support
@@ -125,13 +126,13 @@ def _tuples(kinds: Any) -> Any:
 def _type(kind: Kind) -> Any:
     """numba's type of an argument."""
     if isinstance(kind, tuple):
-        return types.Tuple([_type(each) for each in kind])
+        return _types.Tuple([_type(each) for each in kind])
     simple = {"int": types.int64, "float32": types.float32, "float64": types.float64}
     if kind in simple:
         return simple[kind]
     if kind == "none":
         return types.none
-    return types.Array(_support.from_dtype(np.dtype(kind[0])), int(kind[1]), kind[2:] or "C")
+    return _types.Array(_support.from_dtype(np.dtype(kind[0])), int(kind[1]), kind[2:] or "C")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import can_compile
+from axsparse.samo.host.compiled_loops import Loop, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
 from axsparse.samo.index.pieces import FEW
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
@@ -183,6 +184,25 @@ def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() 
     update([dense_layer(FEW + 1, STATES[0])], replace(ADAMW, loop=None), HYPER, 0.3)
 
     loop.assert_not_called()
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state: State) -> None:
+    weight, gradient, master = state
+    mask = mask_of("mask", 4 * CHUNK)
+    layer, tensor = layer_of(
+        mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, len(optimizer.moments)
+    )
+    tensor.own_index = make_index(mask, "mask")
+    names = tuple(layer.optimizer_state.moments_K)
+
+    update_module._use_loops(weight, StateTypes(gradient, master, names), optimizer)
+
+    with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
+        layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
+        norm_partials([layer], ["w"])
+        update([layer], optimizer, HYPER, 0.3)
 
 
 def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
