@@ -32,8 +32,8 @@ SPLIT_CHUNK = 26 * BLOCK
 """The same while a master is split into its weight's bits and the remainder."""
 POSITIONS = 12 * BLOCK
 """Bytes of a block's positions where numpy decodes them."""
-NUMBERS = 4096
-"""Bytes of sums and other single numbers."""
+NUMBERS = 8192
+"""Bytes of sums, of other single numbers and of the arguments of a loop."""
 INDICES: dict[str, IndexKind] = {"int32": "int32", "mask": "mask"}
 MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
     "fp32": (torch.float32, "weight"),
