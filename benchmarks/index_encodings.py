@@ -74,7 +74,7 @@ class Reading:
 
     def variants(self) -> list[str]:
         """Those that this environment can run."""
-        installed = self.compiled(index_mask.move_bits) is not None
+        installed = self.compiled(index_mask.MOVE_BITS) is not None
         return [name for name, (_, needs_numba) in VARIANTS.items() if installed or not needs_numba]
 
 

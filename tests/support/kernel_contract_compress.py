@@ -31,14 +31,14 @@ from axsparse.samo.cuda.launch import CHUNK, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, IndexKind, index_bytes, master_kind
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, index_bytes, master_kind
 
 # -- indices --------------------------------------------------------------------------------
 
 
 @promise(ENCODED, SIZES, DENSITIES)
 def an_index_is_the_one_of_the_cpu(
-    machine: Machine, kind: IndexKind, numel: int, density: float
+    machine: Machine, kind: Encoding, numel: int, density: float
 ) -> None:
     mask = random_mask(numel, density) if numel > 1 else torch.zeros(1, dtype=torch.bool)
     positions = mask.nonzero().view(-1)
@@ -64,7 +64,7 @@ def an_index_is_the_one_of_the_cpu(
 
 @promise(ENCODED, (BF16, FP32))
 def any_stretch_of_kept_entries_is_gathered_and_scattered(
-    machine: Machine, kind: IndexKind, dtype: torch.dtype
+    machine: Machine, kind: Encoding, dtype: torch.dtype
 ) -> None:
     mask = random_mask(BLOCK + 3000, 0.1)
     index, theirs = machine.index(mask, kind), make_index(mask, kind)
@@ -96,7 +96,7 @@ def a_mask_that_keeps_everything_costs_nothing(machine: Machine) -> None:
 @promise(ENCODED, [(0,), (TILE,), (BLOCK - 1,), (BLOCK,), (3 * BLOCK,)])
 @promise(ENCODED, [(5, MASK_BLOCK - 1), (0, 3 * BLOCK), (9, 10, 2 * BLOCK)])
 def a_few_kept_entries_are_found_among_empty_blocks(
-    machine: Machine, kind: IndexKind, places: tuple[int, ...]
+    machine: Machine, kind: Encoding, places: tuple[int, ...]
 ) -> None:
     mask = torch.zeros(3 * BLOCK + 1, dtype=torch.bool)
     mask[list(places)] = True
@@ -160,7 +160,7 @@ def sums_of_squares_are_the_same_bits_in_every_encoding(
 
 @promise(ENCODED, [math.inf, -math.inf, math.nan], [True, False])
 def a_gradient_that_is_not_finite_is_found_where_it_is_kept(
-    machine: Machine, kind: IndexKind, value: float, kept: bool
+    machine: Machine, kind: Encoding, value: float, kept: bool
 ) -> None:
     mask = random_mask(2 * TILE + 9, 0.2)
     dense = randoms(mask.numel(), 1, BF16)

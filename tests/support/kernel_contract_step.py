@@ -39,7 +39,7 @@ from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import IndexKind, MasterKind
+from axsparse.samo.state_bytes import Encoding, MasterKind
 
 
 @promise(RULES, tuple(INDICES), STATES)
@@ -82,7 +82,7 @@ def tensors_of_any_size_and_density_are_stepped(
 
 
 @promise(ENCODED)
-def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: IndexKind) -> None:
+def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: Encoding) -> None:
     mask = random_mask(BLOCK + 3 * TILE, 0.1)
     for tile in (0, 5, BLOCK // TILE - 1, BLOCK // TILE + 1):
         mask[tile * TILE : (tile + 1) * TILE] = True
@@ -111,7 +111,7 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
 
 @promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))
 def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
-    machine: Machine, kind: IndexKind, state: tuple[torch.dtype, torch.dtype, MasterKind]
+    machine: Machine, kind: Encoding, state: tuple[torch.dtype, torch.dtype, MasterKind]
 ) -> None:
     mask = random_mask(5 * TILE + 3, 0.2)
     layer = fresh_layer(mask, state, 2)
