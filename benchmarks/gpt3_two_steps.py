@@ -91,7 +91,7 @@ def state(run: RunSpec, stage: int) -> dict[str, int]:
                 half=run.config.precision != "fp32",
                 gradient_bytes=run.gradient_dtype.itemsize,
                 moments=len(run.optimizer.moments),
-                index=run.index,
+                index=samo.index,
                 split_master=samo.split_master,
             ),
         )

@@ -37,10 +37,10 @@ from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.host.compiled_loops import Loop
 from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index import uint16 as index_uint16
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.index.numba_loops import Loop, compiled
+from axsparse.samo.index.pieces import compiled
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.training.build import build
@@ -53,8 +53,6 @@ ROTATION = 8
 from the matrix product, but its index was last read a microbatch ago."""
 VARIANTS: Mapping[str, tuple[IndexKind, bool]] = {
     "int32": ("int32", False),
-    "uint16, numba": ("uint16", True),
-    "uint16, numpy": ("uint16", False),
     "mask, numba": ("mask", True),
     "mask, numpy": ("mask", False),
 }
@@ -76,7 +74,7 @@ class Reading:
 
     def variants(self) -> list[str]:
         """Those that this environment can run."""
-        installed = self.compiled(index_mask.move_bits) is not None
+        installed = self.compiled(index_mask.MOVE_BITS) is not None
         return [name for name, (_, needs_numba) in VARIANTS.items() if installed or not needs_numba]
 
 
@@ -288,7 +286,6 @@ def main() -> None:
     results = {}
     with (
         mock.patch.object(index_mask, "compiled", reading),
-        mock.patch.object(index_uint16, "compiled", reading),
     ):
         for title, measure in cases.items():
             results[title] = summary(measure())

@@ -116,28 +116,24 @@ def pruning() -> Figures:
 
 
 def encodings() -> Figures:
-    """Gathering and scattering by uint16 and mask, over int32 in the same round."""
+    """Gathering and scattering by mask, over int32 in the same round."""
     import torch
     from index_encodings import Reading, time_operation
 
-    from axsparse.samo.index import bitmask, uint16
-    from axsparse.samo.index.numba_loops import compiled
+    from axsparse.samo.index import bitmask
+    from axsparse.samo.index.pieces import compiled
 
     torch.set_num_threads(1)
     reading = Reading(compiled)
     found = {}
-    with (
-        mock.patch.object(bitmask, "compiled", reading),
-        mock.patch.object(uint16, "compiled", reading),
-    ):
+    with mock.patch.object(bitmask, "compiled", reading):
         for operation in ("gather", "scatter"):
             times = time_operation(reading, torch.bfloat16, operation, None, 16)
-            for name in ("uint16", "mask"):
-                best = f"{name}, numba" if f"{name}, numba" in times else f"{name}, numpy"
-                pairs = zip(times[best], times["int32"], strict=True)
-                found[f"{operation} by {best}"] = figure(
-                    "× int32", [own / other for own, other in pairs]
-                )
+            best = "mask, numba" if "mask, numba" in times else "mask, numpy"
+            pairs = zip(times[best], times["int32"], strict=True)
+            found[f"{operation} by {best}"] = figure(
+                "× int32", [own / other for own, other in pairs]
+            )
     return found
 
 
@@ -151,7 +147,7 @@ def state() -> Figures:
             "B/param", [sum(storage.live(mask)) / state_bytes.NUMEL], is_exact=True
         )
         for storage, what in (
-            (state_bytes.Storage("uint16", "half", False, 1), "whole"),
+            (state_bytes.Storage("mask", "half", False, 1), "whole"),
             (state_bytes.Storage("mask", "half", True, 1), "split master"),
         )
     }
@@ -183,9 +179,9 @@ def product() -> Figures:
     them."""
     from sparse_products import Case, contenders, measure, over_dense
 
-    from axsparse.samo.host.bf16_loops import bf16_loops
+    from axsparse.samo.host.bf16_loops import has_bf16_loops
 
-    if bf16_loops("sparse_linear_loops") is None:
+    if not has_bf16_loops():
         return {}
     pairs = contenders(Case(2048, 512, 256, 0.1))
     return {

@@ -120,7 +120,7 @@ def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
             half=True,
             gradient_bytes=gradient_dtype.itemsize,
             moments=2,
-            index="uint16" if config.samo.index == "auto" else config.samo.index,
+            index=config.samo.index,
             split_master=config.samo.split_master,
         ),
     ).total

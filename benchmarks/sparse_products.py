@@ -27,7 +27,7 @@ from figures import Figure, figure
 from host_machine import host_machine
 from torch import nn
 
-from axsparse.samo.host.bf16_loops import bf16_loops
+from axsparse.samo.host.bf16_loops import has_bf16_loops
 from axsparse.samo.host.sampled_product import sampled_product
 from axsparse.samo.host.sparse_linear import sparse_input_gradient, sparse_linear
 from axsparse.samo.index.base import Index, make_index
@@ -68,7 +68,7 @@ def contenders(case: Case) -> dict[str, Product]:
         for size in (case.outputs, case.inputs)
     )
     mask = torch.rand(case.outputs * case.inputs, generator=generator) < case.density
-    index: Index = make_index(mask, "uint16")
+    index: Index = make_index(mask, "mask")
     shape = case.outputs, case.inputs
     drawn = torch.randn(shape, generator=generator) * mask.view(shape)
     weight = drawn.to(torch.bfloat16)
@@ -108,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--save", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    if bf16_loops("sparse_linear_loops") is None:
+    if not has_bf16_loops():
         print("sparse_products: error: numba or AVX-512 BF16 is missing here", file=sys.stderr)
         return 2
     rows: dict[str, Any] = {}

@@ -39,10 +39,10 @@ from axsparse.observe.phases import Phases
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.host.compiled_loops import Loop
 from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index import uint16 as index_uint16
-from axsparse.samo.index.numba_loops import Loop, compiled
-from axsparse.samo.index.uint16 import move_low
+from axsparse.samo.index.bitmask import MOVE_BITS
+from axsparse.samo.index.pieces import compiled
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
@@ -63,7 +63,6 @@ VARIANTS = {
     DENSE: Variant({"enabled": False}),
     "auto": Variant({}),
     "int32": Variant({"index": "int32"}),
-    "uint16, numpy": Variant({"index": "uint16"}, numba=False),
     "mask": Variant({"index": "mask"}),
     "mask, numpy": Variant({"index": "mask"}, numba=False),
     "auto, split master": Variant({"split_master": True}),
@@ -189,7 +188,6 @@ def run(names: Sequence[str], layers: int, rounds: int) -> dict[str, dict[str, o
     reading = Reading(compiled)
     with (
         mock.patch.object(index_mask, "compiled", reading),
-        mock.patch.object(index_uint16, "compiled", reading),
     ):
         trainers = {name: make_trainer(VARIANTS[name].samo, layers) for name in names}
         rows = {name: Row() for name in names}
@@ -211,14 +209,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     wanted = {DENSE, *arguments.variants.split(",,")}
-    installed = compiled(move_low) is not None
+    installed = compiled(MOVE_BITS) is not None
     names = [
         n
         for n, v in VARIANTS.items()
         if n in wanted and (installed or not v.numba or "index" not in v.samo)
     ]
 
-    host = {**machine(), "without numba": compiled(move_low) is None}
+    host = {**machine(), "without numba": compiled(MOVE_BITS) is None}
     rows = run(names, arguments.layers, arguments.rounds)
     show(rows)
     host["load at the end"] = [round(value, 2) for value in os.getloadavg()]

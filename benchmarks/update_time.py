@@ -32,12 +32,14 @@ from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.update import update
-from axsparse.samo.state_bytes import UINT16_BLOCK, MasterKind
+from axsparse.samo.state_bytes import MasterKind
 from axsparse.samo.tensor_state import TensorState
 
 NUMEL = 1 << 24
 """Entries of the dense tensor: its state is larger than caches are."""
 DENSITY = 0.1
+WIDTH = 65_536
+"""Dense entries of a block, in which 16 bits number them."""
 ROUNDS = 15
 HYPER = Hyper(3, 1e-6, (0.9, 0.95), 1e-8, 0.1)
 
@@ -73,15 +75,15 @@ def _move_bf16(gradient: Any, mean: Any, square: Any, master: Any, weight: Any) 
 def _move_kept(gradient: Any, mean: Any, square: Any, master: Any, weight: Any, low: Any) -> None:
     """`low` are the lower 16 bits of the positions; each block of 65,536 entries is taken to have
     as many kept ones as any other."""
-    each = low.size * UINT16_BLOCK // weight.size
-    for block in range(weight.size // UINT16_BLOCK):
+    each = low.size * WIDTH // weight.size
+    for block in range(weight.size // WIDTH):
         for i in range(block * each, block * each + each):
             value = np.float32(gradient[i])
             mean[i] += value
             square[i] += value
             master[i] += value
         for i in range(block * each, block * each + each):
-            weight[block * UINT16_BLOCK + low[i]] = gradient[i]
+            weight[block * WIDTH + low[i]] = gradient[i]
 
 
 _compile: Any = njit(nogil=True, error_model="numpy")
@@ -101,7 +103,7 @@ def contenders(case: Case, numel: int) -> dict[str, Callable[[], None]]:
     arrays = [_bits(value.clone()) for value in values]
     weight = _bits(tensor.weight_D.clone())
     if case[1]:
-        low = (tensor.positions() % UINT16_BLOCK).numpy().astype(np.uint16)
+        low = (tensor.positions() % WIDTH).numpy().astype(np.uint16)
         move = partial(move_kept, *arrays, weight, low)
     elif case[0] == torch.float32:
         move = partial(move_fp32, *arrays)
@@ -123,7 +125,7 @@ def _layer(case: Case, numel: int) -> LayerState:
     index: Index = FullIndex(numel)
     if is_pruned:
         mask = torch.rand(numel, generator=generator) < DENSITY
-        index = make_index(mask, "uint16")
+        index = make_index(mask, "mask")
         weight *= mask
     tensor = TensorState("w", nn.Parameter(weight.to(dtype)), index, decays=True)
     master: MasterKind = "weight" if dtype == torch.float32 else "fp32"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
 from axsparse.config.section import Auto, BrokenRule, Count, Fraction, FromList, Rate, Section
@@ -271,17 +271,22 @@ def prunes(pruning: PruningConfig) -> bool:
     return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.ticket)
 
 
+def _known_index(value: object) -> object:
+    """`auto` for the encoding that run folders and configurations of before may name."""
+    return "auto" if value == "uint16" else value
+
+
 class SamoConfig(Section):
     """How the training state is stored."""
 
     enabled: bool = True
     """False trains dense: nothing is pruned. The baseline of all comparisons."""
-    index: Literal["auto", "int32", "uint16", "mask"] = "auto"
+    index: Annotated[Literal["auto", "int32", "mask"], BeforeValidator(_known_index)] = "auto"
     """How the positions of kept entries are stored. `int32`: 4 bytes a kept entry, read as it
-    is. `uint16`: 2 bytes a kept entry. `mask`: 0.127 bytes an entry, kept or not, the smallest
-    above a density of 0.063. On CPUs numba reads the last two; without it uint16 takes 1 to
-    4 % of a step more, mask 4 to 40 %. With it, mask takes 2 to 3 % more, and no more than
-    uint16 where the processor has AVX-512 VBMI2. `auto` is uint16."""
+    is. `mask`: 0.127 bytes an entry, kept or not. `auto`: for each tensor the one that takes
+    fewer bytes, which is the mask above a density of 0.032. On CPUs a mask takes up to 3 % of a
+    step more, nothing where the processor has AVX-512 VBMI2, and without numba 4 to 40 %.
+    `uint16`, which was an encoding before, means `auto`."""
     gradient: Literal["auto", "half", "fp32"] = "auto"
     """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
     entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""

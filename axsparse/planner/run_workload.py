@@ -24,10 +24,6 @@ from axsparse.planner.workload import StageLoad, Workload
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
-from axsparse.samo.state_bytes import IndexKind
-
-AUTO_INDEX: IndexKind = "uint16"
-"""Half as large as int32, with steps as fast: see docs/decisions/009-index-encodings.md."""
 
 WORTH_SPLITTING = 2e8
 """Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
@@ -71,7 +67,7 @@ def workload(
         precision=config.precision,
         gradient="auto" if samo.gradient == "auto" else gradients[samo.gradient],
         moments=len(optimizer.moments),
-        index=AUTO_INDEX if samo.index == "auto" else samo.index,
+        index=samo.index,
         split_master=samo.split_master,
         # Where `auto` does not shard, the fullest share is as large as the whole.
         shard_optimizer=bool(samo.shard_optimizer),

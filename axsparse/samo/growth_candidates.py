@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.samo.device_selection import largest_magnitudes
 from axsparse.samo.index.base import Index
 from axsparse.samo.selection import by_magnitude, largest
 from axsparse.samo.shards import BLOCK
@@ -61,19 +57,14 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
     for start in range(0, index.kept, BLOCK):
         never = _NEVER[: index.kept - start].to(total_D.device)
         index.scatter(total_D, never, start)
-    if total_D.is_cpu:
-        chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
-    else:
-        chosen = largest_magnitudes(total_D, count)
+    chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
     positions, sums = chosen.to(_position_type(total_D.numel())), total_D[chosen]
     return Candidates(positions.cpu(), sums.cpu())
 
 
-def _by_growth(scores: NDArray[np.float32]) -> NDArray[Any]:
+def _by_growth(scores: Tensor) -> Tensor:
     """Keys by which larger magnitudes are better, and NaN is worst."""
-    keys: NDArray[Any] = by_magnitude(scores) + np.uint32(1)
-    keys[np.isnan(scores)] = 0
-    return keys
+    return by_magnitude(scores).masked_fill_(scores.isnan(), -1)
 
 
 def _position_type(numel: int) -> torch.dtype:

@@ -2,14 +2,15 @@
 
 Scores become 32-bit integers of the same order. A histogram of their upper halves finds the bin
 that the cut falls into, and a histogram of the lower halves in that bin finds the exact cut.
-Histograms of several tensors, on several ranks, are added to select among all of them.
+Histograms of several tensors, on several ranks, are added to select among all of them. Scores may
+be on any device; only the histograms are copied to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,26 +18,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BINS = 65_536
-CHUNK = 32_768
-"""Scores that are read at a time: temporaries of some hundred kB. A multiple of 8, since masks are
+HALF = BINS // 2
+CHUNK = 131_072
+"""Scores that a CPU reads at a time: temporaries of one or two MB. A multiple of 8, since masks are
 packed in bytes."""
+DEVICE_CHUNK = 1 << 24
+"""The same on a GPU, where every operation costs a launch: temporaries of some hundred MB."""
 
-Keys: TypeAlias = Callable[[NDArray[np.float32]], NDArray[Any]]
-"""From fp32 scores to uint32 numbers in the same order."""
+Keys: TypeAlias = Callable[[Tensor], Tensor]
+"""From fp32 scores to int32 numbers in the same order."""
 
-_SIGN = np.uint32(1 << 31)
+_MAGNITUDE = 0x7FFF_FFFF
 
 
-def by_value(scores: NDArray[np.float32]) -> NDArray[Any]:
+def by_value(scores: Tensor) -> Tensor:
     """Keys by which larger scores are better; -0 counts as 0."""
-    bits: NDArray[Any] = (scores + np.float32(0)).view(np.uint32)
-    return np.where(bits & _SIGN, ~bits, bits | _SIGN)
+    bits = (scores + 0.0).view(torch.int32)
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(_MAGNITUDE))
 
 
-def by_magnitude(scores: NDArray[np.float32]) -> NDArray[Any]:
+def by_magnitude(scores: Tensor) -> Tensor:
     """Keys by which scores of larger magnitude are better."""
-    keys: NDArray[Any] = scores.view(np.uint32) & ~_SIGN
-    return keys
+    return scores.view(torch.int32) & _MAGNITUDE
 
 
 @dataclass(frozen=True)
@@ -61,22 +64,23 @@ class Bits:
         return torch.from_numpy(bits.view(np.bool_))
 
 
-KEEP_NONE = Cut(2**32 - 1, 0)
+KEEP_NONE = Cut(2**31 - 1, 0)
 """The cut that keeps nothing."""
 
 
 def histogram(scores: Tensor, keys: Keys, upper: int | None = None) -> Tensor:
-    """How many scores fall into each of 65,536 bins, int64 `(65,536,)`: by the upper halves of
-    their keys, or if `upper` is given, by the lower halves of the keys with that upper half.
+    """How many scores fall into each of 65,536 bins, int64 `(65,536,)` on the host: by the upper
+    halves of their keys, or if `upper` is given, by the lower halves of the keys in that bin.
 
     `scores` is 1-D fp32 without NaN.
     """
-    counts = np.zeros(BINS, dtype=np.int64)
-    for _, part in _chunks(scores, keys):
-        high = part >> np.uint32(16)
-        wanted = high if upper is None else (part & np.uint32(BINS - 1))[high == upper]
-        counts += np.bincount(wanted, minlength=BINS)
-    return torch.from_numpy(counts)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=scores.device)
+    for part in _chunks(scores, keys):
+        bins = (part >> 16).add_(HALF)
+        if upper is not None:
+            bins = part[bins == upper].bitwise_and_(BINS - 1)
+        counts += torch.bincount(bins, minlength=BINS)
+    return counts.cpu()
 
 
 def cut_bin(counts: Tensor, keep: int) -> tuple[int, int]:
@@ -100,12 +104,12 @@ def find_cut(count: Callable[[int | None], Tensor], keep: int) -> Cut:
         return KEEP_NONE
     upper, inside = cut_bin(count(None), keep)
     lower, ties = cut_bin(count(upper), inside)
-    return Cut(upper * BINS + lower, ties)
+    return Cut((upper - HALF) * BINS + lower, ties)
 
 
 def equal_to(scores: Tensor, keys: Keys, key: int) -> int:
     """How many scores have exactly this key."""
-    return sum(int((part == key).sum()) for _, part in _chunks(scores, keys))
+    return sum(int((part == key).sum()) for part in _chunks(scores, keys))
 
 
 def cut_of(scores: Tensor, keep: int, keys: Keys) -> Cut:
@@ -115,29 +119,35 @@ def cut_of(scores: Tensor, keep: int, keys: Keys) -> Cut:
 
 
 def select(scores: Tensor, keys: Keys, cut: Cut) -> Bits:
-    """The packed mask that a cut gives; the scores can be freed before the mask is unpacked."""
-    packed = []
-    ties = cut.ties
-    for _, part in _chunks(scores, keys):
-        kept = part > cut.key
-        if ties:
-            equal = np.flatnonzero(part == cut.key)[:ties]
-            kept[equal] = True
-            ties -= equal.size
-        packed.append(np.packbits(kept))
+    """The packed mask that a cut gives of scores on the host; the scores can be freed before the
+    mask is unpacked."""
+    packed = [np.packbits(kept.numpy()) for kept in _kept(scores, keys, cut)]
     return Bits(np.concatenate([*packed, np.empty(0, np.uint8)]), scores.numel())
 
 
 def largest(scores: Tensor, keep: int, keys: Keys = by_value) -> Tensor:
-    """The flat mask of the `keep` largest scores; among equal ones, lower positions first.
+    """The flat mask of the `keep` largest scores, on their device; among equal ones, lower
+    positions first.
 
     `scores` is 1-D fp32 without NaN.
     """
-    return select(scores, keys, cut_of(scores, keep, keys)).mask()
+    parts = [*_kept(scores, keys, cut_of(scores, keep, keys))]
+    return torch.cat([*parts, scores.new_empty(0, dtype=torch.bool)])
 
 
-def _chunks(scores: Tensor, keys: Keys) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Where each chunk starts, and its keys."""
-    values = scores.numpy()
-    for start in range(0, values.size, CHUNK):
-        yield start, keys(values[start : start + CHUNK])
+def _kept(scores: Tensor, keys: Keys, cut: Cut) -> Iterator[Tensor]:
+    """The mask that a cut gives, in chunks."""
+    ties = cut.ties
+    for part in _chunks(scores, keys):
+        kept = part > cut.key
+        if ties:
+            equal = (part == cut.key).nonzero().view(-1)[:ties]
+            kept[equal] = True
+            ties -= equal.numel()
+        yield kept
+
+
+def _chunks(scores: Tensor, keys: Keys) -> Iterator[Tensor]:
+    """The keys, a chunk at a time."""
+    for part in scores.split(CHUNK if scores.is_cpu else DEVICE_CHUNK):
+        yield keys(part)

@@ -11,8 +11,8 @@ gradient entry, m moments:
     weight     w·n
     index      0 if all are kept, else by encoding
       int32      4·k
-      uint16     2·k + o·(n/65,536 + 1)
       mask       n/8 + o·(n/2,048 + 1)
+      auto       the smaller of the two, which is the mask above f = 0.032
     gradient   a·k
     master     4·k in half precision, 2·k where it is split into weight and remainder;
                0 in fp32, where the weight is the master
@@ -24,7 +24,6 @@ bytes dense, costs for each parameter, f = k/n of which are kept:
 
                               f = 0.1
     int32    2 + 18·f          3.80
-    uint16   2.0001 + 16·f     3.60
     mask     2.127 + 14·f      3.53
     mask     2.127 + 12·f      3.33    and split masters (bf16)
 
@@ -48,11 +47,11 @@ from typing import Literal, TypeAlias
 
 from axsparse.samo.shards import share_bounds
 
-IndexKind: TypeAlias = Literal["int32", "uint16", "mask"]
-"""How kept positions are stored."""
+IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
+"""How kept positions are stored; `auto` takes for each tensor the encoding of fewer bytes."""
+Encoding: TypeAlias = Literal["int32", "mask"]
+"""How the kept positions of one tensor are stored."""
 INT32_LIMIT = 2**31 - 1
-UINT16_BLOCK = 65_536
-"""Dense entries of a block, in which 16 bits number them."""
 MASK_BLOCK = 2_048
 """Dense entries that share an offset: few enough to find any kept entry at once, and so many
 that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
@@ -171,11 +170,20 @@ def index_bytes(numel: int, kept: int, kind: IndexKind) -> int:
     """Bytes of the index of one tensor."""
     if kept == numel:
         return 0
-    if kind == "int32":
+    if encoding_of(numel, kept, kind) == "int32":
         return 4 * kept
+    return _mask_bytes(numel, kept)
+
+
+def encoding_of(numel: int, kept: int, kind: IndexKind) -> Encoding:
+    """The encoding of one tensor: the one that is named, or for `auto` the one of fewer bytes."""
+    if kind != "auto":
+        return kind
+    return "int32" if fits_int32(numel) and 4 * kept < _mask_bytes(numel, kept) else "mask"
+
+
+def _mask_bytes(numel: int, kept: int) -> int:
     offset = 4 if fits_int32(kept) else 8
-    if kind == "uint16":
-        return 2 * kept + offset * (math.ceil(numel / UINT16_BLOCK) + 1)
     words = math.ceil(numel / MASK_WORD)
     return MASK_WORD // 8 * words + offset * (math.ceil(numel / MASK_BLOCK) + 1)
 

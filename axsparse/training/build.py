@@ -34,9 +34,10 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
+from axsparse.samo.index.pieces import FEW
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
-from axsparse.samo.optim.update import whole_step
+from axsparse.samo.optim.update import prepare_loops, whole_step
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
@@ -290,6 +291,9 @@ def _build_state(
     )
     options = _state_options(run, replicas, placement)
     own = [run.model.layers[number] for number in run.stages[place.stage]]
+    sizes = [size.numel for layer in run.layers_of(place.stage) for size in layer.parameters]
+    if run.on_host and max(sizes, default=0) > FEW:
+        prepare_loops(options.dtype, options.types, run.optimizer)
     masks: Masks | None
     if checkpoint is None:
         masks = _first_masks(run, own, options, transport, data)
@@ -323,7 +327,7 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
         moments=run.optimizer.moments,
         seed=run.config.seed,
         masks=None,
-        index=run.index,
+        index=run.config.samo.index,
         replicas=replicas,
         start=run.model.start,
         backend=backend,

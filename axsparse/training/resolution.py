@@ -31,7 +31,6 @@ from axsparse.planner.auto_layout import (
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
-    AUTO_INDEX,
     Prediction,
     has_costs,
     least_split_samples,
@@ -58,7 +57,7 @@ from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.optimizer_registry import optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import IndexKind, StateFormat
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.parameter_groups import ParameterGroups, parameter_groups
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
@@ -129,12 +128,6 @@ class RunSpec:
         """The type in which gradients are accumulated."""
         return torch.float32 if self.config.samo.gradient == "fp32" else self.dtype
 
-    @property
-    def index(self) -> IndexKind:
-        """How the positions of kept entries are stored."""
-        assert self.config.samo.index != "auto", "the configuration is resolved"
-        return self.config.samo.index
-
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
         return [self.survey.layers[number] for number in self.stages[stage]]
@@ -162,7 +155,7 @@ class RunSpec:
                 half=self.dtype != torch.float32,
                 gradient_bytes=self.gradient_dtype.itemsize,
                 moments=len(self.optimizer.moments),
-                index=self.index,
+                index=self.config.samo.index,
                 split_master=self.config.samo.split_master,
                 replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
                 offload=self.config.samo.offload,
@@ -255,7 +248,6 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
         "pipeline.split_backward": _splits_backward(config, choice, trades),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
-        "samo.index": AUTO_INDEX,
         "schedule.decay_steps": steps,
     }
     if schedule is not None and schedule.held is not None:

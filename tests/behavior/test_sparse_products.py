@@ -28,11 +28,12 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.pipeline import layer_runner
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.host.sampled_product import sampled_product, sampling_loops
+from axsparse.samo.host.bf16_loops import has_bf16_loops
+from axsparse.samo.host.sampled_product import sampled_product
 from axsparse.samo.index.base import Index
 from axsparse.training.trainer import Trainer
 
-pytestmark = pytest.mark.skipif(sampling_loops() is None, reason="numba or AVX-512 BF16 is missing")
+pytestmark = pytest.mark.skipif(not has_bf16_loops(), reason="numba or AVX-512 BF16 is missing")
 WIDTHS = (200, 232, 180, 208, 190)
 TOKENS, MICROBATCHES = 150, 4
 MATRICES = len(WIDTHS) - 1

@@ -9,7 +9,6 @@ from torch import nn
 
 from axsparse.samo.host import host_step
 from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index import uint16 as index_uint16
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
@@ -17,7 +16,6 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.lamb import LAMB
-from axsparse.samo.optim.loop_check import has_bits_of_functions
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
@@ -34,9 +32,9 @@ SPLIT_CHUNK = 26 * BLOCK
 """The same while a master is split into its weight's bits and the remainder."""
 POSITIONS = 12 * BLOCK
 """Bytes of a block's positions where numpy decodes them."""
-NUMBERS = 4096
-"""Bytes of sums and other single numbers."""
-INDICES: dict[str, IndexKind] = {"int32": "int32", "uint16": "uint16", "mask": "mask"}
+NUMBERS = 8192
+"""Bytes of sums, of other single numbers and of the arguments of a loop."""
+INDICES: dict[str, IndexKind] = {"int32": "int32", "mask": "mask"}
 MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
     "fp32": (torch.float32, "weight"),
     "fp16": (torch.float16, "fp32"),
@@ -66,17 +64,16 @@ def half_kept(kind: IndexKind) -> Index:
     ("kind", "master", "by"),
     [
         ("int32", "bf16", "loops"),
-        ("mask", "bf16", "loops"),
-        *[("uint16", master, "loops") for master in MASTERS],
-        ("uint16", "bf16", "functions"),
-        ("uint16", "bf16, split master", "functions"),
+        *[("mask", master, "loops") for master in MASTERS],
+        ("mask", "bf16", "functions"),
+        ("mask", "bf16, split master", "functions"),
     ],
 )
 def test_an_update_allocates_one_chunk(
     kind: str, master: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "functions":
-        monkeypatch.setattr(update_module, "has_bits_of_functions", lambda *_, **__: False)
+        monkeypatch.setattr(update_module, "can_compile", lambda: False)
     layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
 
     peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
@@ -85,13 +82,11 @@ def test_an_update_allocates_one_chunk(
     assert BLOCK <= peak <= chunk + NUMBERS < KEPT * 2
 
 
-@pytest.mark.parametrize("kind", ["uint16", "mask"])
 def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (index_uint16, index_mask):
-        monkeypatch.setattr(module, "compiled", lambda loop: None)
-    layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, "bf16", ADAMW)
+    monkeypatch.setattr(index_mask, "compiled", lambda loop: None)
+    layer = trained_layer(half_kept("mask"), 2 * KEPT, "bf16", ADAMW)
 
     def step() -> None:
         update([layer], ADAMW, HYPER, 0.5)
@@ -104,7 +99,7 @@ def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
 def test_the_functions_of_every_optimizer_allocate_one_chunk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_module, "has_bits_of_functions", lambda *_, **__: False)
+    monkeypatch.setattr(update_module, "can_compile", lambda: False)
     optimizer = OPTIMIZERS[name]
     layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
 
@@ -115,7 +110,6 @@ def test_the_functions_of_every_optimizer_allocate_one_chunk(
 
 @pytest.mark.parametrize(("name", "master"), [("adamw", "fp32"), ("nesterov", "bf16")])
 def test_loops_over_what_is_not_pruned_allocate_nothing(name: str, master: str) -> None:
-    assert has_bits_of_functions(OPTIMIZERS[name], is_half=master != "fp32")
     layer = trained_layer(FullIndex(KEPT), KEPT, master, OPTIMIZERS[name])
 
     peak = peak_of_torch(lambda: update([layer], OPTIMIZERS[name], HYPER, 0.5))
@@ -126,12 +120,12 @@ def test_loops_over_what_is_not_pruned_allocate_nothing(name: str, master: str) 
 def test_the_norm_allocates_nothing_with_a_loop_and_one_chunk_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = trained_layer(half_kept("uint16"), 2 * KEPT, "bf16", ADAMW)
+    layer = trained_layer(half_kept("mask"), 2 * KEPT, "bf16", ADAMW)
 
     def norm() -> None:
         norm_partials([layer], ["w"])
 
     norm()  # compiles the loop
     assert max(peak_of_torch(norm), peak_of_numpy(norm)) <= NUMBERS
-    monkeypatch.setattr(host_step, "machine_code", lambda: None)
+    monkeypatch.setattr(host_step, "can_compile", lambda: False)
     assert BLOCK <= peak_of_torch(norm) <= CHUNK + NUMBERS < KEPT * 2

@@ -82,7 +82,7 @@ class Cut:
     prefer: str = "alternate"
     slack: int = 1
     recompute: int = 0
-    index: str = "uint16"
+    index: str = "auto"
     shard: bool = False
     split_master: bool = False
     """bf16 only."""
@@ -497,7 +497,7 @@ def _draw_cut(rng: Random, layers: int, precision: str, least: int) -> Cut:
         prefer=rng.choice(["alternate", "backward", "forward"]),
         slack=rng.choice([0, 1, 2]),
         recompute=rng.choice([0, 0, 1, 2]),
-        index=rng.choice(["int32", "uint16", "mask"]),
+        index=rng.choice(["auto", "int32", "mask"]),
         shard=rng.random() < 0.3,
         split_master=precision == "bf16" and rng.random() < 0.5,
     )

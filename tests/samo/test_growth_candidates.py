@@ -20,7 +20,7 @@ from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
 
-KINDS: list[IndexKind] = ["int32", "uint16", "mask"]
+KINDS: list[IndexKind] = ["int32", "mask"]
 NUMELS = st.integers(2, 300)
 FEW_VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.5, math.inf, math.nan, 1e-40])
 RECALL, MASS = 0.8, 0.95

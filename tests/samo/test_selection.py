@@ -1,14 +1,20 @@
-"""Exact selection of the largest, against a stable sort."""
+"""Exact selection of the largest, against a stable sort, on the host and on a device."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import pretend_gpu
+from support.pretend_gpu import AVAILABLE, pretend
 from torch import Tensor
 
 from axsparse.samo import selection
+from axsparse.samo.growth_candidates import Candidates, strongest
+from axsparse.samo.index.base import make_index
 from axsparse.samo.selection import (
     Cut,
     Keys,
@@ -30,7 +36,7 @@ few_values = st.lists(
 any_values = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=60)
 
 
-@pytest.fixture(params=[8, 32_768])
+@pytest.fixture(params=[8, 131_072])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     size: int = request.param
     monkeypatch.setattr(selection, "CHUNK", size)
@@ -43,7 +49,7 @@ def order_of(values: list[float], keys: Keys) -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [by_value, by_magnitude])
-@pytest.mark.parametrize("size", [8, 32_768])
+@pytest.mark.parametrize("size", [8, 131_072])
 @examples
 @given(st.one_of(few_values, any_values), st.data())
 def test_the_largest_are_those_of_a_stable_sort(
@@ -90,3 +96,31 @@ def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
     assert above + cut.ties == keep
     assert keep == 0 or 0 < cut.ties <= equal_to(everything, by_value, cut.key)
     assert torch.equal(select(everything, by_value, cut).mask(), largest(everything, keep))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
+def test_growth_chooses_on_the_device_and_fetches_what_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numel, count = 300_000, 100
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    part = Candidates(torch.tensor([5, 6], dtype=torch.int32), torch.tensor([90.0, -90.0]))
+    there = values.to(pretend())
+    index = make_index(torch.zeros(numel, dtype=torch.bool), "int32")
+    fetched: list[int] = []
+    run = pretend_gpu._run
+
+    def watched(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        made = run(operation, arguments, named)
+        to_host = "_to_copy" in operation.name() and type(made) is Tensor
+        if to_host:
+            fetched.append(made.numel())
+        return made
+
+    monkeypatch.setattr(pretend_gpu, "_run", watched)
+    ours = strongest(there, [part], index, count)
+    theirs = strongest(values.clone(), [part], index, count)
+
+    assert torch.equal(ours.positions, theirs.positions)
+    assert torch.equal(ours.sums, theirs.sums)
+    assert fetched and max(fetched) <= 65_536 < numel

@@ -74,9 +74,9 @@ CASES = {
     "whole tied GPT, bf16 with fp32 sums": Case("tied", slice(None), *HALF_WITH_FP32_SUMS, ALL),
     "whole tied GPT, fp32": Case("tied", slice(None), *FULL, ALL),
     "whole tied GPT, dense": Case("tied", slice(None), *HALF, None),
-    "whole tied GPT, bf16, uint16": Case("tied", slice(None), *HALF, ALL, "uint16"),
+    "whole tied GPT, bf16, auto": Case("tied", slice(None), *HALF, ALL, "auto"),
     "whole tied GPT, bf16, mask": Case("tied", slice(None), *HALF, ALL, "mask"),
-    "medium GPT, bf16, uint16": Case("medium", slice(None), *HALF, BLOCKS, "uint16"),
+    "medium GPT, bf16, auto": Case("medium", slice(None), *HALF, BLOCKS, "auto"),
     "medium GPT, bf16, mask": Case("medium", slice(None), *HALF, BLOCKS, "mask"),
     "first half of a tied GPT": Case("tied", slice(0, 2), *HALF, ALL),
     "second half of a tied GPT": Case("tied", slice(2, None), *HALF, ALL),
@@ -245,7 +245,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
                 half=dtype != torch.float32,
                 gradient_bytes=gradient_dtype.itemsize,
                 moments=2,
-                index="uint16",
+                index="auto",
             ),
         )
 
@@ -261,7 +261,7 @@ def pruned_layer_bytes(index: IndexKind) -> int:
 
 @pytest.mark.parametrize(
     ("index", "expected", "limit"),
-    [("int32", 2 + 18 * 0.1, 3.801), ("uint16", 3.6001, 3.61), ("mask", 3.527, 3.55)],
+    [("int32", 2 + 18 * 0.1, 3.801), ("mask", 3.527, 3.55), ("auto", 3.527, 3.55)],
 )
 def test_a_parameter_of_which_a_tenth_is_kept_costs_few_bytes(
     index: IndexKind, expected: float, limit: float
@@ -318,13 +318,19 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
     ("kind", "expected"),
     [
         ("int32", 4 * 7_000),
-        ("uint16", 2 * 7_000 + 4 * 3),  # two blocks, begun, and the end
         ("mask", 8 * 1_094 + 4 * 36),  # 1,093.75 words, and 34.2 blocks
     ],
 )
 def test_an_index_in_bytes(kind: IndexKind, expected: int) -> None:
     assert index_bytes(70_000, 7_000, kind) == expected
     assert index_bytes(70_000, 70_000, kind) == 0
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2_222, 2_223, 2_224, 35_000, 69_999, 70_000])
+def test_auto_costs_the_bytes_of_the_smaller_encoding(kept: int) -> None:
+    each: list[IndexKind] = ["int32", "mask"]
+
+    assert index_bytes(70_000, kept, "auto") == min(index_bytes(70_000, kept, k) for k in each)
 
 
 def test_int32_holds_numbers_up_to_its_limit() -> None:

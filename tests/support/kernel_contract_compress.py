@@ -31,14 +31,14 @@ from axsparse.samo.cuda.launch import CHUNK, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes, master_kind
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, index_bytes, master_kind
 
 # -- indices --------------------------------------------------------------------------------
 
 
 @promise(ENCODED, SIZES, DENSITIES)
 def an_index_is_the_one_of_the_cpu(
-    machine: Machine, kind: IndexKind, numel: int, density: float
+    machine: Machine, kind: Encoding, numel: int, density: float
 ) -> None:
     mask = random_mask(numel, density) if numel > 1 else torch.zeros(1, dtype=torch.bool)
     positions = mask.nonzero().view(-1)
@@ -52,23 +52,21 @@ def an_index_is_the_one_of_the_cpu(
     assert index.entries is not None
     if kind == "int32":
         assert torch.equal(index.entries.cpu().long(), positions)
-    elif kind == "uint16":
-        assert index.entries.cpu().to(torch.int64).tolist() == (positions % UINT16_BLOCK).tolist()
     else:
         packed = np.packbits(mask.numpy(), bitorder="little")
         assert index.entries[: packed.size].tolist() == packed.tolist()
         assert not index.entries[packed.size :].any()
     if index.offsets is not None:
-        block = UINT16_BLOCK if kind == "uint16" else MASK_BLOCK
-        before = [int(mask[: at * block].sum()) for at in range(-(-numel // block) + 1)]
+        blocks = range(-(-numel // MASK_BLOCK) + 1)
+        before = [int(mask[: at * MASK_BLOCK].sum()) for at in blocks]
         assert index.offsets.tolist() == before
 
 
 @promise(ENCODED, (BF16, FP32))
 def any_stretch_of_kept_entries_is_gathered_and_scattered(
-    machine: Machine, kind: IndexKind, dtype: torch.dtype
+    machine: Machine, kind: Encoding, dtype: torch.dtype
 ) -> None:
-    mask = random_mask(UINT16_BLOCK + 3000, 0.1)
+    mask = random_mask(BLOCK + 3000, 0.1)
     index, theirs = machine.index(mask, kind), make_index(mask, kind)
     dense = randoms(mask.numel(), 1, dtype)
     kept = index.kept
@@ -86,7 +84,7 @@ def any_stretch_of_kept_entries_is_gathered_and_scattered(
 def a_mask_that_keeps_everything_costs_nothing(machine: Machine) -> None:
     mask = torch.ones(TILE + 5, dtype=torch.bool, device=machine.device)
 
-    index = make_device_index(machine.launch, mask, "uint16")
+    index = make_device_index(machine.launch, mask, "mask")
 
     values, dense = randoms(3, 1), machine.put(torch.zeros(TILE + 5))
     index.scatter(dense, values.to(machine.device), 4)
@@ -95,12 +93,12 @@ def a_mask_that_keeps_everything_costs_nothing(machine: Machine) -> None:
     same_bits(index.gather(dense, 4, 7), values)
 
 
-@promise(ENCODED, [(0,), (TILE,), (UINT16_BLOCK - 1,), (UINT16_BLOCK,), (3 * UINT16_BLOCK,)])
-@promise(ENCODED, [(5, MASK_BLOCK - 1), (0, 3 * UINT16_BLOCK), (9, 10, 2 * UINT16_BLOCK)])
+@promise(ENCODED, [(0,), (TILE,), (BLOCK - 1,), (BLOCK,), (3 * BLOCK,)])
+@promise(ENCODED, [(5, MASK_BLOCK - 1), (0, 3 * BLOCK), (9, 10, 2 * BLOCK)])
 def a_few_kept_entries_are_found_among_empty_blocks(
-    machine: Machine, kind: IndexKind, places: tuple[int, ...]
+    machine: Machine, kind: Encoding, places: tuple[int, ...]
 ) -> None:
-    mask = torch.zeros(3 * UINT16_BLOCK + 1, dtype=torch.bool)
+    mask = torch.zeros(3 * BLOCK + 1, dtype=torch.bool)
     mask[list(places)] = True
     index = machine.index(mask, kind)
     gradient = machine.put(torch.zeros(len(places)))
@@ -115,7 +113,7 @@ def a_few_kept_entries_are_found_among_empty_blocks(
 # -- compression ----------------------------------------------------------------------------
 
 
-@promise(tuple(INDICES), NUMBERS, [1, CHUNK + 1, UINT16_BLOCK + 77])
+@promise(tuple(INDICES), NUMBERS, [1, CHUNK + 1, BLOCK + 77])
 def gradients_are_compressed_and_added_as_on_the_cpu(
     machine: Machine, kind: DeviceKind, types: tuple[torch.dtype, torch.dtype], numel: int
 ) -> None:
@@ -162,7 +160,7 @@ def sums_of_squares_are_the_same_bits_in_every_encoding(
 
 @promise(ENCODED, [math.inf, -math.inf, math.nan], [True, False])
 def a_gradient_that_is_not_finite_is_found_where_it_is_kept(
-    machine: Machine, kind: IndexKind, value: float, kept: bool
+    machine: Machine, kind: Encoding, value: float, kept: bool
 ) -> None:
     mask = random_mask(2 * TILE + 9, 0.2)
     dense = randoms(mask.numel(), 1, BF16)

@@ -38,7 +38,8 @@ from axsparse.samo.cuda.launch import GROUP, TILE, Argument
 from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.optim.update import update
-from axsparse.samo.state_bytes import UINT16_BLOCK, IndexKind, MasterKind
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import Encoding, MasterKind
 
 
 @promise(RULES, tuple(INDICES), STATES)
@@ -63,7 +64,7 @@ def a_step_is_the_formulas_with_one_rounding_an_operation(
     assert not slot.weight.cpu()[~mask].any()
 
 
-@promise(tuple(INDICES), [1, 2, TILE, 3 * TILE, UINT16_BLOCK + TILE + 5], [0.0005, 0.1, 0.95])
+@promise(tuple(INDICES), [1, 2, TILE, 3 * TILE, BLOCK + TILE + 5], [0.0005, 0.1, 0.95])
 def tensors_of_any_size_and_density_are_stepped(
     machine: Machine, kind: DeviceKind, numel: int, density: float
 ) -> None:
@@ -81,9 +82,9 @@ def tensors_of_any_size_and_density_are_stepped(
 
 
 @promise(ENCODED)
-def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: IndexKind) -> None:
-    mask = random_mask(UINT16_BLOCK + 3 * TILE, 0.1)
-    for tile in (0, 5, UINT16_BLOCK // TILE - 1, UINT16_BLOCK // TILE + 1):
+def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: Encoding) -> None:
+    mask = random_mask(BLOCK + 3 * TILE, 0.1)
+    for tile in (0, 5, BLOCK // TILE - 1, BLOCK // TILE + 1):
         mask[tile * TILE : (tile + 1) * TILE] = True
     layer = fresh_layer(mask, (BF16, BF16, "fp32"), 1)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
@@ -100,7 +101,7 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
     mask = random_mask(3 * TILE, 0.3)
     layer = fresh_layer(mask, (BF16, FP32, "fp32"), rule.moments)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    slot = slot_of(machine, machine.index(mask, "uint16"), layer)
+    slot = slot_of(machine, machine.index(mask, "mask"), layer)
 
     rule.device([slot], HYPER, FACTOR)
     update([layer], rule.torch, HYPER, FACTOR)
@@ -110,7 +111,7 @@ def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
 
 @promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))
 def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
-    machine: Machine, kind: IndexKind, state: tuple[torch.dtype, torch.dtype, MasterKind]
+    machine: Machine, kind: Encoding, state: tuple[torch.dtype, torch.dtype, MasterKind]
 ) -> None:
     mask = random_mask(5 * TILE + 3, 0.2)
     layer = fresh_layer(mask, state, 2)
@@ -150,7 +151,7 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
 @promise(RULES)
 def tensors_of_the_same_types_are_stepped_together(machine: Machine, rule: Case) -> None:
     states = (STATES[1], STATES[3])
-    kinds: tuple[DeviceKind, ...] = ("uint16", "full")
+    kinds: tuple[DeviceKind, ...] = ("mask", "full")
     launched: list[str] = []
 
     def launch(kernel: str, blocks: int, *arguments: Argument) -> None:
@@ -289,7 +290,7 @@ def a_master_that_is_no_number_leaves_no_remainder(machine: Machine) -> None:
     layer = fresh_layer(mask, (BF16, FP32, "remainder"), 0)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)  # what is left of it would be lower bits
-    slot = slot_of(machine, machine.index(mask, "uint16"), layer)
+    slot = slot_of(machine, machine.index(mask, "mask"), layer)
 
     sgd_step([slot], HYPER, FACTOR, momentum=0.0, nesterov=False)
 

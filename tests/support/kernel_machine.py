@@ -25,7 +25,7 @@ from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, UINT16_BLOCK, IndexKind, MasterKind
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, MasterKind
 from axsparse.samo.tensor_state import TensorState
 
 GUARD = 256
@@ -34,10 +34,10 @@ CANARY = 0x5A
 HYPER = Hyper(step=1, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FACTOR = 0.37
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ENCODED: tuple[IndexKind, ...] = ("int32", "uint16", "mask")
+ENCODED: tuple[Encoding, ...] = ("int32", "mask")
 NUMBERS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 """Types of weight and gradient."""
-SIZES = [1, 31, MASK_BLOCK + 1, TILE - 1, TILE, TILE + 1, UINT16_BLOCK, UINT16_BLOCK + 77]
+SIZES = [1, 31, MASK_BLOCK + 1, TILE - 1, TILE, TILE + 1, BLOCK, BLOCK + 77]
 DENSITIES = [0.001, 0.1, 0.9]
 
 

@@ -27,8 +27,7 @@ STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.valu
 HELPERS = [
     "count_kept",
     "pack",
-    "number_kept<int>",
-    "number_kept<unsigned short>",
+    "number_kept",
     *(f"positions<{index}>" for index in ENCODED),
     *(f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())),
 ]

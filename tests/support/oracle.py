@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.rounded_adamw import RoundedAdamW
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config, OptimizerConfig
@@ -39,7 +40,7 @@ class Trace:
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
+    return RoundedAdamW(
         groups,
         lr=settings.learning_rate,
         betas=settings.betas,

@@ -19,17 +19,16 @@ from axsparse.samo.state_bytes import (
     INT32_LIMIT,
     MASK_BLOCK,
     MASK_WORD,
-    UINT16_BLOCK,
     IndexKind,
+    encoding_of,
     fits_int32,
 )
 
-DeviceKind: TypeAlias = Literal["full", "int32", "uint16", "mask"]
+DeviceKind: TypeAlias = Literal["full", "int32", "mask"]
 """How kept positions are stored; "full" stores nothing, since every entry is kept."""
 INDICES: dict[DeviceKind, str] = {
     "full": "FullIndex",
     "int32": "Int32Index",
-    "uint16": "Uint16Index",
     "mask": "MaskIndex",
 }
 """The names of the encodings in the source."""
@@ -47,8 +46,7 @@ class DeviceIndex:
     kept: int
     device: torch.device
     entries: Tensor | None = None
-    """int32: flat positions. uint16: their low 16 bits. mask: bits, the lowest of a byte first.
-    None for full."""
+    """int32: flat positions. mask: bits, the lowest of a byte first. None for full."""
     offsets: Tensor | None = None
     """The number of kept entries before each block of dense ones, and at the end that of all;
     int32. None for full and int32."""
@@ -99,13 +97,8 @@ class DeviceIndex:
         entries = self.entries.cpu()
         if self.kind == "int32":
             return entries.long()
-        if self.kind == "mask":
-            bits = np.unpackbits(entries.numpy(), bitorder="little")[: self.numel]
-            return torch.from_numpy(bits.nonzero()[0])
-        assert self.offsets is not None, "counts of blocks"
-        counts = self.offsets.cpu().long().diff()
-        blocks = torch.arange(counts.numel()).repeat_interleave(counts)
-        return entries.long() + blocks * UINT16_BLOCK
+        bits = np.unpackbits(entries.numpy(), bitorder="little")[: self.numel]
+        return torch.from_numpy(bits.nonzero()[0])
 
     def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
         stop = start + values_K.numel()
@@ -135,7 +128,7 @@ def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> Devi
     if kind == "int32" and not fits_int32(numel):
         raise ConfigError(
             f"samo.index: int32 on a GPU numbers {INT32_LIMIT} entries of a tensor and this one "
-            f"has {numel}; choose uint16, mask or auto"
+            f"has {numel}; choose mask or auto"
         )
     tiles, count = blocks_of(numel, TILE), np.int64(numel)
     counts = torch.empty(blocks_of(numel, MASK_BLOCK), dtype=torch.int32, device=device)
@@ -150,16 +143,11 @@ def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> Devi
             f"this one keeps {kept}; prune more, or keep all of it"
         )
     offsets = before.to(torch.int32)
-    if kind == "mask":
+    if encoding_of(numel, kept, kind) == "mask":
         words = blocks_of(numel, MASK_WORD) * MASK_WORD // 8
         bits = torch.empty(words, dtype=torch.uint8, device=device)
         launch("pack", tiles, mask_D, count, bits)
-        return DeviceIndex(launch, kind, numel, kept, device, bits, offsets)
-    entry, dtype = ("int", torch.int32) if kind == "int32" else ("unsigned short", torch.uint16)
-    entries = torch.empty(kept, dtype=dtype, device=device)
-    launch(f"number_kept<{entry}>", tiles, mask_D, count, offsets, entries)
-    if kind == "int32":
-        return DeviceIndex(launch, kind, numel, kept, device, entries)
-    every = torch.arange(0, numel + UINT16_BLOCK, UINT16_BLOCK, device=device)
-    at = (every // MASK_BLOCK).clamp_(max=offsets.numel() - 1)
-    return DeviceIndex(launch, kind, numel, kept, device, entries, offsets[at])
+        return DeviceIndex(launch, "mask", numel, kept, device, bits, offsets)
+    entries = torch.empty(kept, dtype=torch.int32, device=device)
+    launch("number_kept", tiles, mask_D, count, offsets, entries)
+    return DeviceIndex(launch, "int32", numel, kept, device, entries)

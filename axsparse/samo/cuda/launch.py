@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD, UINT16_BLOCK
+from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD
 
 THREADS = 128
 """Threads of a thread block."""
@@ -26,7 +26,7 @@ TILE = 32 * THREADS
 CHUNK = 2048
 """Kept entries that a thread block reads, and whose squares it sums. Part of the numerics: see
 `source/compress.cuh`."""
-assert UINT16_BLOCK % TILE == 0 == TILE % MASK_BLOCK
+assert TILE % MASK_BLOCK == 0
 assert BLOCK % CHUNK == 0 == CHUNK % THREADS
 
 TENSOR = np.dtype(
@@ -60,7 +60,6 @@ CONSTANTS = {
     "TILE": TILE,
     "CHUNK": CHUNK,
     "SUM_BLOCK": BLOCK,
-    "UINT16_BLOCK": UINT16_BLOCK,
     "MASK_BLOCK": MASK_BLOCK,
     "MASK_WORD": MASK_WORD,
     "GROUP": GROUP,

@@ -4,9 +4,8 @@ The kernel unscales and clips the gradient, applies the recurrence in fp32 to ke
 `samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds the masters, and writes the dense weight in
 whole tiles, with zeros at pruned positions. It needs no temporary.
 
-Every operation and its rounding is that of torch on a CPU with fused multiply-add, so results have
-the same bits, with one exception: of fp32 weights, torch's square root may be one unit off the
-rounded value. In half precision the functions take rounded roots as well (`samo/optim/adamw.py`).
+Every operation and its rounding is that of the functions on a CPU with fused multiply-add, so
+results have the same bits.
 """
 
 from __future__ import annotations

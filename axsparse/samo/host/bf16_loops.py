@@ -1,28 +1,32 @@
-"""Loads the compiled loops on bf16 where there is numba, and a processor with the instructions."""
+"""The compiled loops on bf16, where there is numba, and a processor with the instructions."""
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
-from typing import Any
+
+from axsparse.samo.host.compiled_loops import Loop, can_compile, cpu_features
+
+FEATURES = {"avx512bf16", "avx512vbmi2"}
+"""The processor's instructions that the loops need."""
+MATRIX_FEATURE = "amx-bf16"
+"""That of processors which multiply whole matrices at once."""
+LENGTHS = (64, 128, 256)
+"""Tokens of the panels of which `sample` takes the columns."""
+TILE = 64
+"""Tokens whose sums `add_products` keeps in registers."""
+
+TRANSPOSE = Loop("axsparse.samo.host.bf16_vectors", "transpose")
+SAMPLE = Loop("axsparse.samo.host.sampling_loops", "sample")
+ADD_PRODUCTS = Loop("axsparse.samo.host.sparse_linear_loops", "add_products")
+PUT = Loop("axsparse.samo.host.sparse_linear_loops", "put")
 
 
 @cache
-def bf16_loops(name: str) -> Any:
-    """The module `samo/host/<name>.py`; None if numba is missing, or an instruction."""
-    try:
-        vectors = importlib.import_module("axsparse.samo.host.bf16_vectors")
-    except ImportError:
-        return None
-    has_all = vectors.features() >= vectors.FEATURES
-    return importlib.import_module(f"axsparse.samo.host.{name}") if has_all else None
+def has_bf16_loops() -> bool:
+    """Whether the loops can be compiled and run here."""
+    return can_compile() and cpu_features() >= FEATURES
 
 
-@cache
 def multiplies_matrices() -> bool:
     """Whether the processor has an instruction for whole matrices of bf16 (AMX)."""
-    try:
-        vectors = importlib.import_module("axsparse.samo.host.bf16_vectors")
-    except ImportError:
-        return False
-    return vectors.MATRIX_FEATURE in vectors.features()
+    return can_compile() and MATRIX_FEATURE in cpu_features()

@@ -11,16 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import config, extending, njit, types
-from numba.core import cgutils, codegen
+from numba import extending, njit, types
+from numba.core import cgutils
 from numba.np import arrayobj
 
-from axsparse.samo.index.pieces import Array
+from axsparse.samo.host.compiled_loops import BARE, Array
 
-FEATURES = {"avx512bf16", "avx512vbmi2"}
-"""The processor's instructions that the loops need."""
-MATRIX_FEATURE = "amx-bf16"
-"""That of processors which multiply whole matrices at once."""
 BLOCK = 16
 """Rows and columns that are transposed at once."""
 PAIRS = 32
@@ -32,21 +28,12 @@ FLOAT, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.
 # None of these is typed.
 _arrays: Any = arrayobj
 _cgutils: Any = cgutils
-_codegen: Any = codegen
-_config: Any = config
 _extending: Any = extending
 BFLOAT: Any = ir.Type()
 """LLVM's own type for bf16, which llvmlite has not."""
 BFLOAT._to_string = lambda: "bfloat"
 intrinsic = _extending.intrinsic
 alloca_once, for_range = _cgutils.alloca_once, _cgutils.for_range
-
-
-def features() -> set[str]:
-    """What numba compiles for, of the processor's instructions."""
-    told = _config.CPU_FEATURES
-    known: str = _codegen.get_host_cpu_features() if told is None else told
-    return {word[1:] for word in known.split(",") if word.startswith("+")}
 
 
 def place(context: Any, builder: Any, kind: Any, array: Any, at: Any, vector: ir.VectorType) -> Any:
@@ -135,16 +122,15 @@ def _transpose(source: Array, target: Array, begin: int, end: int, first: int) -
     columns of `target`, `(columns, length)`, whose further columns become zero."""
     columns, length = target.shape
     apart = source.shape[1]
-    flat, turned = source.reshape(-1), target.reshape(-1)
     whole_rows = (end - begin) // BLOCK * BLOCK
     whole_columns = columns // BLOCK * BLOCK
     for row in range(0, whole_rows, BLOCK):
         for column in range(0, whole_columns, BLOCK):
             at = (begin + row) * apart + first + column
-            turn(flat, at, apart, turned, column * length + row, length)
+            turn(source, at, apart, target, column * length + row, length)
     for column in range(columns):
         for row in range(0 if column >= whole_columns else whole_rows, length):
             target[column, row] = source[begin + row, first + column] if begin + row < end else 0
 
 
-transpose = njit(nogil=True)(_transpose)
+transpose = njit(nogil=True, **BARE)(_transpose)

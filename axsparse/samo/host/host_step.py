@@ -3,85 +3,48 @@
 Compiled loops read each kept entry's gradient, master and moments once, and write masters, moments
 and rounded weights, with the bits of the torch operations of `samo/optim/adamw.py` and
 `samo/optim/sgd.py`. `samo/cuda/step_kernel.py` is the same for GPUs.
-
-torch takes square roots from MKL where it has that library, and on some processors MKL's are often
-one unit off the rounded value (docs/decisions/033-one-pass-on-cpus.md). Of fp32 weights AdamW's
-loop therefore calls the same function, or takes the processor's instruction where torch has its
-bits; of weights in half precision it always takes the instruction.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.index.numba_loops import FEW
-from axsparse.samo.index.pieces import Array
+from axsparse.samo.host.compiled_loops import Array, Loop, can_compile
+from axsparse.samo.index.pieces import FEW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.tensor_slot import TensorSlot
 
+ADAMW_STEP, SGD_STEP, SUM_OF_SQUARES = (
+    Loop("axsparse.samo.host.step_loops", name)
+    for name in ("adamw_step", "sgd_step", "sum_of_squares")
+)
 CHUNK = 65_536
 """Kept entries that are updated at a time where they are gathered, scattered or converted."""
-
-
-@cache
-def machine_code() -> Any:
-    """The module of compiled loops; None if numba is missing or does not fit this numpy."""
-    try:
-        return importlib.import_module("axsparse.samo.host.machine_code")
-    except ImportError:
-        return None
 
 
 def sum_of_squares(values: Tensor) -> float:
     """The sum of a flat tensor's squares in fp64, on a CPU: in one pass where there is a loop for
     its type that is worth compiling."""
-    if values.numel() <= FEW or values.dtype == torch.float16 or machine_code() is None:
+    if values.numel() <= FEW or values.dtype == torch.float16 or not can_compile():
         return float(values.double().square_().sum())
-    return float(machine_code().sum_of_squares(_array(values)))
-
-
-@cache
-def root_address() -> int:
-    """How loops take the square roots that torch takes: the address of MKL's function, or 0 for the
-    processor's instruction, where that has torch's bits or nothing has."""
-    values = torch.rand(4099, generator=torch.Generator().manual_seed(0)).pow_(9)
-    values[::7] = 0
-    roots, wanted = np.empty(values.numel(), dtype=np.float32), values.sqrt().numpy()
-    for address in (0, _library_root()):
-        machine_code().take_roots(values.numpy(), roots, address)
-        if np.array_equal(roots, wanted):
-            return address
-    return 0
-
-
-def _library_root() -> int:
-    """The address of the function of MKL that torch calls, 0 if torch shows none."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
+    total = np.empty(1)
+    SUM_OF_SQUARES(_array(values), total)
+    return float(total[0])
 
 
 def adamw_loop(slots: Sequence[TensorSlot], hyper: Hyper, gradient_factor: float) -> None:
     """One step of AdamW, as `adamw_step` of `samo/cuda/step_kernel.py`."""
-    step, factor = machine_code().adamw_step, np.float32(gradient_factor)
+    factor = np.float32(gradient_factor)
     factors = tuple(map(np.float32, hyper.adamw_factors()))
     for slot in slots:
         slot.check(("exp_avg", "exp_avg_sq"))
-        address = root_address() if slot.master_kind == "weight" else 0
         for chunk in _chunks(slot):
-            step(chunk.gradient, factor, chunk.moments, *chunk.weights, factors, address)
+            ADAMW_STEP(chunk.gradient, factor, chunk.moments, *chunk.weights, factors)
 
 
 def sgd_loop(
@@ -93,14 +56,14 @@ def sgd_loop(
     nesterov: bool,
 ) -> None:
     """One step of SGD, as `sgd_step` of `samo/cuda/step_kernel.py`."""
-    step, factor = machine_code().sgd_step, np.float32(gradient_factor)
+    factor = np.float32(gradient_factor)
     scalars = (hyper.weight_decay, momentum, -hyper.learning_rate, float(nesterov))
     factors = tuple(map(np.float32, scalars))
     for slot in slots:
         slot.check(("momentum",) if momentum else ())
         for chunk in _chunks(slot):
             moment = chunk.moments[0] if momentum else None
-            step(chunk.gradient, factor, moment, *chunk.weights, factors)
+            SGD_STEP(chunk.gradient, factor, moment, *chunk.weights, factors)
 
 
 @dataclass(frozen=True)

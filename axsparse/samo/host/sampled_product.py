@@ -9,21 +9,18 @@ literature calls it a sampled dense-dense matrix product (SDDMM).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.host.bf16_loops import bf16_loops
+from axsparse.samo.host.bf16_loops import LENGTHS, SAMPLE, TRANSPOSE, has_bf16_loops
+from axsparse.samo.host.compiled_loops import Array
 from axsparse.samo.index.base import Index, Int32Index
 from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.numba_loops import FEW
-from axsparse.samo.index.pieces import Array
-from axsparse.samo.index.uint16 import Uint16Index
+from axsparse.samo.index.pieces import FEW
 from axsparse.samo.tensor_state import TensorState
 
-SPARSE = (Int32Index, Uint16Index, MaskIndex)
+SPARSE = (Int32Index, MaskIndex)
 DENSEST = 0.2
 """The density up to which kept entries are computed one by one."""
 FEWEST_TOKENS = 64
@@ -36,11 +33,6 @@ COLUMNS = 512
 """Inputs that are laid out at a time: with so many tokens, 256 KiB that stay in the cache."""
 
 
-def sampling_loops() -> Any:
-    """The module of compiled loops; None if numba is missing, or the processor's instructions."""
-    return bf16_loops("sampling_loops")
-
-
 def may_be_sparse(weight: Tensor) -> bool:
     """Whether products with this weight may be sparse once enough of it is pruned."""
     return weight.dtype == torch.bfloat16 and weight.dim() == 2 and weight.numel() > FEW
@@ -49,7 +41,7 @@ def may_be_sparse(weight: Tensor) -> bool:
 def is_sparse(tensor: TensorState, densest: float) -> bool:
     """Whether a weight has this density or less at present, and there is code that makes use of it.
 
-    numba is loaded for the first weight that everything else speaks for.
+    Compiled loops are loaded for the first weight that everything else speaks for.
     """
     weight = tensor.parameter
     return (
@@ -57,7 +49,7 @@ def is_sparse(tensor: TensorState, densest: float) -> bool:
         and isinstance(tensor.index, SPARSE)
         and tensor.kept <= densest * weight.numel()
         and torch.get_num_threads() <= MOST_THREADS
-        and sampling_loops() is not None
+        and has_bf16_loops()
     )
 
 
@@ -74,7 +66,6 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
     number of tokens, and rounded once.
     """
     assert isinstance(index, SPARSE), f"{type(index).__name__}"
-    loops, vectors = sampling_loops(), bf16_loops("bf16_vectors")
     tokens, rows = outer.shape
     width = inner.shape[1]
     columns, ends = index.csr(width)
@@ -86,15 +77,15 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
     starts[1:] = ends[:-1]
     for begin in range(0, tokens, TOKENS):
         end = min(begin + TOKENS, tokens)
-        length = next(length for length in loops.LENGTHS if length >= end - begin)
+        length = next(length for length in LENGTHS if length >= end - begin)
         outer_panel, inner_panel = _panel(rows, length), _panel(min(width, COLUMNS), length)
-        vectors.transpose(outer_bits, outer_panel, begin, end, 0)
+        TRANSPOSE(outer_bits, outer_panel, begin, end, 0)
         cursors = starts.copy()
         for first in range(0, width, COLUMNS):
             part = inner_panel[: min(COLUMNS, width - first)]
-            vectors.transpose(inner_bits, part, begin, end, first)
+            TRANSPOSE(inner_bits, part, begin, end, first)
             where = (columns, cursors, ends)
-            loops.sample((outer_panel, part), first, where, sums.numpy(), begin > 0)
+            SAMPLE((outer_panel, part), first, where, sums.numpy(), int(begin > 0))
     return sums.to(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""The loops of `sampled_product.py`, which alone imports this file, late, since it loads numba."""
+"""The loops of `sampled_product.py`; only the process that compiles them imports this file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
+from axsparse.samo.host.bf16_loops import LENGTHS
 from axsparse.samo.host.bf16_vectors import (
     BFLOAT,
     FLOAT,
@@ -19,12 +20,10 @@ from axsparse.samo.host.bf16_vectors import (
     picks,
     place,
 )
-from axsparse.samo.index.pieces import Array
+from axsparse.samo.host.compiled_loops import BARE, Array
 
 CHAINS = 2
 """Sums of one entry that are made side by side, so that instructions wait less for each other."""
-LENGTHS = (64, 128, 256)
-"""The lengths of panels."""
 
 
 def _dot_of(instructions: int) -> Any:
@@ -72,7 +71,7 @@ def _sample(
     first: int,
     where: tuple[Array, Array, Array],
     sums: Array,
-    adds: bool,
+    adds: int,
 ) -> None:
     """The wanted entries of a product, as far as the columns of the inner panel go.
 
@@ -84,21 +83,20 @@ def _sample(
     outer, inner = panels
     columns, cursors, ends = where
     length = outer.shape[1]
-    one, other = inner.reshape(-1), outer.reshape(-1)
     limit = first + inner.shape[0]
     for row in range(outer.shape[0]):
         at, number, end = row * length, cursors[row], ends[row]
         while number < end and columns[number] < limit:
             place = (columns[number] - first) * length
             if length == 256:
-                value = _dot_of_256(one, place, other, at)
+                value = _dot_of_256(inner, place, outer, at)
             elif length == 128:
-                value = _dot_of_128(one, place, other, at)
+                value = _dot_of_128(inner, place, outer, at)
             else:
-                value = _dot_of_64(one, place, other, at)
+                value = _dot_of_64(inner, place, outer, at)
             sums[number] = sums[number] + value if adds else value
             number += 1
         cursors[row] = number
 
 
-sample = njit(nogil=True)(_sample)
+sample = njit(nogil=True, **BARE)(_sample)

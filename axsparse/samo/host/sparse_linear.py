@@ -14,9 +14,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from axsparse.samo.host.bf16_loops import bf16_loops, multiplies_matrices
+from axsparse.samo.host.bf16_loops import (
+    ADD_PRODUCTS,
+    PUT,
+    TILE,
+    TRANSPOSE,
+    multiplies_matrices,
+)
+from axsparse.samo.host.compiled_loops import Array
 from axsparse.samo.host.sampled_product import is_sparse
-from axsparse.samo.index.pieces import Array
 from axsparse.samo.tensor_state import TensorState
 
 DENSEST = 0.3
@@ -76,32 +82,31 @@ def _multiply(
     rows: Array, weights: tuple[Array, bool], bias: Array, outputs: Array, begin: int
 ) -> None:
     """Write the outputs of some rows, from row `begin` of the outputs on."""
-    loops, vectors = bf16_loops("sparse_linear_loops"), bf16_loops("bf16_vectors")
     matrix, is_transposed = weights
     scratch = _scratch()
     tokens, width = rows.shape
-    tiles = range(0, tokens, loops.TOKENS)
+    tiles = range(0, tokens, TILE)
     panels = []
     for at in range(0, width, DEPTH):
-        panel = _int16(len(tiles), min(DEPTH, width - at), loops.TOKENS)
+        panel = _int16(len(tiles), min(DEPTH, width - at), TILE)
         for number, first in enumerate(tiles):
-            end = min(first + loops.TOKENS, tokens)
-            vectors.transpose(rows, panel[number], first, end, at)
+            end = min(first + TILE, tokens)
+            TRANSPOSE(rows, panel[number], first, end, at)
         panels.append(panel)
     for first in range(0, len(bias), LINES):
         count = min(LINES, len(bias) - first)
-        sums = torch.empty(len(tiles), count, loops.TOKENS).numpy()
+        sums = torch.empty(len(tiles), count, TILE).numpy()
         sums[:] = bias[first : first + count, None]
         for number, panel in enumerate(panels):
             at, depth = number * DEPTH, panel.shape[1]
             if is_transposed:
                 turned = scratch.lines[: count * depth]
-                vectors.transpose(matrix, turned.reshape(count, depth), at, at + depth, first)
+                TRANSPOSE(matrix, turned.reshape(count, depth), at, at + depth, first)
                 lines = turned, 0, depth
             else:
                 lines = matrix.reshape(-1), first * width + at, width
-            loops.add_products(panel, lines, scratch.lists, sums)
-        loops.put(sums, scratch.rounded, outputs, begin, first)
+            ADD_PRODUCTS(panel, lines, scratch.lists, sums)
+        PUT(sums, scratch.rounded, outputs, begin, first)
 
 
 def bits_of(matrix: Tensor) -> Array:
@@ -124,9 +129,10 @@ class _Scratch(threading.local):
         size = LINES, DEPTH + SPARE
         self.lines = _int16(LINES * DEPTH)
         """Lines of a weight that is transposed."""
-        self.lists = _int16(*size), _int16(*size)
-        """Inputs and weights of each line."""
-        self.rounded = _int16(LINES, bf16_loops("sparse_linear_loops").TOKENS)
+        rounds: Array = torch.empty(LINES, dtype=torch.int64).numpy()
+        self.lists = _int16(*size), _int16(*size), rounds
+        """Inputs and weights of each line, and the rounds in which they are multiplied."""
+        self.rounded = _int16(LINES, TILE)
 
 
 @cache

@@ -1,14 +1,14 @@
-"""The loops of `sparse_linear.py`, which alone imports this file, late, since it loads numba."""
+"""The loops of `sparse_linear.py`; only the process that compiles them imports this file."""
 
 from __future__ import annotations
 
 from functools import reduce
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
+from axsparse.samo.host.bf16_loops import TILE as TOKENS
 from axsparse.samo.host.bf16_vectors import (
     BFLOAT,
     BLOCK,
@@ -28,10 +28,8 @@ from axsparse.samo.host.bf16_vectors import (
     place,
     turn,
 )
-from axsparse.samo.index.pieces import Array
+from axsparse.samo.host.compiled_loops import BARE, Array
 
-TOKENS = 64
-"""Tokens whose sums are kept in registers."""
 AT_ONCE = 4
 """Weights that are multiplied in one round of the innermost loop, two by one instruction."""
 QUARTER = 8
@@ -213,53 +211,51 @@ _list_line_now = njit(nogil=True)(_list_line)
 
 
 def _add_products(
-    panels: Array, lines: tuple[Array, int, int], lists: tuple[Array, Array], sums: Array
+    panels: Array, lines: tuple[Array, int, int], lists: tuple[Array, Array, Array], sums: Array
 ) -> None:
     """Add to `sums`, `(tiles, count, TOKENS)`, the products of inputs with lines of the weight.
 
     `panels` is `(tiles, inputs, TOKENS)`. `lines` is an array, where in it the first line begins,
-    and how far lines are apart.
+    and how far lines are apart. `lists` is room for inputs and weights of each line, and for
+    the rounds in which they are multiplied.
     """
     numbers, begin, apart = lines
-    inputs, weights = lists
+    inputs, weights, rounds = lists
     tiles, depth, _ = panels.shape
     count = sums.shape[1]
-    rounds = np.empty(count, np.int64)
     for line in range(count):
         rounds[line] = _list_line_now(
             numbers, begin + line * apart, depth, inputs[line], weights[line]
         )
-    flat_sums = sums.reshape(-1)
     for tile in range(tiles):
-        panel = panels[tile].reshape(-1)
+        panel = panels[tile]
         for line in range(count):
             to = (tile * count + line) * TOKENS
-            _add_pairs_now(panel, inputs[line], weights[line], rounds[line], flat_sums, to)
+            _add_pairs_now(panel, inputs[line], weights[line], rounds[line], sums, to)
 
 
-add_products = njit(nogil=True)(_add_products)
+add_products = njit(nogil=True, **BARE)(_add_products)
 
 
 def _put(sums: Array, rounded: Array, outputs: Array, begin: int, first: int) -> None:
     """Round sums, `(tiles, count, TOKENS)`, and write them to columns from `first` on of the
     outputs' rows from `begin` on."""
     tiles, count, _ = sums.shape
-    flat_sums, flat, flat_outputs = sums.reshape(-1), rounded.reshape(-1), outputs.reshape(-1)
     apart = outputs.shape[1]
     whole_lines = count // BLOCK * BLOCK
     for tile in range(tiles):
         for at in range(0, count * TOKENS, PAIRS):
-            _round_vector_now(flat_sums, tile * count * TOKENS + at, flat, at)
+            _round_vector_now(sums, tile * count * TOKENS + at, rounded, at)
         row = begin + tile * TOKENS
         tokens = min(TOKENS, outputs.shape[0] - row)
         whole_tokens = tokens // BLOCK * BLOCK
         for token in range(0, whole_tokens, BLOCK):
             for line in range(0, whole_lines, BLOCK):
                 to = (row + token) * apart + first + line
-                turn(flat, line * TOKENS + token, TOKENS, flat_outputs, to, apart)
+                turn(rounded, line * TOKENS + token, TOKENS, outputs, to, apart)
         for token in range(tokens):
             for line in range(whole_lines if token < whole_tokens else 0, count):
                 outputs[row + token, first + line] = rounded[line, token]
 
 
-put = njit(nogil=True)(_put)
+put = njit(nogil=True, **BARE)(_put)

@@ -8,10 +8,9 @@ entries only, in ascending position. `start` and `stop` are numbers of kept entr
 
 Adding an index encoding:
   1. Write a class of `Index` in a file of its own in `samo/index/`, built from a flat boolean mask
-     (`bitmask.py` and `uint16.py` are examples; `pieces.py` has what encodings share that are
-     decoded as they are read).
-  2. Add its name to `IndexKind` and its bytes to `index_bytes` in `samo/state_bytes.py`, and to
-     the setting `samo.index` in `config/schema.py`.
+     (`bitmask.py` is an example; `pieces.py` has what encodings share).
+  2. Add its name to `IndexKind` and `Encoding`, and its bytes to `index_bytes`, in
+     `samo/state_bytes.py`, and its name to the setting `samo.index` in `config/schema.py`.
   3. Build it in `make_index` below; for GPUs in `make_device_index` of
      `samo/cuda/device_index.py`, with a decoder in `samo/cuda/source/index.cuh`.
   4. `tests/samo/index/test_index.py` runs every `IndexKind`; it, `tests/samo/test_state_bytes.py`
@@ -22,17 +21,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
+from axsparse.samo.host.compiled_loops import Array, Loop
 from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.numba_loops import compiled
-from axsparse.samo.index.pieces import Array, Pieces, cut, empty_csr, scatter
-from axsparse.samo.index.uint16 import Uint16Index
-from axsparse.samo.state_bytes import INT32_LIMIT, IndexKind, fits_int32
+from axsparse.samo.index.pieces import Pieces, compiled, cut, empty_csr, scatter
+from axsparse.samo.state_bytes import INT32_LIMIT, IndexKind, encoding_of, fits_int32
+
+DIVIDE = Loop("axsparse.samo.index.mask_loops", "divide")
 
 
 class Index(Protocol):
@@ -133,23 +132,10 @@ class Int32Index:
         Needs numba.
         """
         columns, ends = empty_csr(self._numel, self.kept, width)
-        loop = compiled(divide)
+        loop = compiled(DIVIDE)
         assert loop is not None, "numba is missing"
         loop(self._positions.numpy(), width, columns, ends)
         return columns, ends
-
-
-def divide(positions: Array, width: int, columns: Array, ends: Array) -> None:
-    """Write each kept entry's column and each row's end."""
-    row, begin = 0, 0
-    for at in range(positions.size):
-        position = np.int64(positions[at])
-        while position >= begin + width:
-            ends[row] = at
-            row += 1
-            begin += width
-        columns[at] = position - begin
-    ends[row:] = positions.size
 
 
 def host_positions(index: Index) -> Tensor:
@@ -167,10 +153,9 @@ def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
     if kind == "int32" and not fits_int32(mask_D.numel()):
         raise ConfigError(
             f"samo.index: int32 numbers {INT32_LIMIT} entries of a tensor and this one has "
-            f"{mask_D.numel()}; choose uint16, mask or auto"
+            f"{mask_D.numel()}; choose mask or auto"
         )
-    if mask_D.all():
-        return FullIndex(mask_D.numel())
-    if kind == "int32":
-        return Int32Index(mask_D)
-    return Uint16Index(mask_D) if kind == "uint16" else MaskIndex(mask_D)
+    numel, kept = mask_D.numel(), int(mask_D.count_nonzero())
+    if kept == numel:
+        return FullIndex(numel)
+    return Int32Index(mask_D) if encoding_of(numel, kept, kind) == "int32" else MaskIndex(mask_D)

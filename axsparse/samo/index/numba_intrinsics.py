@@ -1,6 +1,6 @@
-"""What `prefetch`, `take_word` and `put_word` of `numba_loops.py` compile to.
+"""What `take_word` and `put_word` of `mask_loops.py` compile to.
 
-Only that file imports this one, late, since it loads numba.
+Only the process that compiles loops imports this file, since it loads numba.
 
 A word of 64 bits says which of 64 entries are kept. AVX-512 has instructions that move the kept
 entries of a vector side by side, and back (`vpcompress`, `vpexpand`); a vector has 32 entries of 2
@@ -19,9 +19,13 @@ from numba import config, extending, types
 from numba.core import cgutils, codegen
 from numba.np import arrayobj
 
-from axsparse.samo.index.numba_loops import AHEAD, prefetch, put_word, take_word
+from axsparse.samo.index.mask_loops import put_word, take_word
 
 READ, ALL_CACHES, DATA = 0, 3, 1
+AHEAD = 2048
+"""Entries by which the memory that is read next is fetched early. After a backward, whose gradients
+are not in the cache, a gather takes a third less time with it; that far ahead, in bf16, is another
+page, whose address takes longest to find."""
 VECTOR_BYTES = 64
 FEATURES = {2: "+avx512vbmi2", 4: "+avx512f"}
 """What processors call the instructions for entries of so many bytes."""
@@ -33,16 +37,6 @@ _cgutils: Any = cgutils
 _codegen: Any = codegen
 _config: Any = config
 _extending: Any = extending
-
-
-def _prefetch(_: Any, array: Any, at: Any) -> Any:
-    """The processor's own instruction, which ignores addresses that are not there."""
-
-    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _fetch(context, builder, signature.args[0], *arguments)
-        return context.get_dummy_value()
-
-    return types.void(array, at), call
 
 
 # Reason: the arguments of the function that it stands for.
@@ -135,11 +129,7 @@ def _has_instructions(dense: Any, values: Any) -> bool:
     return are_flat and wanted in known.split(",")
 
 
-_prefetch_now, _take_now, _put_now = map(_extending.intrinsic, (_prefetch, _take, _put))
-
-
-def _prefetched(array: Any, at: Any) -> Any:
-    return lambda array, at: _prefetch_now(array, at)
+_take_now, _put_now = map(_extending.intrinsic, (_take, _put))
 
 
 def _moved(move: Callable[..., Any]) -> Any:
@@ -153,6 +143,5 @@ def _moved(move: Callable[..., Any]) -> Any:
     return moved
 
 
-_extending.overload(prefetch, strict=False)(_prefetched)
 _extending.overload(take_word, strict=False)(_moved(_take_now))
 _extending.overload(put_word, strict=False)(_moved(_put_now))

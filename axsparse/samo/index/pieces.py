@@ -8,19 +8,23 @@ temporaries do not grow with the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from axsparse.samo.host.compiled_loops import Array, Loop, can_compile
 from axsparse.samo.state_bytes import fits_int32
 
 PIECE = 65_536
 """Entries of a piece, for some hundred kB: kept ones, or dense ones where bits are decoded."""
 
-Array: TypeAlias = NDArray[Any]
+FEW = 1 << 15
+"""Up to this number of entries a tensor is moved by numpy: it is as
+fast there, and a small model loads no compiled loops."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type by its bytes."""
 Pieces: TypeAlias = Iterable[tuple[int, Tensor]]
 """For each piece the number of its first kept entry, and its flat positions, int32 or int64. The
 next piece may overwrite them: fresh memory for each piece would double the time."""
@@ -30,11 +34,6 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The bounds of pieces of kept entries."""
     for begin in range(start, stop, PIECE):
         yield begin, min(begin + PIECE, stop)
-
-
-def read_dtype(numel: int) -> type[np.signedinteger[Any]]:
-    """The type of positions to gather from: the smaller one that fits. Scattering takes int64."""
-    return np.int32 if fits_int32(numel) else np.int64
 
 
 def block_offsets(mask_D: Tensor, block: int) -> Tensor:
@@ -87,3 +86,24 @@ def empty_csr(numel: int, kept: int, width: int) -> tuple[Array, Array]:
     """Arrays for the columns of all kept entries, and for the number of the entry at which each row
     of a matrix `width` wide ends."""
     return np.empty(kept, dtype=np.int32), np.empty(numel // width, dtype=np.int64)
+
+
+def same_size_integers(
+    dense_D: Tensor, values_K: Tensor, numel: int, most: int
+) -> tuple[Array, Array]:
+    """Both tensors as arrays of integers of the same bits, since numpy has no bf16.
+
+    Compiled loops check nothing, so this does: `dense_D` has `numel` entries, and `values_K` has at
+    most `most` of the same type.
+    """
+    assert dense_D.dtype == values_K.dtype, f"{dense_D.dtype} and {values_K.dtype}"
+    assert dense_D.shape == (numel,), f"{tuple(dense_D.shape)} for {numel} entries"
+    assert values_K.ndim == 1, f"{values_K.ndim} dimensions"
+    assert values_K.numel() <= most, f"{values_K.numel()} values for {most} kept entries"
+    dtype = INTEGERS[dense_D.itemsize]
+    return dense_D.view(dtype).numpy(), values_K.view(dtype).numpy()
+
+
+def compiled(loop: Loop) -> Loop | None:
+    """A compiled loop; None if loops cannot be compiled here."""
+    return loop if can_compile() else None

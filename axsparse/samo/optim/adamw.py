@@ -5,8 +5,8 @@
     θ ← θ (1 − ηλ) − η / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
 The operations and their order are those of `torch.optim.AdamW` with `foreach=False` and
-`fused=False`, so that kept entries are bitwise those of a masked dense run. In half precision the
-square root is rounded to the nearest number, which torch's on CPUs is not always.
+`fused=False`, so that kept entries are bitwise those of a masked dense run, with one exception:
+square roots are rounded to the nearest number, which those of torch on CPUs are not always.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def update_moments(block: Block, hyper: Hyper) -> None:
 
 
 def rounded_root(values: Tensor) -> Tensor:
-    """The square roots that are nearest; on CPUs torch has other ones for some numbers."""
+    """The square roots that are nearest, as compiled loops and kernels take them; on CPUs torch has
+    other ones for some numbers."""
     if not values.is_cpu:
         return values.sqrt()
     with np.errstate(invalid="ignore"):
@@ -46,8 +47,7 @@ def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     correction1 = 1 - beta1**hyper.step
     correction2 = 1 - beta2**hyper.step
     block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-    root = rounded_root(square) if block.rounds_roots else square.sqrt()
-    denominator = root.div_(math.sqrt(correction2)).add_(hyper.eps)
+    denominator = rounded_root(square).div_(math.sqrt(correction2)).add_(hyper.eps)
     block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
 
 

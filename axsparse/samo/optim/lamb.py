@@ -40,7 +40,7 @@ def _step(block: Block, hyper: Hyper) -> Tensor:
     """u of the formula, from moments that have this step's gradient."""
     mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
     beta1, beta2 = hyper.betas
-    denominator = square.sqrt().div_(math.sqrt(1 - beta2**hyper.step)).add_(hyper.eps)
+    denominator = adamw.rounded_root(square).div_(math.sqrt(1 - beta2**hyper.step)).add_(hyper.eps)
     adapted = mean.div(1 - beta1**hyper.step).div_(denominator)
     return adapted.add_(block.master, alpha=hyper.weight_decay)
 

@@ -57,10 +57,6 @@ class Block:
     """The master weights before the step; `apply` changes them in place."""
     moments: Mapping[str, Tensor]
     """Each moment by its name; views of the state, which `update_moments` changes in place."""
-    rounds_roots: bool = False
-    """Whether a rule with a loop or a kernel takes the rounded square roots of processors, so that
-    all three have the same bits; else it takes those of torch, which has other ones on some CPUs.
-    It does so where weights are in half precision, which nothing compares with torch bit by bit."""
 
 
 WholeStep: TypeAlias = "Callable[[Sequence[TensorSlot], Hyper, float], None]"
@@ -93,5 +89,6 @@ class Optimizer:
     place, by kernels with the operations of the functions above in their order. None if there is
     no kernel: then the functions above are called on a GPU too."""
     loop: WholeStep | None = None
-    """The same for tensors on a CPU, by compiled loops, which `samo/optim/update.py` takes where
-    they have the bits of the functions above. None if there are no loops."""
+    """The same for tensors on a CPU, by compiled loops, which have the bits of the functions above
+    where torch joins multiplications and additions into one rounding, as on all x86 processors of
+    the last ten years. None if there are no loops."""

@@ -8,17 +8,25 @@ blocks. Where the state is sharded over replicas, each replica updates the entri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
-from axsparse.samo.index.numba_loops import FEW
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.host.bf16_loops import has_bf16_loops
+from axsparse.samo.host.compiled_loops import CompileError, can_compile
+from axsparse.samo.host.host_step import sum_of_squares
+from axsparse.samo.host.sampled_product import sampled_product
+from axsparse.samo.host.sparse_linear import sparse_input_gradient, sparse_linear
+from axsparse.samo.index.base import FullIndex
+from axsparse.samo.index.bitmask import MaskIndex
+from axsparse.samo.index.pieces import FEW
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.loop_check import has_bits_of_functions
 from axsparse.samo.optim.optimizer import Block, Optimizer, WholeStep
 from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
@@ -82,7 +90,6 @@ class _Step:
             grad=gradient_K.float().mul(self.gradient_factor),
             master=layer.optimizer_state.read_master(tensor, start, stop),
             moments=layer.optimizer_state.moments_of(tensor, start, stop),
-            rounds_roots=tensor.is_half,
         )
 
     def statistics(
@@ -147,8 +154,8 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU,
     where some tensor is worth compiling them; None if there are neither.
 
-    The first call of a process that finds loops loads and tries them, which takes a second or two;
-    the norm has one as well, whatever the optimizer.
+    The first call of a process that finds loops loads them; the norm has one as well, whatever the
+    optimizer.
     """
     if not layers:
         return None
@@ -160,11 +167,40 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     tensors = [tensor for layer in layers for tensor in layer.owned]
     if not any(tensor.kept > FEW for tensor in tensors):
         return None
-    has_bits = all(
-        has_bits_of_functions(optimizer, is_half=is_half)
-        for is_half in {tensor.is_half for tensor in tensors}
-    )
-    return optimizer.loop if has_bits else None
+    return optimizer.loop if can_compile() else None
+
+
+def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
+    """Begin to load the loops for weights of a type and their state, in a thread of its own: if no
+    run has compiled them before, that takes seconds in which this one is built and reads data."""
+    arguments = (dtype, types, optimizer)
+    threading.Thread(target=_use_loops, args=arguments, name="loops", daemon=True).start()
+
+
+def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
+    """Call every loop once, on a few zeros. Who needs a loop that cannot be compiled is told so."""
+    if not can_compile():
+        return
+    with suppress(CompileError):
+        mask_D = torch.arange(FEW + 1) % 2 == 0
+        index = MaskIndex(mask_D)
+        for each in {torch.float32, dtype}:
+            dense_D = torch.zeros(mask_D.numel(), dtype=each)
+            index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
+        sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
+        if optimizer.loop is not None:
+            master = {"weight": None, "fp32": torch.zeros(2)}.get(
+                types.master, torch.zeros(2, dtype=torch.int16)
+            )
+            weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
+            moments = tuple(torch.zeros(2) for _ in types.moments)
+            slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
+            optimizer.loop([slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
+        if dtype == torch.bfloat16 and has_bf16_loops():
+            rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
+            weight = torch.zeros(16, 16, dtype=dtype)
+            sparse_input_gradient(sparse_linear(rows, weight, None), weight)
+            sampled_product(rows, rows, MaskIndex(few))
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:

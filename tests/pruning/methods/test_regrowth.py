@@ -165,7 +165,7 @@ def dense_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         ("fp32", {"index": "mask"}),
         ("fp32", {"shard_optimizer": True}),
         ("bf16", {"gradient": "half", "index": "int32"}),
-        ("bf16", {"split_master": True, "index": "uint16", "shard_optimizer": True}),
+        ("bf16", {"split_master": True, "index": "mask", "shard_optimizer": True}),
         ("fp16", {"shard_optimizer": True}),
     ],
 )
@@ -280,7 +280,7 @@ def one_tensor(
     """A layer of one matrix with equal masters, and its collector."""
     kept = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < density
     weight = nn.Parameter(torch.zeros(numel // 8, 8, dtype=dtype))
-    tensor = TensorState("w", weight, make_index(kept, "uint16"), decays=True)
+    tensor = TensorState("w", weight, make_index(kept, "mask"), decays=True)
     layer = LayerState(
         "layer",
         [tensor],
@@ -288,7 +288,7 @@ def one_tensor(
             dtype,
             "fp32" if dtype != torch.float32 else "weight",
             ("exp_avg", "exp_avg_sq"),
-            index="uint16",
+            index="mask",
         ),
     )
     layer.optimizer_state.write_master(tensor, 0, torch.full((tensor.kept,), 0.5))

@@ -18,11 +18,11 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not i
 SAMPLE = [
     *(
         f"compress<{index}, {numbers}>"
-        for index, numbers in zip([*INDICES.values(), "MaskIndex"], names.GRADIENTS, strict=True)
+        for index, numbers in zip([*INDICES.values()] * 2, names.GRADIENTS, strict=False)
     ),
     *(
         f"step_adamw<{index}, {state}>"
-        for index, state in zip([*INDICES.values()] * 2, names.STATES, strict=False)
+        for index, state in zip([*INDICES.values()] * 3, names.STATES, strict=False)
     ),
     *(f"step_sgd<MaskIndex, {names.STATES[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
     *names.JUDGE,

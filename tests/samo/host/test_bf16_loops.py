@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from axsparse.samo.host.bf16_loops import bf16_loops, multiplies_matrices
+from axsparse.samo.host import bf16_loops
+from axsparse.samo.host.bf16_loops import has_bf16_loops, multiplies_matrices
+from axsparse.samo.host.compiled_loops import can_compile, cpu_features
 
 ALL = "+avx512bf16,+avx512vbmi2"
 
@@ -15,39 +16,36 @@ ALL = "+avx512bf16,+avx512vbmi2"
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What was found for this processor is found anew."""
-    found = bf16_loops, multiplies_matrices
-    for each in found:
+    for each in (has_bf16_loops, cpu_features):
         each.cache_clear()
     yield
-    for each in found:
+    for each in (has_bf16_loops, cpu_features):
         each.cache_clear()
 
 
-@pytest.mark.parametrize("features", ["+avx2,+avx512f", "+avx512bf16", f"-avx512bf16,{ALL[12:]}"])
-def test_without_an_instruction_there_are_no_loops(
-    features: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("features", "has_loops", "has_matrices"),
+    [
+        ("+avx2,+avx512f", False, False),
+        ("+avx512bf16", False, False),
+        ("-avx512bf16,+avx512vbmi2", False, False),
+        (ALL, True, False),
+        (f"{ALL},+amx-bf16", True, True),
+        (f"{ALL},-amx-bf16", True, False),
+    ],
+)
+def test_loops_are_for_processors_with_all_of_their_instructions(
+    features: str, has_loops: bool, has_matrices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = pytest.importorskip("axsparse.samo.host.bf16_vectors")
-    monkeypatch.setattr(vectors.config, "CPU_FEATURES", features)
+    if not can_compile():
+        pytest.skip("numba is not installed")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
 
-    assert bf16_loops("sampling_loops") is None
-    assert not multiplies_matrices()
-
-
-@pytest.mark.parametrize("more", ["", ",+amx-bf16", ",-amx-bf16"])
-def test_loops_are_compiled_for_what_numba_is_told_of_the_processor(
-    more: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vectors = pytest.importorskip("axsparse.samo.host.bf16_vectors")
-    monkeypatch.setattr(vectors.config, "CPU_FEATURES", ALL + more)
-
-    assert bf16_loops("sampling_loops").sample
-    assert bf16_loops("sparse_linear_loops").put
-    assert multiplies_matrices() == more.startswith(",+")
+    assert (has_bf16_loops(), multiplies_matrices()) == (has_loops, has_matrices)
 
 
 def test_without_numba_there_are_no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "axsparse.samo.host.bf16_vectors", None)
+    monkeypatch.setattr(bf16_loops, "can_compile", lambda: False)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", f"{ALL},+amx-bf16")
 
-    assert bf16_loops("sparse_linear_loops") is None
-    assert not multiplies_matrices()
+    assert (has_bf16_loops(), multiplies_matrices()) == (False, False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -18,25 +16,24 @@ from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
-from axsparse.samo.host.host_step import CHUNK, machine_code, sum_of_squares
+from axsparse.samo.host.compiled_loops import Loop, can_compile
+from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
-from axsparse.samo.index.numba_loops import FEW
+from axsparse.samo.index.pieces import FEW
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim import loop_check
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.loop_check import has_bits_of_functions
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind
 from axsparse.samo.tensor_state import TensorState
 
-pytestmark = pytest.mark.skipif(machine_code() is None, reason="needs numba")
+pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
 
 State = tuple[torch.dtype, torch.dtype, MasterKind]
 NESTEROV, MOMENTUM = sgd(0.9, nesterov=True), sgd(0.9, nesterov=False)
@@ -53,10 +50,7 @@ def stepped(layer: LayerState, optimizer: Optimizer, hyper: Hyper, *, loop: bool
     """One step, by the loop or by the functions, whatever the sizes."""
     runs = mock.Mock(wraps=optimizer.loop)
     watched = replace(optimizer, loop=runs)
-    with (
-        mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62),
-        mock.patch.object(update_module, "has_bits_of_functions", return_value=True),
-    ):
+    with mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62):
         update([layer], watched, hyper, 0.3)
     assert bool(runs.call_count) is loop
 
@@ -82,7 +76,7 @@ def mask_of(kind: IndexKind | None, numel: int) -> Tensor:
     each_once(
         (ADAMW, NESTEROV, MOMENTUM, PLAIN),
         STATES,
-        ("uint16", None, "mask", "int32"),
+        ("mask", None, "int32"),
         (3 * CHUNK + 1003, CHUNK + 1, 17),
     ),
 )
@@ -169,16 +163,16 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = randoms(FEW + 1, 2, dtype)
-    loops = mock.Mock(wraps=machine_code())
-    monkeypatch.setattr(host_step, "machine_code", lambda: loops)
+    loop = mock.Mock(wraps=host_step.SUM_OF_SQUARES)
+    monkeypatch.setattr(host_step, "SUM_OF_SQUARES", loop)
 
     looped, few = sum_of_squares(values), sum_of_squares(values[:-1])
 
-    loops.sum_of_squares.assert_called_once()
+    loop.assert_called_once()
     exact = math.fsum(value * value for value in values.tolist())
     assert looped == pytest.approx(exact, rel=1e-14)
     assert few + float(values[-1]) ** 2 == pytest.approx(exact, rel=1e-14)
-    monkeypatch.setattr(host_step, "machine_code", lambda: None)
+    monkeypatch.setattr(host_step, "can_compile", lambda: False)
     assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
 
 
@@ -192,35 +186,29 @@ def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() 
     loop.assert_not_called()
 
 
-def test_a_loop_with_other_bits_than_its_functions_is_not_used() -> None:
-    def off(slots: Sequence[TensorSlot], hyper: Hyper, factor: float) -> None:
-        assert ADAMW.loop is not None
-        ADAMW.loop(slots, replace(hyper, eps=hyper.eps * 1.0001), factor)
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state: State) -> None:
+    weight, gradient, master = state
+    mask = mask_of("mask", 4 * CHUNK)
+    layer, tensor = layer_of(
+        mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, len(optimizer.moments)
+    )
+    tensor.own_index = make_index(mask, "mask")
+    names = tuple(layer.optimizer_state.moments_K)
 
-    for is_half in (False, True):
-        assert has_bits_of_functions(ADAMW, is_half=is_half)
-        assert not has_bits_of_functions(replace(ADAMW, loop=off), is_half=is_half)
+    update_module._use_loops(weight, StateTypes(gradient, master, names), optimizer)
+
+    with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
+        layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
+        norm_partials([layer], ["w"])
+        update([layer], optimizer, HYPER, 0.3)
 
 
 def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_check, "machine_code", lambda: None)
+    monkeypatch.setattr(update_module, "can_compile", lambda: False)
 
-    assert not has_bits_of_functions(replace(ADAMW, loop=mock.Mock()), is_half=True)
-
-
-@pytest.mark.parametrize("differing", [False, True])
-def test_a_loop_is_held_against_its_functions_in_each_precision_of_the_weights(
-    differing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = [
-        dense_layer(FEW + 1, STATES[1]),
-        dense_layer(9, (torch.float32, torch.float32, "weight")),
-    ]
-    tried = mock.Mock(side_effect=lambda _, is_half: is_half is not differing)
-    monkeypatch.setattr(update_module, "has_bits_of_functions", tried)
-
-    assert update_module.whole_step(layers[:1], ADAMW) is (None if differing else ADAMW.loop)
-    assert update_module.whole_step(layers, ADAMW) is None
+    assert update_module.whole_step([dense_layer(FEW + 1, STATES[1])], ADAMW) is None
 
 
 def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
@@ -239,11 +227,11 @@ def two_tensor_share(state: State) -> LayerState:
     """The second half of a layer of two tensors, the second of which does not decay."""
     weight, gradient, master = state
     group = cast("Collective", SimpleNamespace(rank=1, size=2))
-    masks = [mask_of("uint16", 8 * BLOCK), torch.ones(700, dtype=torch.bool)]
+    masks = [mask_of("mask", 8 * BLOCK), torch.ones(700, dtype=torch.bool)]
     tensors = [
         TensorState(name, nn.Parameter(torch.zeros(mask.numel(), dtype=weight)), index, decays)
         for name, mask, decays in zip("ab", masks, (True, False), strict=True)
-        for index in [make_index(mask, "uint16")]
+        for index in [make_index(mask, "mask")]
     ]
     types = StateTypes(gradient, master, ADAMW.moments)
     layer = LayerState("l", tensors, types, replicas=Replicas(group=group, shard=True))
@@ -254,15 +242,3 @@ def two_tensor_share(state: State) -> LayerState:
         layer.optimizer_state.write_master(tensor, own.start, values[own.start : own.stop])
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     return layer
-
-
-def test_without_the_roots_of_torch_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor whose own square root is not torch's, and a torch that hides its library; weights
-    in half precision do not need its roots."""
-    wrong = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lambda *_: None)
-    address = ctypes.cast(wrong, ctypes.c_void_p).value
-    monkeypatch.setattr(host_step, "root_address", lambda: address)
-
-    assert not has_bits_of_functions(replace(ADAMW, num_statistics=1), is_half=False)
-    assert has_bits_of_functions(replace(ADAMW, num_statistics=1), is_half=True)
-    assert has_bits_of_functions(replace(NESTEROV, num_statistics=1), is_half=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.host import sampled_product as module
+from axsparse.samo.host.bf16_loops import has_bf16_loops
 from axsparse.samo.host.sampled_product import (
     COLUMNS,
     DENSEST,
@@ -16,15 +17,14 @@ from axsparse.samo.host.sampled_product import (
     TOKENS,
     can_sample,
     sampled_product,
-    sampling_loops,
 )
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.index.numba_loops import FEW
+from axsparse.samo.index.pieces import FEW
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
 
 needs_instruction = pytest.mark.skipif(
-    sampling_loops() is None, reason="numba or AVX-512 BF16 is missing"
+    not has_bf16_loops(), reason="numba or AVX-512 BF16 is missing"
 )
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 SHAPES = [(40, 56), (1, COLUMNS), (37, COLUMNS + 1), (16, 2 * COLUMNS + 16), (300, 7)]
@@ -74,7 +74,7 @@ def test_sums_err_by_less_than_half_a_unit_and_what_fp32_adds() -> None:
         torch.randn(700, size, generator=generator).to(torch.bfloat16) for size in (200, 600)
     )
     exact = (outer.double().t() @ inner.double())[mask]
-    found = sampled_product(outer, inner, make_index(mask.view(-1), "uint16")).double()
+    found = sampled_product(outer, inner, make_index(mask.view(-1), "mask")).double()
 
     # Sums of 700 products of normal numbers lose some of 24 bits, next to the 8 of the result.
     assert ((found - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
@@ -101,7 +101,7 @@ def test_matrices_may_be_strided_and_have_numbers_that_are_none() -> None:
 
 @needs_instruction
 def test_a_factor_of_another_size_is_refused() -> None:
-    index = make_index(masked(40, 56).view(-1), "uint16")
+    index = make_index(masked(40, 56).view(-1), "mask")
     good = whole_numbers(70, 40, 1), whole_numbers(70, 56, 2)
 
     with pytest.raises(AssertionError, match="69 inputs for 70"):
@@ -118,7 +118,7 @@ def state(
     weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
     mask = torch.zeros(weight.numel(), dtype=torch.bool)
     mask[: int(density * weight.numel())] = True
-    index: Index = FullIndex(weight.numel()) if density == 1 else make_index(mask, "uint16")
+    index: Index = FullIndex(weight.numel()) if density == 1 else make_index(mask, "mask")
     return TensorState("w", weight, index, decays=True)
 
 
@@ -148,6 +148,6 @@ def test_large_matrices_in_bf16_are_sampled_where_little_is_kept() -> None:
 def test_nothing_is_sampled_without_a_compiler_or_the_instruction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "sampling_loops", lambda: None)
+    monkeypatch.setattr(module, "has_bf16_loops", lambda: False)
 
     assert not can_sample(state(200, 300))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.host import sparse_linear as module
-from axsparse.samo.host.bf16_loops import bf16_loops
+from axsparse.samo.host.bf16_loops import has_bf16_loops
 from axsparse.samo.host.sparse_linear import (
     DENSEST,
     DENSEST_WITH_AMX,
@@ -23,9 +23,7 @@ from axsparse.samo.host.sparse_linear import (
 from axsparse.samo.index.base import make_index
 from axsparse.samo.tensor_state import TensorState
 
-pytestmark = pytest.mark.skipif(
-    bf16_loops("sparse_linear_loops") is None, reason="numba or AVX-512 is missing"
-)
+pytestmark = pytest.mark.skipif(not has_bf16_loops(), reason="numba or AVX-512 is missing")
 SHAPES = [
     (1, 1),
     (40, 56),
@@ -212,7 +210,7 @@ def test_processors_for_matrices_have_more_of_them_dense(
     def state(density: float) -> TensorState:
         weight = nn.Parameter(torch.zeros(200, 300, dtype=torch.bfloat16))
         mask = torch.arange(weight.numel()) < density * weight.numel()
-        return TensorState("w", weight, make_index(mask, "uint16"), decays=True)
+        return TensorState("w", weight, make_index(mask, "mask"), decays=True)
 
     assert can_multiply(state(DENSEST_WITH_AMX))
     assert can_multiply(state(DENSEST_WITH_AMX + 0.01)) == (not has_amx)

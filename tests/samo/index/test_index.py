@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from typing import get_args
@@ -19,61 +17,37 @@ from torch import Tensor, nn
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
 from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index import uint16 as index_uint16
 from axsparse.samo.index.base import FullIndex, Index, Int32Index, make_index
-from axsparse.samo.index.bitmask import MaskIndex, move_bits
-from axsparse.samo.index.numba_loops import FEW, compiled
-from axsparse.samo.index.pieces import PIECE, read_dtype
-from axsparse.samo.index.uint16 import Uint16Index, move_low
+from axsparse.samo.index.bitmask import MOVE_BITS, MaskIndex
+from axsparse.samo.index.mask_loops import move_bits
+from axsparse.samo.index.pieces import FEW, PIECE, compiled
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, UINT16_BLOCK, IndexKind, index_bytes
+from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-DENSER_CLASSES: dict[str, type[Uint16Index | MaskIndex]] = {
-    "uint16": Uint16Index,
-    "mask": MaskIndex,
-}
-MODULES = {"uint16": index_uint16, "mask": index_mask}
-LOOPS = {"uint16": move_low, "mask": move_bits}
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 kinds = st.sampled_from(KINDS)
-EDGES = [
-    at + near
-    for at in (MASK_BLOCK, UINT16_BLOCK, 2 * UINT16_BLOCK, 3 * UINT16_BLOCK)
-    for near in (-1, 0, 1)
-]
+EDGES = [at + near for at in (MASK_BLOCK, PIECE, 2 * PIECE, 3 * PIECE) for near in (-1, 0, 1)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def machine_code_for_all() -> Iterator[None]:
     """Small tensors, too."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in MODULES.values():
-            patch.setattr(module, "FEW", 0)
+        patch.setattr(index_mask, "FEW", 0)
         yield
 
 
-@pytest.fixture(
-    params=[
-        ("uint16", "numpy"),
-        ("uint16", "machine code"),
-        ("mask", "numpy"),
-        ("mask", "machine code"),
-    ],
-    ids=" by ".join,
-)
-def denser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> IndexKind:
-    """An encoding that is decoded as it is used, with and without a compiler."""
-    kind: IndexKind
-    kind, by = request.param
-    if by == "numpy":
-        monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: None)
-    elif compiled(LOOPS[kind]) is None:
+@pytest.fixture(params=["numpy", "machine code"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decodes a mask: with and without a compiler."""
+    if request.param == "numpy":
+        monkeypatch.setattr(index_mask, "compiled", lambda loop: None)
+    elif compiled(MOVE_BITS) is None:
         pytest.skip("numba is not installed")
-    return kind
 
 
 def numbers(count: int) -> Tensor:
@@ -132,10 +106,12 @@ def test_an_index_costs_what_the_formula_says_and_nothing_where_all_are_kept(
 
     assert index.kept == int(mask.sum())
     assert index.nbytes == index_bytes(mask.numel(), index.kept, kind)
-    assert (index.nbytes == 0) == (bool(mask.all()) or (kind == "int32" and index.kept == 0))
+    assert (index.nbytes == 0) == (
+        bool(mask.all()) or (isinstance(index, Int32Index) and index.kept == 0)
+    )
 
 
-# -- the denser encodings against int32 -----------------------------------------------------
+# -- masks against int32 --------------------------------------------------------------------
 
 
 def assert_same(index: Index, reference: Int32Index, numel: int, start: int, stop: int) -> None:
@@ -150,42 +126,42 @@ def assert_same(index: Index, reference: Int32Index, numel: int, start: int, sto
 
 @pytest.mark.parametrize("numel", EDGES)
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.9])
-def test_sizes_around_the_edges_of_blocks(denser: IndexKind, numel: int, density: float) -> None:
+def test_sizes_around_the_edges_of_blocks(reader: None, numel: int, density: float) -> None:
     mask = random_mask(numel, density)
-    reference, index = Int32Index(mask), make_index(mask, denser)
+    reference, index = Int32Index(mask), MaskIndex(mask)
     kept = reference.kept
 
     assert index.kept == kept
-    assert index.nbytes == index_bytes(numel, kept, denser)
+    assert index.nbytes == index_bytes(numel, kept, "mask")
     assert torch.equal(index.positions(), reference.positions())
     for start, stop in [(0, kept), (0, 0), (kept, kept), (kept // 3, kept // 2), (kept // 2, kept)]:
         assert_same(index, reference, numel, start, stop)
 
 
-@pytest.mark.parametrize("at", [0, *EDGES[:9], 4 * UINT16_BLOCK - 1])
-def test_a_single_kept_entry_among_empty_blocks(denser: IndexKind, at: int) -> None:
-    mask = torch.zeros(4 * UINT16_BLOCK, dtype=torch.bool)
+@pytest.mark.parametrize("at", [0, *EDGES[:9], 4 * PIECE - 1])
+def test_a_single_kept_entry_among_empty_blocks(reader: None, at: int) -> None:
+    mask = torch.zeros(4 * PIECE, dtype=torch.bool)
     mask[at] = True
-    index = make_index(mask, denser)
+    index = MaskIndex(mask)
 
     assert index.positions().tolist() == [at]
     assert_same(index, Int32Index(mask), mask.numel(), 0, 1)
 
 
-def test_a_single_pruned_entry_among_full_blocks(denser: IndexKind) -> None:
-    mask = torch.ones(3 * UINT16_BLOCK, dtype=torch.bool)
-    mask[UINT16_BLOCK] = False
-    index = make_index(mask, denser)
+def test_a_single_pruned_entry_among_full_blocks(reader: None) -> None:
+    mask = torch.ones(3 * PIECE, dtype=torch.bool)
+    mask[PIECE] = False
+    index = MaskIndex(mask)
 
     assert torch.equal(index.positions(), Int32Index(mask).positions())
-    for start in (UINT16_BLOCK - 1, UINT16_BLOCK, MASK_BLOCK - 1, MASK_BLOCK):
+    for start in (PIECE - 1, PIECE, MASK_BLOCK - 1, MASK_BLOCK):
         assert_same(index, Int32Index(mask), mask.numel(), start, start + 1)
         assert_same(index, Int32Index(mask), mask.numel(), start, start + PIECE)
 
 
-def test_a_mask_that_keeps_nothing(denser: IndexKind) -> None:
-    mask = torch.zeros(UINT16_BLOCK + 1, dtype=torch.bool)
-    index = make_index(mask, denser)
+def test_a_mask_that_keeps_nothing(reader: None) -> None:
+    mask = torch.zeros(PIECE + 1, dtype=torch.bool)
+    index = MaskIndex(mask)
     dense = numbers(mask.numel())
 
     index.scatter(dense, torch.empty(0), 0)
@@ -202,19 +178,19 @@ def test_a_mask_that_keeps_nothing(denser: IndexKind) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    st.integers(1, 3 * UINT16_BLOCK),
+    st.integers(1, 3 * PIECE),
     st.sampled_from([0.002, 0.1, 0.7]),
     st.floats(0, 1),
     st.floats(0, 1),
 )
 def test_any_stretch_of_any_tensor_of_several_blocks(
-    denser: IndexKind, numel: int, density: float, one: float, other: float
+    reader: None, numel: int, density: float, one: float, other: float
 ) -> None:
     mask = random_mask(numel, density)
     reference = Int32Index(mask)
     start, stop = sorted((int(one * reference.kept), int(other * reference.kept)))
 
-    assert_same(make_index(mask, denser), reference, numel, start, stop)
+    assert_same(MaskIndex(mask), reference, numel, start, stop)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,14 +207,11 @@ def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype
     assert torch.equal(copy.nan_to_num(7), (dense.nan_to_num(7) * mask))
 
 
-@pytest.mark.parametrize("kind", ["uint16", "mask"])
-def test_the_loops_of_machine_code_say_the_same_in_python(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mask = random_mask(UINT16_BLOCK + 3000, 0.03)
+def test_the_loop_of_machine_code_says_the_same_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = random_mask(PIECE + 3000, 0.03)
     reference = Int32Index(mask)
-    index = DENSER_CLASSES[kind](mask)
-    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: loop)
+    index = MaskIndex(mask)
+    monkeypatch.setattr(index_mask, "compiled", lambda loop: move_bits)
 
     with np.errstate(over="ignore"):  # compiled, products wrap around without a word
         assert_same(index, reference, mask.numel(), 70, reference.kept - 3)
@@ -248,7 +221,7 @@ def test_the_loops_of_machine_code_say_the_same_in_python(
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
 def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, count: int) -> None:
     """Though it moves whole words."""
-    if compiled(move_bits) is None:
+    if compiled(MOVE_BITS) is None:
         pytest.skip("numba is not installed")
     index = MaskIndex(random_mask(5000, 0.7))
     around = torch.full((count + 200,), -1.0, dtype=dtype)
@@ -269,8 +242,8 @@ def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, coun
 
 
 def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = Uint16Index(torch.arange(10) < 4)
-    monkeypatch.setattr(index_uint16, "compiled", lambda loop: loop)
+    index = MaskIndex(torch.arange(10) < 4)
+    monkeypatch.setattr(index_mask, "compiled", lambda loop: move_bits)
 
     with pytest.raises(AssertionError, match=r"\(9,\) for 10 entries"):
         index.gather(torch.zeros(9), 0, 4)
@@ -280,29 +253,16 @@ def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) ->
         index.scatter(torch.zeros(10), torch.zeros(4, dtype=torch.bfloat16), 0)
 
 
-@pytest.mark.parametrize("kind", MODULES)
-def test_nothing_is_compiled_for_small_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(MODULES[kind], "FEW", FEW)
-    monkeypatch.setattr(MODULES[kind], "compiled", lambda loop: asked.append(loop))
+    monkeypatch.setattr(index_mask, "FEW", FEW)
+    monkeypatch.setattr(index_mask, "compiled", lambda loop: asked.append(loop))
 
     for numel, times in ((FEW, 0), (FEW + 1, 2)):
-        index = DENSER_CLASSES[kind](random_mask(numel, 0.1))
+        index = MaskIndex(random_mask(numel, 0.1))
         index.scatter(torch.zeros(numel), index.gather(numbers(numel), 0, index.kept), 0)
 
-        assert asked == [LOOPS[kind]] * times
-
-
-def test_without_numba_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-
-    assert compiled.__wrapped__(move_low) is None
-
-
-def test_with_numba_there_is_machine_code() -> None:
-    installed = importlib.util.find_spec("numba") is not None
-
-    assert (compiled(move_low) is not None) == installed
+        assert asked == [MOVE_BITS] * times
 
 
 # -- limits ---------------------------------------------------------------------------------
@@ -316,29 +276,26 @@ def test_more_entries_than_int32_can_number_are_refused_by_int32() -> None:
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_more_entries_than_int32_can_number_are_no_matter_to_the_others(
-    denser: IndexKind, limit: int, monkeypatch: pytest.MonkeyPatch
+def test_more_entries_than_int32_can_number_are_no_matter_to_a_mask(
+    reader: None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = random_mask(70_000, 0.1)  # 7,000 are kept: beyond one of the limits
     reference = Int32Index(mask)
     monkeypatch.setattr(memory, "INT32_LIMIT", limit)
-    index = DENSER_CLASSES[denser](mask)
+    index = MaskIndex(mask)
 
-    assert index.nbytes == index_bytes(70_000, reference.kept, denser)
-    blocks = {"uint16": 2, "mask": 35}[denser]
-    own = {"uint16": 2 * reference.kept, "mask": 8 * 1094}[denser]
-    assert index.nbytes - own == (8 if limit == 100 else 4) * (blocks + 1)
-    assert read_dtype(70_000) == np.int64
+    assert index.nbytes == index_bytes(70_000, reference.kept, "mask")
+    assert index.nbytes - 8 * 1094 == (8 if limit == 100 else 4) * (35 + 1)
     assert torch.equal(index.positions(), reference.positions())
     assert_same(index, reference, 70_000, 5, reference.kept)
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_decoding_takes_memory_for_one_piece_however_large_the_tensor(
-    denser: IndexKind, operation: str
+    reader: None, operation: str
 ) -> None:
     mask = random_mask(8 * PIECE + 5, 0.5)
-    index = make_index(mask, denser)
+    index = MaskIndex(mask)
     dense = torch.zeros(mask.numel())
     values = index.gather(dense, 0, index.kept)
 
@@ -407,15 +364,16 @@ def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(9, 7), (3, UINT16_BLOCK + 5), (700, 640), (1, 70), (70, 1)])
+@pytest.mark.parametrize("shape", [(9, 7), (3, PIECE + 5), (700, 640), (1, 70), (70, 1)])
 def test_an_index_is_read_row_by_row(shape: tuple[int, int], kind: IndexKind) -> None:
-    pytest.importorskip("numba")
+    if compiled(MOVE_BITS) is None:
+        pytest.skip("numba is not installed")
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
     mask[0, 0], mask[-1, -1] = False, False
     mask[1:-1] &= torch.arange(shape[0])[1:-1, None] % 3 > 0  # some rows keep nothing
     index = make_index(mask.view(-1), kind)
     assert not isinstance(index, FullIndex)
-    assert isinstance(index, Int32Index | Uint16Index | MaskIndex)
+    assert isinstance(index, Int32Index | MaskIndex)
 
     columns, ends = index.csr(shape[1])
 

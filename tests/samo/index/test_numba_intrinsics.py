@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from axsparse.samo.index.numba_loops import compiled, put_word, take_word
+from axsparse.samo.index.mask_loops import put_word, take_word
+
+numba = pytest.importorskip("numba")
+pytest.importorskip("axsparse.samo.index.numba_intrinsics")
 
 Numbers: TypeAlias = NDArray[Any]
 WORDS = [0, 1, 1 << 63, (1 << 64) - 1, 0x0123456789ABCDEF, 0xFFFF, 0xFFFF << 32, 0x80008000 << 31]
@@ -25,10 +28,7 @@ def put(dense: Numbers, at: int, bits: int, values: Numbers, number: int) -> int
 
 def moved(loop: Callable[..., int], bits: int, dense: Numbers, values: Numbers) -> int:
     """What a compiled loop says that it moved, of entries from 3 on, to or from 5 on."""
-    machine_code: Any = compiled(loop)
-    if machine_code is None:
-        pytest.skip("numba is not installed")
-    count: int = machine_code(dense, np.int64(3), np.uint64(bits), values, np.int64(5))
+    count: int = numba.njit(loop)(dense, np.int64(3), np.uint64(bits), values, np.int64(5))
     return count
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rounded_adamw import RoundedAdamW
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim.adamw import ADAMW, rounded_root
+from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.optimizer import Block, Optimizer
 from axsparse.samo.optim.update import update
@@ -53,7 +54,7 @@ def one_tensor_layer(
 
 def reference(weight: Tensor, *, decays: bool = True) -> tuple[nn.Parameter, torch.optim.AdamW]:
     parameter = nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW(
+    optimizer = RoundedAdamW(
         [parameter],
         lr=RATE,
         betas=BETAS,
@@ -91,11 +92,7 @@ def test_in_fp32_kept_entries_are_bitwise_those_of_a_masked_dense_run(kept: int)
 
 
 @pytest.mark.parametrize("kept", EDGES)
-def test_in_bf16_the_weight_is_the_master_rounded_and_the_master_is_an_fp32_run(
-    kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the roots that AdamW takes in half precision."""
-    monkeypatch.setattr(Tensor, "sqrt", rounded_root)
+def test_in_bf16_the_weight_is_the_master_rounded_and_the_master_is_an_fp32_run(kept: int) -> None:
     mask = mask_of(kept)
     layer, tensor = one_tensor_layer(mask, mask.numel(), half=True, moments=ADAMW.moments)
     dense, optimizer = reference(random(0, mask.numel()) * mask)

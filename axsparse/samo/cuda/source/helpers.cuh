@@ -28,18 +28,17 @@ __global__ void count_kept(const unsigned char* mask, Count numel, int* counts) 
     }
 }
 
-// Writes the kept positions of a mask, ascending: as a whole, or as many low bits as an entry holds.
-// `offsets` counts the kept entries before each MASK_BLOCK.
-template <typename Entry>
+// Writes the kept positions of a mask, ascending. `offsets` counts the kept entries before each
+// MASK_BLOCK.
 __global__ void number_kept(const unsigned char* mask, Count numel, const int* offsets,
-                            Entry* entries) {
+                            int* entries) {
     __shared__ unsigned short places[TILE];
     spread(word_of(mask, numel), places);
     Count start = (Count)blockIdx.x * TILE, blocks = (numel + MASK_BLOCK - 1) / MASK_BLOCK;
     Count begin = offsets[(Count)blockIdx.x * (TILE / MASK_BLOCK)];
     Count end = offsets[least(((Count)blockIdx.x + 1) * (TILE / MASK_BLOCK), blocks)];
     for (Count k = begin + threadIdx.x; k < end; k += THREADS) {
-        entries[k] = (Entry)(start + places[k - begin]);
+        entries[k] = (int)(start + places[k - begin]);
     }
 }
 

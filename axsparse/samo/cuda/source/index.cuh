@@ -84,38 +84,6 @@ struct Int32Index {
     ON_DEVICE Count position(Count k) { return positions[k]; }
 };
 
-struct Uint16Index {
-    const unsigned short* __restrict__ low;
-    const int* __restrict__ offsets;
-    Count blocks, block, block_end;
-
-    ON_DEVICE Uint16Index(const void* entries, const int* offsets, Count, Count numel)
-        : low((const unsigned short*)entries),
-          offsets(offsets),
-          blocks((numel + UINT16_BLOCK - 1) / UINT16_BLOCK),
-          block(0),
-          block_end(0) {}
-
-    ON_DEVICE Stretch tile(Count number) {
-        enter(number * TILE / UINT16_BLOCK);
-        Count key = number * TILE % UINT16_BLOCK;
-        return lower_bounds(low, offsets[block], block_end, key, key + TILE);
-    }
-    ON_DEVICE void seek(Count k) {
-        enter(lower_bounds(offsets, 0, blocks + 1, k + 1, k + 1).begin - 1);
-    }
-    ON_DEVICE Count advance(Count, Count until) { return until; }
-    ON_DEVICE Count position(Count k) {
-        while (k >= block_end) enter(block + 1);
-        return block * UINT16_BLOCK + low[k];
-    }
-
-    ON_DEVICE void enter(Count number) {
-        block = number;
-        block_end = offsets[number + 1];
-    }
-};
-
 struct MaskIndex {
     const unsigned* __restrict__ words;
     const int* __restrict__ offsets;

@@ -1,4 +1,4 @@
-"""The loops that numba compiles; only `host_step.py` imports this file, late, since it loads numba.
+"""The loops of `host_step.py`, which only the process that compiles them imports, for it has numba.
 
 bf16 numbers are arrays of their bits, since numpy has no such type. An argument that a tensor does
 not have is None, for which numba compiles a loop of its own. A function that raises
@@ -17,14 +17,12 @@ import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 
-from axsparse.samo.index.pieces import Array
+from axsparse.samo.host.compiled_loops import BARE, Array
 
 SIXTEEN, HALF_UNIT = np.uint32(16), np.uint32(0x8000)
 QUIET_NAN = np.uint16(0x7FC0)
 STRETCH = 512
 """Entries that several loops go over in turn: their arrays fit the cache that is nearest."""
-ROOT_MODE = 0x2 | 0x140000 | 0x100
-"""How torch calls MKL's vector functions: high accuracy, subnormal numbers kept, errors ignored."""
 
 
 # -- what the loops are made of -------------------------------------------------------------
@@ -49,22 +47,8 @@ def _to_bits(_: Any, value: Any) -> Any:
     return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], number)
 
 
-# Reason: the arguments of the function that is called.
-def _call_root(_: Any, address: Any, count: Any, source: Any, target: Any, mode: Any) -> Any:
-    """Call the function at an address: count, addresses of numbers and roots, mode."""
-    whole, signature = ir.IntType(64), types.void(*[types.int64] * 5)
-
-    def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        function = ir.FunctionType(ir.VoidType(), [whole] * 4).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], function), arguments[1:])
-
-    return signature, call
-
-
 _extending: Any = extending  # whose types know no function that only machine code can call
-multiply_add, from_bits, to_bits, call_root = map(
-    _extending.intrinsic, (_multiply_add, _from_bits, _to_bits, _call_root)
-)
+multiply_add, from_bits, to_bits = map(_extending.intrinsic, (_multiply_add, _from_bits, _to_bits))
 
 
 def widened(value: Any) -> Any:
@@ -143,22 +127,6 @@ _extending.overload(store_weight, strict=False)(_store_weight)
 # -- the loops ------------------------------------------------------------------------------
 
 
-def _take_roots(values: Array, roots: Array, address: int) -> None:
-    """Square roots by the library function at an address; by the processor's instruction if 0.
-
-    The function takes zeros, of which a word embedding has many, several times as long.
-    """
-    if address == 0:
-        for i in range(values.size):
-            roots[i] = np.sqrt(values[i])
-        return
-    for i in range(values.size):
-        roots[i] = values[i] if values[i] != 0 else np.float32(1)
-    call_root(address, values.size, roots.ctypes.data, roots.ctypes.data, ROOT_MODE)
-    for i in range(values.size):
-        roots[i] = roots[i] if values[i] != 0 else values[i]
-
-
 def _adamw_moments(
     gradient: Array, factor: Any, mean: Array, square: Array, factors: tuple[Any, ...]
 ) -> None:
@@ -181,12 +149,12 @@ def _adamw_apply(
     weight: Array | None,
     low: Array | None,
     mean: Array,
-    root: Array,
+    square: Array,
     factors: tuple[Any, ...],
 ) -> None:
     decay, correction, eps, rate = factors[3], factors[4], factors[5], factors[6]
     for i in range(mean.size):
-        denominator = root[i] / correction + eps
+        denominator = np.sqrt(square[i]) / correction + eps
         value = master_of(master, weight, low, i) * decay + rate * mean[i] / denominator
         store_master(master, low, i, value)
         store_weight(weight, i, value)
@@ -201,17 +169,14 @@ def _adamw_step(
     weight: Array | None,
     low: Array | None,
     factors: tuple[Any, ...],
-    root_address: int,
 ) -> None:
     mean, square = moments
-    roots = np.empty(min(STRETCH, mean.size), dtype=np.float32)
     for begin in range(0, mean.size, STRETCH):
         end = min(begin + STRETCH, mean.size)
         near, far = mean[begin:end], square[begin:end]
         adamw_moments(gradient[begin:end], factor, near, far, factors)
-        take_roots(far, roots, root_address)
         own = (part(master, begin, end), part(weight, begin, end), part(low, begin, end))
-        adamw_apply(own[0], own[1], own[2], near, roots, factors)
+        adamw_apply(own[0], own[1], own[2], near, far, factors)
 
 
 # Reason: the arrays of one entry, each of which numba must see by itself.
@@ -236,12 +201,12 @@ def _sgd_step(
         store_weight(weight, i, value)
 
 
-def _sum_of_squares(values: Array) -> float:
+def _sum_of_squares(values: Array, sums: Array) -> None:
     total = 0.0
     for i in range(values.size):
         value = np.float64(widened(values[i]))  # whose square is exact
         total += value * value
-    return total
+    sums[0] = total
 
 
 def with_momentum(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
@@ -265,11 +230,10 @@ def _with_momentum(momentum: Any, at: Any, direction: Any, damping: Any, nestero
 _extending.overload(with_momentum, strict=False)(_with_momentum)
 
 # Without numpy's error model every division would be tested for zero, one at a time.
-_compile = njit(nogil=True, error_model="numpy")
-take_roots = _compile(_take_roots)
+_compile = njit(nogil=True, error_model="numpy", **BARE)
 adamw_moments = _compile(_adamw_moments)
 adamw_apply = _compile(_adamw_apply)
 adamw_step = _compile(_adamw_step)
 sgd_step = _compile(_sgd_step)
 # Of this sum only the rounding to fp32 counts, so it is added in the order of vector instructions.
-sum_of_squares = njit(nogil=True, fastmath={"reassoc"})(_sum_of_squares)
+sum_of_squares = njit(nogil=True, fastmath={"reassoc"}, **BARE)(_sum_of_squares)

@@ -1,0 +1,301 @@
+"""Loops in machine code: read from a cache of the user, or compiled by a process beside this one.
+
+A loop is a Python function over arrays and numbers that numba can compile. A rank never loads
+numba: a helper process does (`loop_compiler.py`), which writes each loop's object file to a folder
+that all runs of the user share. A rank loads object files by llvmlite. A file's name says all that
+its content depends on: the source, the processor, the versions of numba and llvmlite, the loop and
+the types of its arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Kind: TypeAlias = "str | tuple[Kind, ...]"
+"""The type of an argument: a character of numpy and a number of dimensions, such as `f1`, or `f1A`
+where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
+
+BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Settings of numba by which a loop's object file has that loop alone."""
+DIGEST = hashlib.sha256().digest_size
+_RESULT = ctypes.create_string_buffer(16)
+"""Where loops write that they return nothing."""
+
+
+class CompileError(RuntimeError):
+    """A loop cannot be compiled here; the text is the compiler's."""
+
+
+class Loop:
+    """A function over arrays, numbers, None and tuples of these.
+
+    Nothing is returned and nothing is checked. Other threads of Python run meanwhile.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        """`module` is loaded by the helper process only, so it may import numba."""
+        self._module, self._name = module, name
+        self._functions: dict[tuple[Kind, ...], Any] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: object) -> None:
+        values: list[Any] = [_RESULT, None]
+        kinds = tuple([_flatten(argument, values) for argument in arguments])
+        function = self._functions.get(kinds) or self.load(kinds)
+        status = function(*values)
+        assert status == 0, f"{self._name}: {status}"
+
+    def load(self, kinds: tuple[Kind, ...]) -> Any:
+        """The function for arguments of these types, compiled if no run has done so before.
+
+        Raises CompileError.
+        """
+        with self._lock:
+            if kinds not in self._functions:
+                key = _key(self._module, self._name, kinds)
+                path = cache_folder() / f"{key}.o"
+                code = _read(path)
+                if code is None:
+                    path.unlink(missing_ok=True)
+                    _HELPER.compile(self._module, self._name, kinds, path)
+                    code = _read(path)
+                if code is None:
+                    raise CompileError(f"{path}: the compiled loop is not there")
+                self._functions[kinds] = _function(key, code, kinds)
+            return self._functions[kinds]
+
+
+NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")
+
+
+@cache
+def can_compile() -> bool:
+    """Whether there is numba, and it compiles loops; compiles a small one, if no run has before."""
+    try:
+        version("numba")
+        NOTHING.load(("B1",))
+    except (PackageNotFoundError, CompileError):
+        return False
+    return True
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """The processor's instructions for which loops are compiled, by LLVM's names."""
+    known = os.environ.get("NUMBA_CPU_FEATURES")
+    if known is None:
+        from llvmlite import binding
+
+        known = binding.get_host_cpu_features().flatten()
+    return frozenset(word[1:] for word in known.split(",") if word.startswith("+"))
+
+
+@cache
+def cache_folder() -> Path:
+    """Where object files are: `AXSPARSE_CACHE`, else a folder of the user's cache, else, where that
+    cannot be written, one of this process."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("AXSPARSE_CACHE") or Path(base) / "axsparse") / "loops"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        mine = tempfile.mkdtemp(prefix="axsparse-loops-")
+        atexit.register(shutil.rmtree, mine, ignore_errors=True)
+        return Path(mine)
+
+
+@cache
+def _source() -> str:
+    """A hash of what object files depend on beside the loop and its types."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "index"):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
+    known = [os.environ.get(name, "") for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")]
+    from llvmlite import binding
+
+    known += [binding.get_host_cpu_name(), *sorted(cpu_features()), sys.version]
+    known += [f"{name} {version(name)}" for name in ("numba", "llvmlite", "numpy")]
+    digest.update("\n".join(known).encode())
+    return digest.hexdigest()
+
+
+def _key(module: str, name: str, kinds: tuple[Kind, ...]) -> str:
+    content = json.dumps([_source(), module, name, kinds])
+    return f"{name}_{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+
+
+def _read(path: Path) -> bytes | None:
+    """The object file behind its digest; None if there is none, or not as it was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, code = content[:DIGEST], content[DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+# -- calling -----------------------------------------------------------------------------------
+
+
+def _flatten(argument: Any, values: list[Any]) -> Kind:
+    """Append an argument as numba's functions take it, which `loop_compiler.py` checks, and return
+    its type."""
+    if isinstance(argument, np.ndarray):
+        about, shape = argument.__array_interface__, argument.shape
+        values += (None, None, argument.size, argument.itemsize, about["data"][0])
+        values += shape
+        values += argument.strides
+        return _array_kind(argument.dtype.char, len(shape), about["strides"] is None)
+    if isinstance(argument, tuple):
+        return tuple([_flatten(each, values) for each in argument])
+    values.append(argument)
+    if isinstance(argument, np.float32):
+        return "float32"
+    if isinstance(argument, float):
+        return "float64"
+    return "none" if argument is None else "int"
+
+
+@cache
+def _array_kind(char: str, dimensions: int, is_contiguous: bool) -> Kind:
+    return f"{char}{dimensions}" + "A" * (not is_contiguous)
+
+
+def flat_types(kind: Kind) -> list[str]:
+    """LLVM's types of an argument as numba's functions take it."""
+    if isinstance(kind, tuple):
+        return [each for part in kind for each in flat_types(part)]
+    simple = {"int": "i64", "float32": "float", "float64": "double", "none": "ptr"}
+    if kind in simple:
+        return [simple[kind]]
+    return ["ptr", "ptr", "i64", "i64", "ptr", *["i64"] * (2 * int(kind[1]))]
+
+
+_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "float": ctypes.c_float}
+_TYPES["double"] = ctypes.c_double
+
+
+@cache
+def _engine() -> Any:
+    """What holds machine code; it lives as long as the process."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(jit=True)
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+
+
+_LOADING = threading.Lock()
+
+
+def _function(key: str, code: bytes, kinds: tuple[Kind, ...]) -> Any:
+    """The function that an object file has."""
+    from llvmlite import binding
+
+    with _LOADING:
+        engine = _engine()
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        address = engine.get_function_address(key)
+        _forget_pages_of_llvm()
+    assert address, f"{key}: the object file has no such function"
+    types = ["ptr", "ptr", *flat_types(kinds)]
+    return ctypes.CFUNCTYPE(ctypes.c_int32, *(_TYPES[each] for each in types))(address)
+
+
+def _forget_pages_of_llvm() -> None:
+    """Give back what loading has read of LLVM's own code, some 35 MB; it is read again if needed.
+
+    These pages are never written, and all processes share them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mappings = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for mapping in mappings:
+            if " r-xp " in mapping and "llvmlite" in mapping:
+                begin, end = (int(each, 16) for each in mapping.split()[0].split("-"))
+                advise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
+# -- compiling ---------------------------------------------------------------------------------
+
+
+class _Helper:
+    """The process that compiles; it starts when asked and ends by itself when idle."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, module: str, name: str, kinds: Sequence[Kind], path: Path) -> None:
+        """Have a loop compiled and written to a file. Raises CompileError."""
+        job = json.dumps({"module": module, "name": name, "kinds": kinds, "path": str(path)})
+        with self._lock:
+            answer = self._ask(job) or self._ask(job)  # the process may just have ended
+        if answer != "done":
+            raise CompileError(answer or "the process that compiles loops has ended")
+
+    def _ask(self, job: str) -> str:
+        """The answer to a job; empty if the process has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{job}\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        return subprocess.Popen(
+            [sys.executable, "-m", "axsparse.samo.host.loop_compiler"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+
+_HELPER = _Helper()
+atexit.register(_HELPER.close)

@@ -1,0 +1,139 @@
+"""The process that compiles loops for `compiled_loops.py`: the only one that loads numba.
+
+It reads jobs from its standard input, one a line in JSON, writes each loop's object file, and
+answers `done` or what is wrong. It ends when its input does, or when nothing has been asked for a
+while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import json
+import re
+import select
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding
+from numba import njit, types
+from numba.core import codegen, config
+from numba.np import numpy_support
+
+from axsparse.samo.host.compiled_loops import BARE, Kind, flat_types
+
+IDLE = 20.0
+"""Seconds without a job after which the process ends."""
+LIBRARY = {"memcpy", "memmove", "memset", "sqrtf"}
+"""Functions outside of an object file that it may call; every process with Python has them."""
+FREED = re.compile(r"^declare void @NRT_MemInfo_call_dtor\(([^ )]+).*$", re.MULTILINE)
+"""What frees an array's memory, which numba never calls for arrays of a caller."""
+# None of these is typed.
+_types: Any = types
+_codegen: Any = codegen
+_config: Any = config
+_support: Any = numpy_support
+
+
+def main() -> None:
+    """Compile what is asked for."""
+    importlib.import_module("axsparse.samo.index.numba_intrinsics")
+    while select.select([sys.stdin], [], [], IDLE)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        job = json.loads(line)
+        path = Path(job["path"])
+        try:
+            with _lock(path.parent):
+                if not path.exists():
+                    _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
+            answer = "done"
+        except Exception as error:  # whatever it is, the one who asks has to hear of it
+            answer = f"{type(error).__name__}: " + " ".join(str(error).split())
+        print(answer, flush=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time, so that ranks do not compile the same; none where the file system has
+    no locks."""
+    with (folder / "lock").open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write an object file behind its digest; other processes see all of it or nothing."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(hashlib.sha256(code).digest() + code)
+    Path(file.name).replace(path)
+
+
+def _object(module: str, name: str, kinds: tuple[Kind, ...], path: Path) -> bytes:
+    """The object file of a loop, whose function has the name of the file."""
+    loop = getattr(importlib.import_module(module), name)
+    if not hasattr(loop, "inspect_llvm"):
+        loop = njit(nogil=True, error_model="numpy", **BARE)(loop)
+    signature = tuple(map(_type, kinds))
+    loop.compile(signature)
+    source = FREED.sub(
+        "define internal void @NRT_MemInfo_call_dtor(\\1 %0) {\n  ret void\n}",
+        loop.inspect_llvm(signature),
+    )
+    compiled = binding.parse_assembly(source)
+    function = compiled.get_function(loop.overloads[signature].fndesc.llvm_func_name)
+    function.name = path.stem
+    types_of = [str(argument.type) for argument in function.arguments]
+    found = ["ptr" if each.endswith("*") else each for each in types_of]
+    expected = ["ptr", "ptr", *flat_types(kinds)]
+    if found != expected:
+        raise TypeError(f"{name} takes {found}, not {expected}")
+    outside = {
+        each.name
+        for each in compiled.functions
+        if each.is_declaration and not each.name.startswith("llvm.")
+    }
+    if not outside <= LIBRARY:
+        raise TypeError(f"{name} calls {sorted(outside - LIBRARY)}")
+    code: bytes = _target().emit_object(compiled)
+    return code
+
+
+def _target() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    cpu, features = _config.CPU_NAME, _config.CPU_FEATURES
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name() if cpu is None else cpu,
+        features=_codegen.get_host_cpu_features() if features is None else features,
+        opt=3,
+        jit=True,
+    )
+
+
+def _tuples(kinds: Any) -> Any:
+    return tuple(map(_tuples, kinds)) if isinstance(kinds, list) else kinds
+
+
+def _type(kind: Kind) -> Any:
+    """numba's type of an argument."""
+    if isinstance(kind, tuple):
+        return _types.Tuple([_type(each) for each in kind])
+    simple = {"int": types.int64, "float32": types.float32, "float64": types.float64}
+    if kind in simple:
+        return simple[kind]
+    if kind == "none":
+        return types.none
+    return _types.Array(_support.from_dtype(np.dtype(kind[0])), int(kind[1]), kind[2:] or "C")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Loops that are compiled once for all runs of a user, by a process beside the rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from axsparse.samo.host import compiled_loops
+from axsparse.samo.host.compiled_loops import (
+    CompileError,
+    Kind,
+    Loop,
+    _Helper,
+    cache_folder,
+    can_compile,
+)
+
+pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
+
+MODULE = "axsparse.samo.index.mask_loops"
+DIVIDE: tuple[Kind, ...] = ("i1", "int", "i1", "l1")
+USE = """
+import sys
+import torch
+from axsparse.samo.host.host_step import sum_of_squares
+assert sum_of_squares(torch.ones(100_000)) == 100_000
+assert not {"numba"} & sys.modules.keys(), "numba is loaded"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a compiling process of its own."""
+    monkeypatch.setenv("AXSPARSE_CACHE", str(tmp_path))
+    helper = _Helper()
+    monkeypatch.setattr(compiled_loops, "_HELPER", helper)
+    cache_folder.cache_clear()
+    yield tmp_path / "loops"
+    helper.close()
+    cache_folder.cache_clear()
+
+
+def assert_divides(loop: Loop) -> None:
+    """Four of six entries in rows of three."""
+    columns, ends = np.zeros(4, np.int32), np.zeros(2, np.int64)
+    loop(np.array([0, 2, 3, 5], np.int32), 3, columns, ends)
+    assert (columns.tolist(), ends.tolist()) == ([0, 2, 0, 2], [2, 4])
+
+
+def divide() -> Loop:
+    return Loop(MODULE, "divide")
+
+
+def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(folder: Path) -> None:
+    assert_divides(divide())
+    [path] = folder.glob("*.o")
+    content = path.read_bytes()
+
+    with mock.patch.object(_Helper, "compile", side_effect=AssertionError):
+        assert_divides(divide())
+    for broken in (b"", content[:100], content[:-1] + b"\0\0"):
+        path.write_bytes(broken)
+        assert_divides(divide())
+
+        assert len(path.read_bytes()) > compiled_loops.DIGEST
+
+
+def test_ranks_that_start_at_once_share_one_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a compiling process of its own."""
+    helpers = [_Helper(), _Helper()]
+    key = "divide_shared"
+    path = cache_folder() / f"{key}.o"
+
+    with ThreadPoolExecutor() as ranks:
+        for each in [
+            ranks.submit(helper.compile, MODULE, "divide", DIVIDE, path) for helper in helpers
+        ]:
+            each.result()
+    for helper in helpers:
+        helper.close()
+
+    assert sorted(each.name for each in folder.iterdir()) == [path.name, "lock"]
+    monkeypatch.setattr(compiled_loops, "_key", lambda *_: key)
+    assert_divides(divide())
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_one_of_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AXSPARSE_CACHE", os.devnull)
+    cache_folder.cache_clear()
+
+    assert_divides(divide())
+
+    assert cache_folder().name.startswith("axsparse-loops-")
+    assert not folder.exists()
+
+
+def test_what_cannot_be_compiled_says_why(folder: Path) -> None:
+    with pytest.raises(CompileError, match=r"AttributeError: .*has no attribute 'missing'"):
+        Loop(MODULE, "missing").load(())
+    with pytest.raises(CompileError, match="TypingError"):
+        divide().load(("none", "none", "none", "none"))
+    assert_divides(divide())
+
+
+def test_a_process_that_has_ended_is_started_again(folder: Path) -> None:
+    helper = compiled_loops._HELPER
+    with pytest.raises(CompileError):
+        Loop(MODULE, "missing").load(())
+    assert helper._process is not None
+    helper._process.kill()
+    helper._process.wait()
+
+    assert_divides(divide())
+
+
+def test_a_rank_does_not_load_numba() -> None:
+    subprocess.run([sys.executable, "-c", USE], check=True, timeout=300)
+
+
+def test_without_numba_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(compiled_loops, "version", version)
+
+    assert not can_compile.__wrapped__()
+
+
+AVX512 = "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vbmi2,+avx512bf16"
+
+
+@pytest.mark.exhaustive
+def test_loops_on_bf16_are_compiled_for_processors_that_have_the_instructions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any processor, which need not have them."""
+    monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", AVX512)
+    jobs: list[tuple[str, str, tuple[Kind, ...]]] = [
+        ("bf16_vectors", "transpose", ("h2", "h2", "int", "int", "int")),
+        ("sampling_loops", "sample", (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int")),
+        (
+            "sparse_linear_loops",
+            "add_products",
+            ("h3", ("h1", "int", "int"), ("h2", "h2", "l1"), "f3"),
+        ),
+        ("sparse_linear_loops", "put", ("f3", "h2", "h2", "int", "int")),
+    ]
+
+    for module, name, kinds in jobs:
+        path = cache_folder() / f"{name}.o"
+        compiled_loops._HELPER.compile(f"axsparse.samo.host.{module}", name, kinds, path)
+
+        assert path.stat().st_size > compiled_loops.DIGEST
