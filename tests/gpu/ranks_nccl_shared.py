@@ -27,7 +27,7 @@ class ByNccl(GpuTransport):
         device = CudaDevice(GPU)
         rendezvous = Rendezvous(host, nccl_backend)
         connections = NcclConnections(rendezvous, device, host.backoff)
-        super().__init__(host, device, connections=connections, staging="pinned")
+        super().__init__(host, device, connections=connections)
 
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))

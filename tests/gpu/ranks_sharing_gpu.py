@@ -19,7 +19,7 @@ from axsparse.runtime.mpi.mpi_transport import MpiTransport
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_a_staged_link_keeps_the_contract_on_a_gpu(promise: Callable[[Transport], None]) -> None:
     torch.cuda.set_device(GPU)
-    transport = OnGpu(MpiTransport(MPI.COMM_WORLD), "pinned")
+    transport = OnGpu(MpiTransport(MPI.COMM_WORLD))
     promise(transport)
     transport.close()
 
@@ -29,7 +29,7 @@ def test_a_staged_collective_keeps_the_contract_on_a_gpu(
     promise: Callable[[Transport], None],
 ) -> None:
     torch.cuda.set_device(GPU)
-    transport = OnGpu(MpiTransport(MPI.COMM_WORLD), "pinned")
+    transport = OnGpu(MpiTransport(MPI.COMM_WORLD))
     hosts = transport.world
     if promise is not a_buffer_lives_until_its_operation_is_done:
         transport.world = transport.collective("all", range(transport.size))

@@ -18,7 +18,7 @@ from axsparse.runtime.communication import (
     Work,
 )
 from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport, Staging
+from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
 from axsparse.runtime.grid import Place
 
 GPU = torch.device("cuda", 0)
@@ -99,8 +99,8 @@ class _Moved:
 class OnGpu(GpuTransport):
     """Ranks that all share the first GPU."""
 
-    def __init__(self, host: HostTransport, staging: Staging) -> None:
-        super().__init__(host, CudaDevice(GPU), connections=None, staging=staging)
+    def __init__(self, host: HostTransport) -> None:
+        super().__init__(host, CudaDevice(GPU), connections=None)
 
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))

@@ -112,8 +112,8 @@ def gloo_backend(store: Store, rank: int, size: int, _max_ctas: int) -> Backend:
     return cast("Backend", dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
 
 
-class GlooEdge:
-    """An `Edge` of torch's process group for CPUs."""
+class GlooPeer:
+    """An `PeerConnection` of torch's process group for CPUs."""
 
     def __init__(self, backend: Backend, peer: int) -> None:
         self.stream = ThreadStream()
@@ -133,14 +133,14 @@ class GlooEdge:
 
 
 class GlooConnections:
-    """Edges between ranks that meet as those of NCCL do."""
+    """Peers between ranks that meet as those of NCCL do."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
 
-    def edge(self, name: str, source: int, target: int) -> GlooEdge:
+    def peer(self, name: str, source: int, target: int) -> GlooPeer:
         backend = self._rendezvous.group(name, (source, target), 1)
-        return GlooEdge(backend, 1 if self._rendezvous.rank == source else 0)
+        return GlooPeer(backend, 1 if self._rendezvous.rank == source else 0)
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        raise AssertionError("links make edges only")
+        raise AssertionError("links make peers only")

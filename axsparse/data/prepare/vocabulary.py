@@ -28,7 +28,7 @@ from axsparse.data.prepare.tokenizers import (
 from axsparse.data.prepare.whole_files import copy_file, digest_of
 from axsparse.data.token_file import TOKENIZER
 from axsparse.runtime.console import Console, format_bytes, format_seconds
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import sync_folder
 
 
 def choose_tokenizer(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import DataError, MissingInputError
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -33,7 +33,7 @@ class LocalLink:
 
     def send(self, message: Message) -> None:
         copies = tuple(
-            # Tensors that come over a wire are contiguous, so these are too.
+            # Tensors that come over a channel are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )

@@ -25,7 +25,7 @@ from axsparse.runtime.shared_segments import remove_own
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from axsparse.runtime.mpi.mpi_wire import MpiWires
+    from axsparse.runtime.mpi.mpi_link import MpiChannels
 
 START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
@@ -79,11 +79,11 @@ class MpiTransport:
         self._made.append(collective)
         return collective
 
-    def wires(self) -> MpiWires:
-        """The wires of a new link between GPUs; all ranks call this together."""
-        from axsparse.runtime.mpi.mpi_wire import MpiWires
+    def channels(self) -> MpiChannels:
+        """The channels of a new link between GPUs; all ranks call this together."""
+        from axsparse.runtime.mpi.mpi_link import MpiChannels
 
-        return MpiWires(self._comm)
+        return MpiChannels(self._comm)
 
     def branch(self) -> MpiTransport:
         branch = copy.copy(self)

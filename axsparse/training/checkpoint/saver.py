@@ -23,7 +23,7 @@ from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import MaskingState, MethodState
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import checkpoint_folder as folders
 from axsparse.training.checkpoint.background_work import BackgroundWork

@@ -27,7 +27,7 @@ from axsparse.config.model_config import Family, TextFamily
 from axsparse.data.exported_tokenizer import ExportedTokenizer
 from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfModel
-from axsparse.runtime.files.durable import sync_folder, write_new
+from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.runtime.files.safetensors import SUFFIX, TensorHeader, index_text, write_safetensors
 
 COMPANIONS = (

@@ -17,7 +17,7 @@ from axsparse.models.zoo.hf_models import HfModel, hf_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.exchange import text_of_first, together
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.training.export.hf_folder import HfFolder, weights_file
 from axsparse.training.trainer import Trainer

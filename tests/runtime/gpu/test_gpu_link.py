@@ -16,37 +16,31 @@ from support.standin_transport import WAYS, StandIn, Way
 from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
-from axsparse.runtime.gpu.device_protocol import DeviceEdge
+from axsparse.runtime.gpu.device_protocol import PeerConnection
 from axsparse.runtime.gpu.gpu_link import Receiver, Sender
-from axsparse.runtime.gpu.staged_lane import (
-    DirectReceiver,
-    DirectSender,
+from axsparse.runtime.gpu.transfers import (
     StagedReceiver,
     StagedSender,
 )
 from axsparse.runtime.grid import Grid
+from axsparse.runtime.host_channel import HostChannel
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.wire import Wire
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 class SmallPieces(StandIn):
-    """Two slots of 40 bytes; no call carries more than 40 bytes."""
+    """Two slots of 40 bytes."""
 
-    def _sender(self, wire: Wire, edge: DeviceEdge | None) -> Sender:
-        if edge is not None:
-            return super()._sender(wire, edge)
-        if self._staging == "direct":
-            return DirectSender(wire, max_call_bytes=40)
-        return StagedSender(wire, self.device, slots=2, slot_bytes=40)
+    def _sender(self, channel: HostChannel, peer: PeerConnection | None) -> Sender:
+        if peer is not None:
+            return super()._sender(channel, peer)
+        return StagedSender(channel, self.device, slots=2, slot_bytes=40)
 
-    def _receiver(self, wire: Wire, edge: DeviceEdge | None) -> Receiver:
-        if edge is not None:
-            return super()._receiver(wire, edge)
-        if self._staging == "direct":
-            return DirectReceiver(wire, self.device, max_call_bytes=40)
-        return StagedReceiver(wire, self.device, slots=2, slot_bytes=40)
+    def _receiver(self, channel: HostChannel, peer: PeerConnection | None) -> Receiver:
+        if peer is not None:
+            return super()._receiver(channel, peer)
+        return StagedReceiver(channel, self.device, slots=2, slot_bytes=40)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -134,7 +128,7 @@ def test_messages_that_nobody_takes_are_dropped_when_both_close(way: Way) -> Non
             for number in range(5):
                 tensor = transport.device.later(torch.arange(60.0))
                 link.send(Message(Direction.FORWARD, number, (tensor,)))
-        # The stand-in's wires and edges refuse to be closed with something left on the way.
+        # The stand-in's channels and peers refuse to be closed with something left on the way.
         transport.close()
         return link.unsent
 
