@@ -15,7 +15,7 @@ from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
@@ -102,7 +102,7 @@ def assemble(
         validation=data.validation,
         metrics=tuple(run.model.metrics),
         phases=phases,
-        pulse=Pulse(phases, backoff, engine.awaited),
+        activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
         peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,

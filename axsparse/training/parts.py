@@ -14,7 +14,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
 from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
@@ -64,7 +64,7 @@ class Parts:
     metrics: Sequence[str]
     """Names of the model's metrics, which the last stage counts."""
     phases: Phases
-    pulse: Pulse
+    activity: Activity
     """Tells the watchdog what this rank is doing."""
     recorder: Recorder
     peak_memory_bytes: Callable[[], int]

@@ -1,4 +1,4 @@
-"""The GPU transport over real MPI, its devices made of threads, and NCCL's place taken by Gloo."""
+"""The GPU transport over real MPI, on devices that are late, and NCCL's place taken by Gloo."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.collective_contract import (
     a_buffer_lives_until_its_operation_is_done,
     operations_in_flight_may_be_polled_in_any_order,
 )
+from support.late_device import GlooConnections, LateDevice, gloo_backend
 from support.link_contract import CONTRACT
 from support.on_mpi import on_mpi
 from support.runs import tiny_config
-from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
 from axsparse.config.load import LoadedConfig
 from axsparse.runtime.communication import Op, Transport, wait
@@ -47,7 +47,7 @@ needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbo
 def test_a_staged_link_keeps_the_contract_over_mpi(
     promise: Callable[[Transport], None],
 ) -> None:
-    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None)
+    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     promise(transport)
     transport.close()
 
@@ -59,7 +59,7 @@ def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
 ) -> None:
     host = MpiTransport(MPI.COMM_WORLD)
     connections = GlooConnections(Rendezvous(host, gloo_backend))
-    transport = GpuTransport(host, ThreadDevice(), connections=connections)
+    transport = GpuTransport(host, LateDevice(), connections=connections)
     promise(transport)
     transport.close()
 
@@ -68,7 +68,7 @@ def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
 def test_a_staged_collective_keeps_the_contract_over_mpi(
     promise: Callable[[Transport], None],
 ) -> None:
-    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None)
+    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     hosts = transport.world
     if promise is not a_buffer_lives_until_its_operation_is_done:
         transport.world = transport.collective("all", range(SIZE))
@@ -127,7 +127,7 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
         Backend(torch.device("cuda", 0), None),
         placing.MemoryRoom(10**11, "the only one"),
     )
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
 
     placement = placing.bind_rank(
         MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport="mpi"), "test", {})
@@ -151,7 +151,7 @@ def test_contents_go_the_way_that_is_asked_for(
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
     backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
@@ -172,7 +172,7 @@ def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPat
     backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
 
     placement = placing.bind_rank(

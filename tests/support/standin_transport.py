@@ -360,3 +360,29 @@ def _shared(device: StandInDevice, key: object, make: Callable[[], T]) -> T:
     """What the ends of a connection have in common."""
     found: T = device.hardware.shared.setdefault(key, make())  # type: ignore[assignment]
     return found
+
+
+def on_standins(
+    ranks: int,
+    way: Way,
+    main: Callable[[Any], T],
+    *,
+    seed: int,
+    make: Callable[..., StandIn] = StandIn,
+) -> list[T]:
+    """Call `main` on every rank with its transport, which is closed then; all that it returns.
+
+    No operation may be under way afterwards. `make` is the class of the transports.
+    """
+    world: LocalWorld[T] = LocalWorld(ranks, seed=seed)
+    hardware = Hardware(world, seed)
+
+    def body(rank: int) -> T:
+        transport = make(hardware, rank, way)
+        result = main(transport)
+        transport.close()
+        return result
+
+    results = world.run(body)
+    assert not any(queue.pending for queue in hardware.queues)
+    return results

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import pytest
 import torch
+from support.late_device import LateDevice
 from support.runs import tiny_config, tiny_gpt, token_data
-from support.threaded_device import ThreadDevice
 
 import axsparse.training.build
 from axsparse.data.dataset import Datasets
@@ -36,7 +36,7 @@ def job_of_one(*, has_gpu: bool) -> Job:
     if has_gpu:
         backend = Backend(torch.device("cuda", 0), None)
         job.placement = Placement(
-            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
+            job.transport, backend, LateDevice(), room=MemoryRoom(10**11, "a")
         )
     return job
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.late_device import LateDevice
 from support.runs import tiny_config
-from support.threaded_device import ThreadDevice
 
 from axsparse.config.load import LoadedConfig
 from axsparse.runtime.errors import ConfigError
@@ -34,9 +34,9 @@ def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend(torch.device("cuda", 0), None)
     room = placing.MemoryRoom(10**11, "a")
-    gpu = ThreadDevice()
+    gpu = LateDevice()
 
-    def bind(number: int, uuid: str) -> tuple[Backend, ThreadDevice, placing.MemoryRoom]:
+    def bind(number: int, uuid: str) -> tuple[Backend, LateDevice, placing.MemoryRoom]:
         assert (number, uuid) == (0, "a")
         return backend, gpu, room
 

@@ -71,7 +71,7 @@ class RankAnswer:
     """The stacks of all its Python threads."""
 
 
-class Board:
+class HeartbeatFolder:
     """The folder of the heartbeats, as one rank uses it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -138,7 +138,7 @@ class Board:
         except (OSError, ValueError):
             return None
 
-    def leave(self) -> None:
+    def remove_own(self) -> None:
         """Take this rank's heartbeat away; the last rank removes the folder."""
         with contextlib.suppress(OSError):
             self._own.unlink()

@@ -91,7 +91,7 @@ class Saver:
     def __init__(self, run_dir: RunDir, facts: RunFacts, parts: Parts) -> None:
         """Saves to a run directory, whose lock is released when this closes.
 
-        The pulse of `parts` is told of every piece that a thread writes or reads back.
+        The activity of `parts` is told of every piece that a thread writes or reads back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.point.checkpoint
@@ -153,7 +153,7 @@ class Saver:
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in own for name, file in layer.files.items()}
         queue = CopyQueue(self._settings.buffer * 1e9)
-        beat = self._parts.pulse.beat
+        beat = self._parts.activity.beat
         self._pending = _PendingCheckpoint(
             progress,
             masking.standing,
@@ -324,13 +324,13 @@ class Saver:
         ):
             if step not in needed:
                 folders.remove(folders.path_of(self.folder, step))
-                self._parts.pulse.beat()
+                self._parts.activity.beat()
 
     def _is_whole(self, step: int) -> bool:
         """Whether a checkpoint is whole; those of earlier processes are read to find out."""
         if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
             self._whole.add(step)
-        self._parts.pulse.beat()
+        self._parts.activity.beat()
         return step in self._whole
 
 

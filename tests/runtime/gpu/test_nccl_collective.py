@@ -9,7 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 from support.standin_device import Hardware
-from support.standin_transport import StandIn, StandInCommunicator, StandInConnections, StandInPeer
+from support.standin_transport import (
+    StandIn,
+    StandInCommunicator,
+    StandInConnections,
+    StandInPeer,
+    Way,
+    on_standins,
+)
 
 from axsparse.runtime.communication import Exchange, Op, shard_bounds, wait
 from axsparse.runtime.gpu.nccl_collective import (
@@ -29,8 +36,8 @@ MEMORY, PEER, GROUP = 10_000, 100, 300
 class Recorder(StandIn):
     """A transport that notes its communicators' names and calls."""
 
-    def __init__(self, hardware: Hardware, rank: int) -> None:
-        super().__init__(hardware, rank, "nccl")
+    def __init__(self, hardware: Hardware, rank: int, way: Way = "nccl") -> None:
+        super().__init__(hardware, rank, way)
         self.calls: list[Call] = []
         self.names: list[str] = []
         self.closed = 0
@@ -58,11 +65,8 @@ class Recorder(StandIn):
 
 def test_groups_of_the_same_ranks_share_a_communicator() -> None:
     """Each takes hundreds of megabytes of the GPU."""
-    world: LocalWorld[None] = LocalWorld(2, seed=3)
-    hardware = Hardware(world, seed=3)
 
-    def main(rank: int) -> None:
-        transport = Recorder(hardware, rank)
+    def main(transport: Recorder) -> None:
         for job in range(2):
             branch = transport.branch()
             groups = [branch.collective(name, (0, 1)) for name in ("agreements", "gradients")]
@@ -75,9 +79,8 @@ def test_groups_of_the_same_ranks_share_a_communicator() -> None:
             assert [group.bytes_sent > 0 for group in groups] == [True, True]
             branch.close()
             assert transport.closed == 2 * (job + 1), "each of them once"
-        transport.close()
 
-    world.run(main)
+    on_standins(2, "nccl", main, seed=3, make=Recorder)
 
 
 def test_a_group_of_one_has_none() -> None:
@@ -128,11 +131,9 @@ def test_a_group_carries_out_all_that_is_planned_in_every_size_when_it_is_made(
 @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_GATHER])
 def test_unequal_shards_are_exchanged_by_one_call(op: Op, seed: int) -> None:
     """The stand-in device finds copies and sums that are not in order."""
-    world: LocalWorld[None] = LocalWorld(3, seed=seed)
-    hardware = Hardware(world, seed=seed)
 
-    def main(rank: int) -> None:
-        transport = Recorder(hardware, rank)
+    def main(transport: Recorder) -> None:
+        rank = transport.rank
         device, backoff = transport.device, transport.backoff
         group = transport.collective("gradients", (0, 1, 2))
         buffer = device.later(torch.arange(100.0) + 1000 * rank)
@@ -147,9 +148,8 @@ def test_unequal_shards_are_exchanged_by_one_call(op: Op, seed: int) -> None:
             member = torch.repeat_interleave(torch.arange(3), torch.tensor(BOUNDS).diff())
             assert torch.equal(found, torch.arange(100.0) + 1000 * member)
         assert [what for what, _ in transport.calls] == [op.name.lower()]
-        transport.close()
 
-    world.run(main)
+    on_standins(3, "nccl", main, seed=seed, make=Recorder)
 
 
 def test_shares_of_a_layer_are_padded_and_those_of_one_member_are_not() -> None:
@@ -195,17 +195,12 @@ class Counting(StandInConnections):
 
 
 def test_an_inner_stage_with_replicas_and_a_tie_has_this_much_left() -> None:
-    world: LocalWorld[int] = LocalWorld(2, seed=1)
-    hardware = Hardware(world, seed=1)
-
-    def main(rank: int) -> int:
-        transport = StandIn(hardware, rank, "nccl")
+    def main(transport: StandIn) -> int:
         connections = Counting(transport)
         free = free_beside_nccl(
             connections, transport.device, (0, 1), transport.backoff, lambda: connections.free
         )
         assert connections.free == MEMORY, "all are closed again"
-        transport.close()
         return free
 
-    assert world.run(main) == [MEMORY - 4 * PEER - 2 * GROUP] * 2
+    assert on_standins(2, "nccl", main, seed=1) == [MEMORY - 4 * PEER - 2 * GROUP] * 2
