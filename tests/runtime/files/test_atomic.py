@@ -35,13 +35,15 @@ def test_what_breaks_leaves_what_was_there(is_folder: bool, tmp_path: Path) -> N
     path = tmp_path / "new"
     path.write_text("old")
 
-    with pytest.raises(KeyboardInterrupt), new_path(path) as unfinished:
-        if is_folder:
-            unfinished.mkdir()
-            (unfinished / "inner").write_text("half")
-        else:
-            unfinished.write_text("half")
-        raise KeyboardInterrupt
+    def broken() -> None:
+        with new_path(path) as unfinished:
+            if is_folder:
+                unfinished.mkdir()
+            (unfinished / "inner" if is_folder else unfinished).write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken()
 
     assert path.read_text() == "old"
     assert [child.name for child in tmp_path.iterdir()] == ["new"]
