@@ -141,8 +141,8 @@ def _convolution(lacking: tuple[torch.dtype, ...]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if inputs.dtype in lacking and weight.dtype == inputs.dtype:
             wide = None if bias is None else bias.float()
-            found = F.conv2d(inputs.float(), weight.float(), wide, stride, padding)
-            return found.to(inputs.dtype)
+            result = F.conv2d(inputs.float(), weight.float(), wide, stride, padding)
+            return result.to(inputs.dtype)
         output = inputs.new_empty(0)
         own(inputs, weight, size, bias, stride, padding, output=output)
         return output

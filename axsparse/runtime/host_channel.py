@@ -60,8 +60,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 def encode_header(message: Message) -> Header:
     """The header of a message; ValueError if a tensor's type is not among `DTYPES`."""
     words = [message.microbatch, len(message.tensors), message.sent_at]
-    wanted = message.requires_grad or (False,) * len(message.tensors)
-    for tensor, requires_grad in zip(message.tensors, wanted, strict=True):
+    gradients_wanted = message.requires_grad or (False,) * len(message.tensors)
+    for tensor, requires_grad in zip(message.tensors, gradients_wanted, strict=True):
         if tensor is None:
             words += [-1, 0, 0]
             continue

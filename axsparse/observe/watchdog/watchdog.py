@@ -323,9 +323,9 @@ def stacks() -> str:
     lines = []
     for thread in threads:
         if thread.ident in frames and not thread.name.startswith(THREAD):
-            found = traceback.extract_stack(frames[thread.ident])
+            summary = traceback.extract_stack(frames[thread.ident])
             # The first frames, in which a thread begins, are the same for all threads.
-            while len(found) > 1 and found[0].filename == threading.__file__:
-                del found[0]
-            lines += [f"thread {thread.name}:", "".join(found.format()).rstrip()]
+            while len(summary) > 1 and summary[0].filename == threading.__file__:
+                del summary[0]
+            lines += [f"thread {thread.name}:", "".join(summary.format()).rstrip()]
     return "\n".join(lines)

@@ -129,8 +129,8 @@ def _open_store(transport: Transport) -> Store:
         address = os.environ.get(ADDRESS) or socket.gethostname()
         text_of_first(transport, f"{host} {address} {store.port}")
         return store
-    told = text_of_first(transport, "")
-    first, address, port = told.split(" ")
+    answer = text_of_first(transport, "")
+    first, address, port = answer.split(" ")
     if first == host:
         address = "127.0.0.1"
     try:
