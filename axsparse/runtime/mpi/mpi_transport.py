@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
 from axsparse.runtime.communication import Backoff, Closable, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
-from axsparse.runtime.host_cores import own_share, share_cores
 from axsparse.runtime.launcher import flush_streams
 from axsparse.runtime.shared_segments import remove_own
 

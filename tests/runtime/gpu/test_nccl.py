@@ -118,7 +118,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_cuda")
-def test_edges_and_groups_occupy_a_bounded_part_of_the_device() -> None:
+def test_connections_and_groups_occupy_a_bounded_part_of_the_device() -> None:
     """By default each may take 32 of an H100's 132 multiprocessors, and a rank has several."""
     rendezvous, backoff = FakeRendezvous(), TurnBackoff(LocalWorld(1), 0)
     device = SimpleNamespace(stream=FakeStream)

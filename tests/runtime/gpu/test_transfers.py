@@ -1,4 +1,4 @@
-"""In which order ranks connect their peers: no rank waits for a chain of others."""
+"""In which order ranks connect to their peers: no rank waits for a chain of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 
 
 class Asked:
-    """Notes which peers are asked for."""
+    """Notes which connections are asked for."""
 
     def __init__(self) -> None:
         self.peers: list[tuple[int, int]] = []
@@ -26,7 +26,7 @@ class Asked:
         return None  # type: ignore[return-value]  # nobody uses it
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        raise AssertionError("links make peers only")
+        raise AssertionError("links make connections of two only")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 16])
@@ -42,7 +42,7 @@ def test_start_up_takes_no_longer_the_more_stages_there_are(stages: int) -> None
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 7])
-def test_all_ranks_leave_their_edges_in_one_order(stages: int) -> None:
+def test_all_ranks_close_their_connections_in_one_order(stages: int) -> None:
     """NCCL may hold up whoever closes its end of a peer connection until the other one does."""
     world: LocalWorld[None] = LocalWorld(stages, seed=1)
     hardware = Hardware(world, seed=1)
