@@ -34,9 +34,8 @@ from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Direction, Message
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.message_header import encode_header
-from axsparse.runtime.mpi.mpi_link import MpiLink
-from axsparse.runtime.mpi.mpi_wire import HEADER_TAG
+from axsparse.runtime.host_channel import encode_header
+from axsparse.runtime.mpi.mpi_link import HEADER_TAG, MpiLink
 
 MICROBATCHES = 64
 STEPS = 300

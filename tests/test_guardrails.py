@@ -29,7 +29,6 @@ MPI_MODULES = {
     "runtime.mpi.mpi_collective",
     "runtime.mpi.mpi_link",
     "runtime.mpi.mpi_transport",
-    "runtime.mpi.mpi_wire",
 }
 
 

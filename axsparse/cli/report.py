@@ -319,7 +319,7 @@ def _write(path: Path, content: bytes, option: str) -> None:
     Raises OutputError if it cannot be written, or if a file of somebody else is there.
     """
     from axsparse.observe.run_report import GENERATOR
-    from axsparse.runtime.files.durable import write_new
+    from axsparse.runtime.files.atomic import write_new
 
     with writing(f"{option}: {path}", "free the disk, or choose another place"):
         if path.exists() and GENERATOR.encode() not in path.read_bytes()[:500]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from axsparse.cli.parser import (
     say,
     show_usage,
 )
-from axsparse.runtime.errors import MissingInputError, OutputError
+from axsparse.runtime.errors import MissingInputError, OutputError, writing
+from axsparse.runtime.files.atomic import new_path
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_manifest import TicketManifest
@@ -131,16 +131,11 @@ def _export(arguments: argparse.Namespace) -> None:
 
     ticket = open_ticket(_of_run(arguments.file))
     _refuse_taken(arguments.out)
-    unfinished = arguments.out.with_name(f".{arguments.out.name}.partial-{secrets.token_hex(4)}")
-    try:
+    with (
+        writing(f"--out: {arguments.out}", "choose another place"),
+        new_path(arguments.out) as unfinished,
+    ):
         export_masks(ticket, unfinished, foreign=arguments.names == "hf")
-        unfinished.rename(arguments.out)
-    except OSError as reason:
-        raise OutputError(
-            f"--out: {arguments.out} cannot be written ({reason.strerror}); choose another place"
-        ) from reason
-    finally:
-        unfinished.unlink(missing_ok=True)
     say(f"{arguments.out}: {_summary(ticket.manifest)}")
 
 

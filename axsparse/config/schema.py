@@ -513,11 +513,10 @@ class Config(Section):
     """When the run counts as hung, and a rank as slow."""
     observe: ObserveConfig = ObserveConfig()
     """Where copies of the records go."""
-    transport: Literal["auto", "nccl", "mpi", "cuda-aware-mpi", "local"] = "auto"
+    transport: Literal["auto", "nccl", "mpi", "local"] = "auto"
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for what
-    GPUs send each other, `cuda-aware-mpi` for an MPI library that reads GPU memory, `local` for a
-    single process without MPI. `auto` takes NCCL if each rank has a GPU of its own, else MPI if
-    there is a library."""
+    GPUs send each other, `local` for a single process without MPI. `auto` takes NCCL if each rank
+    has a GPU of its own, else MPI if there is a library."""
     seed: Annotated[int, Field(ge=0)] = 1234
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"

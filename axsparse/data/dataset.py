@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.errors import DataError
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from axsparse.runtime.errors import OutputError, writing
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import UNFINISHED, new_path
+from axsparse.runtime.files.run_lock import FileLock
 
 BLOCK = 1 << 20
 """Bytes that are read at a time."""
-_UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
@@ -24,19 +22,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
     Raises OutputError if the operating system refuses any of this.
     """
-    # The name contains the process: a worker of a killed run may outlive it for a moment.
-    unfinished = path.with_name(f"{path.name}{_UNFINISHED}{os.getpid()}")
-    with writes(path):
-        try:
-            with unfinished.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+    with writes(path), new_path(path) as unfinished, unfinished.open("wb") as file:
+        yield file
 
 
 def writes(path: Path) -> contextlib.AbstractContextManager[None]:
@@ -52,7 +39,7 @@ def copy_file(source: Path, path: Path) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove the files that killed runs left unfinished."""
-    for path in folder.glob(f"*{_UNFINISHED}*"):
+    for path in folder.glob(f"*{UNFINISHED}*"):
         path.unlink(missing_ok=True)
 
 
@@ -73,17 +60,15 @@ def locked(folder: Path) -> Iterator[bool]:
     holds it.
     """
     path = folder / ".lock"
-    with writes(path):
-        file = path.open("wb")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"--out: {folder} is being prepared by another process; wait for it, or choose "
-                "another folder"
-            ) from None
-        except OSError:
-            yield False
-            return
-        yield True
+    try:
+        lock = FileLock(path)
+    except BlockingIOError:
+        raise OutputError(
+            f"--out: {folder} is being prepared by another process; wait for it, or choose "
+            "another folder"
+        ) from None
+    except OSError as reason:
+        with writes(path):
+            raise reason
+    yield lock.problem is None
+    lock.release()

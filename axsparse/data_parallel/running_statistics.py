@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axsparse.models.module_buffers import BufferSlot, replaced, slots
 from axsparse.runtime.communication import Op
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 from axsparse.samo.shards import Replicas
 
 

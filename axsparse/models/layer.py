@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.message_header import DTYPES
+from axsparse.runtime.host_channel import DTYPES
 
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 
 NO_METRICS: Mapping[str, MetricFunction] = {}
 BY_PLACE: Mapping[str, Kind] = {}

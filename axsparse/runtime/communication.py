@@ -92,7 +92,7 @@ class Link(Protocol):
         of them at once, and must not write to them any more.
 
         Raises AssertionError if there is no neighbour in this direction. A link between processes
-        raises ValueError for a type of element that is not among `message_header.DTYPES`.
+        raises ValueError for a type of element that is not among `host_channel.DTYPES`.
         """
         ...
 

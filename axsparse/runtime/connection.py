@@ -49,7 +49,7 @@ def connect_alone() -> Transport:
 
     ConfigError if a launcher started other processes beside it.
     """
-    from axsparse.runtime.gpu.seats import bind_early
+    from axsparse.runtime.gpu.rank_gpus import bind_early
 
     for name in (*SIZE_VARIABLES, SRUN_SIZE):
         if (said := os.environ.get(name, "1")) != "1":
@@ -68,7 +68,7 @@ def connect() -> Transport:
     ConfigError if a launcher started this process and MPI does not work, since every process
     would then train alone; or if MPI finds another number of ranks than were started.
     """
-    from axsparse.runtime.gpu.seats import bind_early, local_rank
+    from axsparse.runtime.gpu.rank_gpus import bind_early, local_rank
 
     bind_early(os.environ)
     if not local_rank(os.environ):

@@ -85,11 +85,11 @@ def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:
 
 def text_of_first(transport: Transport, text: str) -> str:
     """Rank 0's text, on all ranks, which call this together; the texts of others do not count."""
-    told = text.encode(errors="surrogateescape") if transport.rank == 0 else b""
-    (length,) = sum_of(transport, [len(told)])
+    encoded = text.encode(errors="surrogateescape") if transport.rank == 0 else b""
+    (length,) = sum_of(transport, [len(encoded)])
     if not length:
         return ""
-    buffer = torch.frombuffer(bytearray(told or int(length)), dtype=torch.uint8)
+    buffer = torch.frombuffer(bytearray(encoded or int(length)), dtype=torch.uint8)
     wait(transport.world.start(Op.BROADCAST, buffer), transport.backoff)
     return bytes(buffer.numpy()).decode(errors="surrogateescape")
 

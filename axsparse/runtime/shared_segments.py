@@ -27,25 +27,25 @@ def leftovers(shared: Path, processes: Path) -> list[str]:
 
     Files of other users do not count, since their processes cannot be looked into.
     """
-    found = {}
+    names = set[str]()
     with contextlib.suppress(OSError):
         for path in shared.iterdir():
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 if SEGMENTS.match(path.name) and status.st_uid == os.getuid():
-                    found[str(path)] = status.st_ino
-    for process in processes.iterdir() if found else ():
+                    names.add(str(path))
+    for process in processes.iterdir() if names else ():
         if not process.name.isdigit():
             continue
-        held = ""
+        in_use = ""
         with contextlib.suppress(OSError):
-            held += (process / "maps").read_text(errors="replace")
+            in_use += (process / "maps").read_text(errors="replace")
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held += f"{descriptor.readlink()}\n"
-        found = {path: inode for path, inode in found.items() if f"{path}\n" not in held}
-    return sorted(found)
+                    in_use += f"{descriptor.readlink()}\n"
+        names = {name for name in names if f"{name}\n" not in in_use}
+    return sorted(names)
 
 
 def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Masks
 from axsparse.samo.tensor_state import TensorState

@@ -395,7 +395,7 @@ def _make_trainer(
         run.config.watchdog,
         directory.path,
         place=run.place,
-        pulse=parts.pulse,
+        activity=parts.activity,
         transport=parts.transport,
     )
     return Trainer(

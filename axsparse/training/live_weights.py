@@ -13,7 +13,7 @@ from torch import Tensor
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.communication import Collective, Op, wait
 from axsparse.runtime.exchange import gather_texts
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 from axsparse.training.parts import Parts
 
 

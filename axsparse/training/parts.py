@@ -18,7 +18,7 @@ from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
@@ -81,7 +81,7 @@ class Parts:
     metrics: Sequence[str]
     """Names of the model's metrics, which the last stage counts."""
     phases: Phases
-    pulse: Pulse
+    activity: Activity
     """Tells the watchdog what this rank is doing."""
     recorder: Recorder
     peak_memory_bytes: Callable[[], int]
@@ -158,7 +158,7 @@ def assemble(
         validation=data.validation,
         metrics=tuple(run.model.metrics),
         phases=phases,
-        pulse=Pulse(phases, backoff, engine.awaited),
+        activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
         peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,

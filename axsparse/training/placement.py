@@ -21,17 +21,16 @@ from axsparse.runtime.exchange import gather_texts, sum_of, together
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.device_protocol import Connections, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
-from axsparse.runtime.gpu.nccl_memory import free_beside_nccl
-from axsparse.runtime.gpu.seats import (
+from axsparse.runtime.gpu.nccl_collective import free_beside_nccl
+from axsparse.runtime.gpu.rank_gpus import (
     Gpu,
-    Seat,
-    choose_plane,
+    RankGpu,
+    choose_gpu_transport,
     describe,
     problem_of_nccl,
-    seat,
+    rank_gpu,
     visible_gpus,
 )
-from axsparse.runtime.mpi.mpi_library import cuda_aware
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.runtime.process_memory import (
     host_memory_bytes,
@@ -87,7 +86,7 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     wanted, where = loaded.config.transport, loaded.where("transport")
     local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
     nccl = dist.is_available() and dist.is_nccl_available()
-    own = seat(
+    own = rank_gpu(
         transport.rank,
         socket.gethostname(),
         local,
@@ -95,24 +94,24 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         nccl=nccl,
         environ=os.environ,
     )
-    seats: list[Seat] = []  # needed only if there is a GPU
+    rank_gpus: list[RankGpu] = []  # needed only if there is a GPU
     if sum_of(transport, [float(own.gpu is not None)]) != [0.0]:
         texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
-        seats = [_read(text) for text in texts]
-    plane = together(transport, lambda: choose_plane(wanted, where, seats))
+        rank_gpus = [_read(text) for text in texts]
+    carrier = together(transport, lambda: choose_gpu_transport(wanted, where, rank_gpus))
     number = own.number
-    if plane is None or number is None or own.gpu is None:
+    if carrier is None or number is None or own.gpu is None:
         return Placement(transport, HOST)
-    uuid, table = own.gpu.uuid, describe(seats)
-    if wanted == "auto" and plane == "mpi" and len(seats) > 1:
-        table.append(f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(seats)}")
+    uuid, table = own.gpu.uuid, describe(rank_gpus)
+    if wanted == "auto" and carrier == "mpi" and len(rank_gpus) > 1:
+        table.append(
+            f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(rank_gpus)}"
+        )
     backend, gpu, room = together(transport, lambda: bind(number, uuid))
     if not isinstance(transport, MpiTransport) or transport.size == 1:
         return Placement(transport, backend, gpu, table, room)  # one rank by itself
-    if plane == "cuda-aware-mpi":
-        together(transport, lambda: _refuse_blind_mpi(where))
     connections = None
-    if plane == "nccl":
+    if carrier == "nccl":
         from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 
         rendezvous = Rendezvous(transport, nccl_backend)
@@ -120,12 +119,7 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         if _is_memory_found(loaded.config):
             room = _room_beside_nccl(room, transport, connections, gpu)
     return Placement(
-        GpuTransport(
-            transport,
-            gpu,
-            connections=connections,
-            staging="direct" if plane == "cuda-aware-mpi" else "pinned",
-        ),
+        GpuTransport(transport, gpu, connections=connections),
         backend,
         gpu,
         table,
@@ -178,18 +172,10 @@ def _is_memory_found(config: Config) -> bool:
     return layout.memory_per_rank == "auto" and "auto" in (layout.g_inter, layout.g_inter_pruned)
 
 
-def _read(text: str) -> Seat:
+def _read(text: str) -> RankGpu:
     fields = json.loads(text)
     gpu = fields.pop("gpu")
-    return Seat(**fields, gpu=None if gpu is None else Gpu(**gpu))
-
-
-def _refuse_blind_mpi(where: str) -> None:
-    if not cuda_aware():
-        raise ConfigError(
-            f"{where}: cuda-aware-mpi: this MPI library does not say that it reads GPU memory; "
-            "load one that is built with CUDA, or choose nccl or mpi"
-        )
+    return RankGpu(**fields, gpu=None if gpu is None else Gpu(**gpu))
 
 
 def found_memory(

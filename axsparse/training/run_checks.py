@@ -35,9 +35,9 @@ def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool
             "install axsparse[mpich], or choose auto"
         )
     # One rank on a GPU has nobody to talk to and keeps MPI's transport.
-    if wanted in ("nccl", "cuda-aware-mpi") and transport.name.startswith("mpi") and on_host:
+    if wanted == "nccl" and transport.name.startswith("mpi") and on_host:
         raise ConfigError(
-            f"{loaded.where('transport')}: {wanted} is for ranks that compute on GPUs, and these "
+            f"{loaded.where('transport')}: nccl is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
         )
 

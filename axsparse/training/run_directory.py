@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
@@ -293,14 +293,14 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
     """
     if not path.exists():
         return
-    partial = path.with_name(path.name + ".tmp")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w") as new:
+    with (
+        new_path(path) as unfinished,
+        path.open(encoding="utf-8", errors="replace") as old,
+        unfinished.open("w") as new,
+    ):
         for line in old:
             if progress is not None and _is_known(line, progress):
                 new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    partial.replace(path)
 
 
 def _is_known(line: str, progress: Progress) -> bool:

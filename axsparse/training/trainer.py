@@ -135,7 +135,9 @@ class Trainer:
         try:
             with explained(
                 parts.place.rank,
-                lambda: f"{parts.pulse.action or parts.pulse.task} of step {parts.pulse.step}",
+                lambda: (
+                    f"{parts.activity.action or parts.activity.task} of step {parts.activity.step}"
+                ),
                 parts.state_bytes,
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,
@@ -145,7 +147,7 @@ class Trainer:
                     self._recorded_step()
             parts.recorder.flush()
             if self._saver is not None:
-                parts.pulse.at("checkpoint", self.steps_done)
+                parts.activity.at("checkpoint", self.steps_done)
                 self._saver.finish()
                 self._tell_of_checkpoints()
             refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
@@ -179,7 +181,7 @@ class Trainer:
         )
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
-            self.parts.pulse.at("checkpoint", self.steps_done)
+            self.parts.activity.at("checkpoint", self.steps_done)
             saver.start(self._progress())
         if stops:
             self._leave()
@@ -204,7 +206,7 @@ class Trainer:
         parts = self.parts
         if parts.validation is None or self.config.train.eval_steps == 0:
             return None
-        parts.pulse.at("evaluation", self.steps_done)
+        parts.activity.at("evaluation", self.steps_done)
         with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
@@ -288,7 +290,7 @@ class Trainer:
 
     def _recorded_step(self) -> None:
         parts = self.parts
-        parts.pulse.at("training", self.steps_done + 1)
+        parts.activity.at("training", self.steps_done + 1)
         if self._tracing is not None:
             self._tracing.begin(self.steps_done + 1)
         parts.phases.begin_step()
@@ -319,7 +321,7 @@ class Trainer:
         parts.recorder.step(figures, seconds, maxima)
         self._callbacks.step(self.steps_done, verdict)
         self._tell_of_checkpoints()
-        parts.pulse.steps += 1
+        parts.activity.steps += 1
 
     def _tell_of_checkpoints(self) -> None:
         """Call `on_checkpoint` for those that have become whole."""
@@ -344,7 +346,7 @@ class Trainer:
         if masking is None:
             return
         before = self.state_bytes().total
-        self.parts.pulse.at("masks", self.steps_done)
+        self.parts.activity.at("masks", self.steps_done)
         position = self._step.position
         now = Moment(position.steps_done, position.updates, self._step.score_gradients)
         change = masking.before_step(now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 import torch
 from support import pretend_gpu
 from support.cuda_on_cpu import EmulatedLauncher, compiler
-from support.exhaustive import each_once
 from support.images import image_config, image_data, small_wide_resnet
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
+from support.late_device import LateDevice
 from support.oracle import Oracle, sgd
-from support.pretend_gpu import AVAILABLE, PretendDevice, on_host, pretend
+from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
@@ -54,6 +55,7 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU"),
 ]
 SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
+ADAMW: dict[str, Any] = {"name": "adamw"}
 OFFLOAD = {"offload": True}
 WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
 """What makes a host wait for its device, beside copies to it."""
@@ -67,10 +69,10 @@ class Placing:
 
     def __init__(self, launch: EmulatedLauncher) -> None:
         self.launch = launch
-        self.devices: list[PretendDevice] = []
+        self.devices: list[LateDevice] = []
 
     def __call__(self, transport: Transport) -> Placement:
-        self.devices.append(PretendDevice())
+        self.devices.append(LateDevice(pretend()))
         backend = Backend(pretend(), on_host(self.launch))
         return Placement(transport, backend, self.devices[-1])
 
@@ -232,17 +234,80 @@ def test_the_host_asks_its_device_once_a_step(
     assert steps[1:] == [["aten::_to_copy"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("split", "gradient", "optimizer"),
-    each_once([False, True], ["half", "fp32"], [SGD, {"name": "adamw"}]),
-)
-def test_bf16_is_bitwise_what_the_cpu_computes(
-    split: bool, gradient: str, optimizer: dict[str, Any], on_device: Placing
-) -> None:
-    samo = {"split_master": split, "gradient": gradient}
-    config = small(precision="bf16", optimizer=optimizer, samo=samo, train={"steps": 2})
+def row(name: str, layout: Layout, *, usual: bool = True, **sections: Any) -> Any:
+    """A run of the table below; those that are not usual wait for `make test-all`."""
+    marks = [] if usual else [pytest.mark.exhaustive]
+    return pytest.param(layout, {"train": {"steps": 2}, **sections}, id=name, marks=marks)
 
-    agree(on_device, (1, 1), config)
+
+GRADUAL = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
+EARLY_BIRD = {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9}
+GLOBAL = {"method": "magnitude", "distribution": "global", "include": "all"}
+LAMB = {"name": "lamb", "eps": 1e-6}
+SETTINGS_OF_TENSORS = {
+    "learning_rates": ["block0.*=0.2", "*.fc2.weight=0"],
+    "weight_decays": ["*.bias=0.3"],
+}
+FIVE = {"steps": 5}
+RUNS = [
+    *(
+        row(
+            f"bf16, {'split' if split else 'whole'} master, {gradient} gradients, {rule['name']}",
+            (1, 1),
+            usual=(split, gradient == "fp32", rule != SGD) in ((False,) * 3, (True,) * 3),
+            precision="bf16",
+            optimizer=rule,
+            samo={"split_master": split, "gradient": gradient},
+        )
+        for split, gradient, rule in product([False, True], ["half", "fp32"], [SGD, ADAMW])
+    ),
+    row("a rule without a kernel", (2, 1), optimizer=LAMB, train={"steps": 3}),
+    row("sharded", (1, 2), samo={"shard_optimizer": True}),
+    row("sharded and offloaded", (2, 2), samo={"shard_optimizer": True, **OFFLOAD}),
+    row("offloaded", (2, 1), precision="bf16", samo=OFFLOAD, train={"steps": 3}),
+    row(
+        "offloaded, split master",
+        (2, 1),
+        precision="bf16",
+        samo={"split_master": True, **OFFLOAD},
+        train={"steps": 3},
+    ),
+    # It has sums over tensors, so that it goes through the state twice.
+    row("offloaded, lamb", (1, 1), optimizer=LAMB, samo=OFFLOAD, train={"steps": 3}),
+    row("offloaded, masks that change", (1, 1), samo=OFFLOAD, pruning=GRADUAL, train=FIVE),
+    row("gradual", (2, 2), usual=False, pruning=GRADUAL, train=FIVE),
+    row("set", (2, 2), usual=False, pruning={"method": "set", "interval": 2}, train=FIVE),
+    row("rigl", (2, 2), pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    row("snip", (2, 2), usual=False, pruning={"method": "snip"}, train=FIVE),
+    row("early-bird", (2, 2), usual=False, pruning=EARLY_BIRD, train={"steps": 8}),
+    row(
+        "rewound",
+        (2, 2),
+        pruning={"method": "magnitude", "at_step": 3, "rewind_step": 2},
+        train=FIVE,
+    ),
+    row("global", (2, 2), usual=False, pruning=GLOBAL, train=FIVE),
+    row("dense", (2, 2), pruning={"sparsity": 0.0}, train=FIVE),
+    row(
+        "dropout and evaluation",
+        (2, 1),
+        model={"dropout": 0.2},
+        # torch's recomputation ends the process on a device that is written in Python.
+        pipeline={"checkpoint_activations": 0},
+        train={"steps": 2, "eval_steps": 2},
+    ),
+    row("tensors with settings of their own", (2, 1), optimizer={**SGD, **SETTINGS_OF_TENSORS}),
+]
+
+
+@pytest.mark.parametrize(("layout", "sections"), RUNS)
+def test_a_run_on_devices_is_bitwise_that_on_cpus(
+    layout: Layout, sections: dict[str, Any], on_device: Placing
+) -> None:
+    config = small(**{"optimizer": SGD, **sections})
+
+    validation = token_data(24) if "eval_steps" in sections["train"] else None
+    agree(on_device, layout, config, validation=validation)
 
 
 def test_adamw_differs_by_its_square_root_only_in_fp32(on_device: Placing) -> None:
@@ -254,42 +319,6 @@ def test_adamw_differs_by_its_square_root_only_in_fp32(on_device: Placing) -> No
 
     assert ours.losses == pytest.approx(theirs.losses, rel=ADAMW_TOLERANCE)
     assert ours.losses[0] == theirs.losses[0]
-
-
-def test_a_rule_without_a_kernel_runs_by_torch(on_device: Placing) -> None:
-    config = small(optimizer={"name": "lamb", "eps": 1e-6}, train={"steps": 3})
-
-    agree(on_device, (2, 1), config)
-
-
-@pytest.mark.parametrize(("layout", "offload"), [((1, 2), False), ((2, 2), True)])
-def test_sharded_state(layout: Layout, offload: bool, on_device: Placing) -> None:
-    samo = {"shard_optimizer": True, "offload": offload}
-
-    agree(on_device, layout, small(optimizer=SGD, samo=samo, train={"steps": 2}))
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_state_that_rests_on_the_host(split: bool, on_device: Placing) -> None:
-    samo = {"split_master": split, "offload": True}
-    config = small(precision="bf16", optimizer=SGD, samo=samo, train={"steps": 3})
-
-    agree(on_device, (2, 1), config)
-
-
-def test_a_rule_with_sums_over_tensors_goes_twice_through_state_on_the_host(
-    on_device: Placing,
-) -> None:
-    optimizer = {"name": "lamb", "eps": 1e-6}
-
-    agree(on_device, (1, 1), small(optimizer=optimizer, samo=OFFLOAD, train={"steps": 3}))
-
-
-def test_masks_of_state_on_the_host(on_device: Placing) -> None:
-    pruning = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
-    config = small(optimizer=SGD, samo=OFFLOAD, pruning=pruning, train={"steps": 5})
-
-    agree(on_device, (1, 1), config)
 
 
 def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placing) -> None:
@@ -311,35 +340,6 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
         assert expected.offloaded > 0 and expected.master == expected.optimizer == 0
     pinned = sum(device.pinned_bytes for device in on_device.devices)
     assert pinned == sum(trainer.state_bytes().offloaded for trainer, _ in ranks)
-
-
-@pytest.mark.parametrize(
-    "pruning",
-    [
-        pytest.param(
-            {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4},
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param({"method": "set", "interval": 2}, marks=pytest.mark.exhaustive),
-        {"method": "rigl", "interval": 2},
-        pytest.param({"method": "snip"}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9},
-            marks=pytest.mark.exhaustive,
-        ),
-        {"method": "magnitude", "at_step": 3, "rewind_step": 2},
-        pytest.param(
-            {"method": "magnitude", "distribution": "global", "include": "all"},
-            marks=pytest.mark.exhaustive,
-        ),
-        {"sparsity": 0.0},
-    ],
-    ids=lambda pruning: str(pruning.get("method", "dense")),
-)
-def test_masks_that_change(pruning: dict[str, object], on_device: Placing) -> None:
-    steps = 8 if pruning.get("method") == "early-bird" else 5
-
-    agree(on_device, (2, 2), small(optimizer=SGD, pruning=pruning, train={"steps": steps}))
 
 
 class UsedOnce(nn.Module):
@@ -384,18 +384,6 @@ def test_a_step_with_an_overflow(on_device: Placing) -> None:
         assert ours.finite == theirs.finite and not all(ours.finite)
         for name, weight in ours.weights.items():
             assert torch.equal(weight, theirs.weights[name])
-
-
-def test_dropout_and_evaluation(on_device: Placing) -> None:
-    config = small(
-        optimizer=SGD,
-        model={"dropout": 0.2},
-        # torch's recomputation ends the process on a device that is written in Python.
-        pipeline={"checkpoint_activations": 0},
-        train={"steps": 2, "eval_steps": 2},
-    )
-
-    agree(on_device, (2, 1), config, validation=token_data(24))
 
 
 def test_running_statistics(on_device: Placing) -> None:
@@ -455,12 +443,6 @@ def test_what_forgets_its_device_is_found() -> None:
 
     with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
         there.add_(torch.ones(3))
-
-
-def test_parameters_have_settings_of_their_own_on_a_device(on_device: Placing) -> None:
-    own = {"learning_rates": ["block0.*=0.2", "*.fc2.weight=0"], "weight_decays": ["*.bias=0.3"]}
-
-    agree(on_device, (2, 1), small(optimizer={**SGD, **own}, train={"steps": 2}))
 
 
 def test_weights_are_taken_from_a_device(on_device: Placing) -> None:

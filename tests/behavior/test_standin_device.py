@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.standin_device import POISON, Hardware, MisuseError, StandInDevice
-from support.standin_transport import StandInCommunicator, StandInEdge, StandInWire
+from support.standin_transport import StandInChannel, StandInCommunicator, StandInPeer
 
+from axsparse.runtime.host_channel import as_bytes
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.wire import as_bytes
 
 EIGHT = torch.arange(8, dtype=torch.uint8)
 
@@ -47,26 +47,26 @@ def test_a_wire_must_not_send_a_slot_before_the_copy_into_it_has_been_seen_compl
     hardware: Hardware, device: StandInDevice
 ) -> None:
     stream, slot = device.stream(), device.pinned(8)
-    wire = StandInWire(device, 0, 1, "a wire")
+    channel = StandInChannel(device, 0, 1, "a channel")
     stream.copy(slot, EIGHT)
     event = stream.record()
 
-    with pytest.raises(MisuseError, match=r"a send of the wire reads what a copy .* writes"):
-        wire.send(slot)
+    with pytest.raises(MisuseError, match=r"a send of the channel reads what a copy .* writes"):
+        channel.send(slot)
     hardware.finish()
-    with pytest.raises(MisuseError, match=r"a send of the wire reads what a copy .* writes"):
-        wire.send(slot)  # it has run, but nobody has asked
+    with pytest.raises(MisuseError, match=r"a send of the channel reads what a copy .* writes"):
+        channel.send(slot)  # it has run, but nobody has asked
     assert event.query()
-    wire.send(slot)
+    channel.send(slot)
 
 
 def test_a_slot_must_not_be_filled_while_the_wire_reads_it(
     hardware: Hardware, device: StandInDevice
 ) -> None:
     stream, slot = device.stream(), device.pinned(8)
-    request = StandInWire(device, 0, 1, "a wire").send(slot)
+    request = StandInChannel(device, 0, 1, "a channel").send(slot)
 
-    with pytest.raises(MisuseError, match=r"a copy .* writes what a send of the wire reads"):
+    with pytest.raises(MisuseError, match=r"a copy .* writes what a send of the channel reads"):
         stream.copy(slot, EIGHT)
     hardware.finish()
     assert request.query()
@@ -87,9 +87,9 @@ def test_memory_must_live_until_the_device_is_done_with_it(
 
 def test_two_wires_or_edges_of_unequal_sizes_are_found_out(hardware: Hardware) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    StandInWire(sender, 0, 1, "a wire").send(EIGHT)
+    StandInChannel(sender, 0, 1, "a channel").send(EIGHT)
     memory = receiver.pinned(4)
-    StandInWire(receiver, 0, 1, "a wire").receive(memory)
+    StandInChannel(receiver, 0, 1, "a channel").receive(memory)
 
     with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
         hardware.finish()
@@ -97,7 +97,7 @@ def test_two_wires_or_edges_of_unequal_sizes_are_found_out(hardware: Hardware) -
 
 def test_a_receive_must_not_spin_until_its_tensor_is_ready(hardware: Hardware) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
     tensor, memory = sender.later(EIGHT), receiver.pinned(8)
 
     sending.stream.wait(sender.compute.record())
@@ -114,7 +114,7 @@ def test_a_receive_that_comes_first_must_not_spin_until_its_send_can_run(
     hardware: Hardware,
 ) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
     memory = receiver.pinned(8)
     receiving.receive(memory)
     sending.send(EIGHT)
@@ -129,7 +129,7 @@ def test_a_receive_that_comes_first_must_not_spin_until_its_send_can_run(
 
 def test_an_edge_goes_one_way(hardware: Hardware) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
 
     with pytest.raises(MisuseError, match="a send at its receiving end"):
         receiving.send(EIGHT)
@@ -139,7 +139,7 @@ def test_an_edge_goes_one_way(hardware: Hardware) -> None:
 
 def test_an_edge_of_unequal_sizes_is_found_out(hardware: Hardware) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInEdge(one, "an edge", 0, 1) for one in (sender, receiver))
+    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
     memory = receiver.pinned(4)
     sending.send(EIGHT)
     receiving.receive(memory)

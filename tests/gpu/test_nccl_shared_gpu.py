@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_two_ranks_on_one_gpu_keep_the_contracts_over_nccl() -> None:
-    ranks_file = TESTS / "gpu" / "ranks_nccl_shared.py"
+    ranks_file = TESTS / "gpu" / "ranks_sharing_gpu.py"
     options = ["-x", "-q", "-W", "default", "-p", "no:cacheprovider"]
     options += ["-o", "faulthandler_timeout=60"]
 

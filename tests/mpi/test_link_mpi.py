@@ -21,14 +21,13 @@ from axsparse.runtime.communication import (
     wait,
 )
 from axsparse.runtime.grid import Grid, Place
-from axsparse.runtime.message_header import (
+from axsparse.runtime.host_channel import (
     decode_header,
     encode_header,
     in_host_memory,
 )
-from axsparse.runtime.mpi.mpi_link import MpiLink
+from axsparse.runtime.mpi.mpi_link import CONTENT_TAG, HEADER_TAG, MpiLink
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
-from axsparse.runtime.mpi.mpi_wire import CONTENT_TAG, HEADER_TAG
 
 SIZE = MPI.COMM_WORLD.size
 needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbour")
@@ -130,11 +129,11 @@ def test_arrivals_are_complete_although_the_first_look_finds_nothing(
         if place.rank == 0:
             link.send(Message(Direction.FORWARD, 0, ()))
         if place.rank == 1:
-            wire = link._incoming[Direction.FORWARD]
-            comm = wire._comm
+            channel = link._incoming[Direction.FORWARD]
+            comm = channel._comm
             while not comm.Iprobe(0, HEADER_TAG):
                 transport.backoff.pause()
-            monkeypatch.setattr(wire, "_comm", Absent(comm))
+            monkeypatch.setattr(channel, "_comm", Absent(comm))
             assert [message.microbatch for message in link.arrivals()] == [0]
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from mpi4py import MPI
 from support.cuda_on_cpu import EmulatedLauncher, compiler
 from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
+from support.late_device import LateDevice
 from support.on_mpi import by_first_rank, on_mpi
 from support.oracle import Oracle, sgd
-from support.pretend_gpu import AVAILABLE, NAME, on_host, pretend
+from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_here
-from support.threaded_device import ThreadDevice, ThreadStream
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axsparse.runtime.communication import Transport
@@ -32,20 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python"),
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU"),
 ]
-
-
-class PretendStream(ThreadStream):
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=pretend())
-
-
-class PretendThreads(ThreadDevice):
-    """Streams that really run beside the host."""
-
-    kind = NAME
-
-    def stream(self) -> PretendStream:
-        return PretendStream()
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +58,7 @@ def test_a_gpt_on_devices_is_bitwise_the_oracle(
     data = token_data()
 
     def placement(transport: Transport) -> Placement:
-        device = PretendThreads()
+        device = LateDevice(pretend())
         assert isinstance(transport, MpiTransport)
         between = GpuTransport(transport, device, connections=None)
         return Placement(between, Backend(pretend(), on_host(launch)), device)

@@ -1,4 +1,4 @@
-"""The GPU transport over real MPI, its devices made of threads, and NCCL's place taken by Gloo."""
+"""The GPU transport over real MPI, on devices that are late, and NCCL's place taken by Gloo."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from support.collective_contract import (
     a_buffer_lives_until_its_operation_is_done,
     operations_in_flight_may_be_polled_in_any_order,
 )
-from support.link_contract import CONTRACT, LARGE
+from support.late_device import GlooConnections, LateDevice, gloo_backend
+from support.link_contract import CONTRACT
 from support.on_mpi import on_mpi
 from support.runs import tiny_config
-from support.threaded_device import GlooConnections, ThreadDevice, gloo_backend
 
 from axsparse.config.load import LoadedConfig
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu import nccl
-from axsparse.runtime.gpu.gpu_transport import GpuTransport, Staging
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.nccl import Rendezvous
-from axsparse.runtime.gpu.seats import Gpu
+from axsparse.runtime.gpu.rank_gpus import Gpu
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.samo.backend import Backend
 from axsparse.training import placement as placing
@@ -43,16 +43,11 @@ needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbo
 
 
 @needs_a_neighbour
-@pytest.mark.parametrize("staging", ["pinned", "direct"])
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_a_staged_link_keeps_the_contract_over_mpi(
-    promise: Callable[[Transport], None], staging: Staging
+    promise: Callable[[Transport], None],
 ) -> None:
-    if staging == "direct" and promise in LARGE:
-        pytest.skip("the same calls as of the MPI link, which runs it")
-    transport = GpuTransport(
-        MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None, staging=staging
-    )
+    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     promise(transport)
     transport.close()
 
@@ -64,7 +59,7 @@ def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
 ) -> None:
     host = MpiTransport(MPI.COMM_WORLD)
     connections = GlooConnections(Rendezvous(host, gloo_backend))
-    transport = GpuTransport(host, ThreadDevice(), connections=connections)
+    transport = GpuTransport(host, LateDevice(), connections=connections)
     promise(transport)
     transport.close()
 
@@ -73,7 +68,7 @@ def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
 def test_a_staged_collective_keeps_the_contract_over_mpi(
     promise: Callable[[Transport], None],
 ) -> None:
-    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), ThreadDevice(), connections=None)
+    transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     hosts = transport.world
     if promise is not a_buffer_lives_until_its_operation_is_done:
         transport.world = transport.collective("all", range(SIZE))
@@ -83,7 +78,7 @@ def test_a_staged_collective_keeps_the_contract_over_mpi(
 
 
 def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
-    """As the ends of an edge do, of which one has other neighbours and one has none."""
+    """As the ends of a peer connection do, of which one has other neighbours and one has none."""
     with on_mpi() as transport:
         rendezvous = Rendezvous(transport, gloo_backend)
         groups = [
@@ -132,7 +127,7 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
         Backend(torch.device("cuda", 0), None),
         placing.MemoryRoom(10**11, "the only one"),
     )
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
 
     placement = placing.bind_rank(
         MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport="mpi"), "test", {})
@@ -148,7 +143,7 @@ def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
 @needs_a_neighbour
 @pytest.mark.parametrize(
     ("wanted", "way"),
-    [("auto", "nccl"), ("nccl", "nccl"), ("mpi", "pinned"), ("cuda-aware-mpi", "direct")],
+    [("auto", "nccl"), ("nccl", "nccl"), ("mpi", "pinned")],
 )
 def test_contents_go_the_way_that_is_asked_for(
     wanted: str, way: str, monkeypatch: pytest.MonkeyPatch
@@ -156,8 +151,7 @@ def test_contents_go_the_way_that_is_asked_for(
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
     backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
-    monkeypatch.setattr(placing, "cuda_aware", lambda: True)
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
@@ -178,7 +172,7 @@ def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPat
     backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
     gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
     monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
 
     placement = placing.bind_rank(
@@ -190,20 +184,6 @@ def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPat
         "warning: by way .* the torch of rank 1 on host .* without", placement.table[-1]
     )
     placement.transport.close()
-
-
-@needs_a_neighbour
-def test_an_mpi_that_does_not_read_gpu_memory_is_not_given_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
-    monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, ThreadDevice(), room))
-    monkeypatch.setattr(placing, "cuda_aware", lambda: None)
-    wanted = LoadedConfig(tiny_config(transport="cuda-aware-mpi"), "test", {})
-
-    with on_mpi() as transport, pytest.raises(ConfigError, match="does not say that it reads GPU"):
-        placing.bind_rank(transport, wanted)
 
 
 @needs_a_neighbour

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.standin_device import Hardware, StandInDevice
-from support.threaded_device import ThreadDevice
 
 from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
 from axsparse.observe.phases import PHASES, Phases
 from axsparse.observe.trace_file import Span, read
 from axsparse.observe.trace_recorder import TraceRecorder
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -254,18 +253,18 @@ def test_a_step_of_a_gpu_that_never_began_cannot_end() -> None:
 
 def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
     gpu = Gpu()
-    pulse = Pulse(gpu.phases, SleepingBackoff(), list)
+    activity = Activity(gpu.phases, SleepingBackoff(), list)
     gpu.phases.begin_step()
-    before = pulse.beats
+    before = activity.beats
 
     with gpu.phases("p2p"), gpu.phases("bubble"):
-        assert (pulse.phase, pulse.beats) == ("bubble", before)
+        assert (activity.phase, activity.beats) == ("bubble", before)
     gpu.phases.action = "F3"
     with gpu.phases("compute"):
-        assert (pulse.phase, pulse.action) == ("compute", "F3")
-        assert pulse.beats > before
+        assert (activity.phase, activity.action) == ("compute", "F3")
+        assert activity.beats > before
 
-    assert pulse.phase == "other"
+    assert activity.phase == "other"
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -441,20 +440,6 @@ def test_a_rank_with_a_gpu_asks_the_gpu_and_names_ranges_if_told_so(
             pass
         assert isinstance(phases, DevicePhases)
         assert ranges.seen == seen
-
-
-def test_marks_of_a_device_that_runs_beside_its_host_add_up() -> None:
-    device = ThreadDevice()
-    phases = DevicePhases(device)
-
-    for _ in range(3):
-        phases.begin_step()
-        with phases("compute"):
-            device.compute.enqueue(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
-        seconds = dict(phases.end_step())
-
-    assert seconds["compute"] > 0
-    assert sum(seconds[name] for name in PHASES) == pytest.approx(seconds["step"])
 
 
 # -- compressions ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support.pretend_gpu import LateStream, PretendDevice
+from support.late_device import LateDevice, LateStream
 
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.samo.backend import HOST
@@ -34,7 +34,7 @@ class Layer:
         yield
 
 
-class Streams(PretendDevice):
+class Streams(LateDevice):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[LateStream] = []

@@ -17,7 +17,8 @@ from axsparse.runtime.communication import (
     Work,
 )
 from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport, Staging
+from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
+from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 from axsparse.runtime.grid import Place
 
 GPU = torch.device("cuda", 0)
@@ -90,10 +91,14 @@ class _Moved:
 
 
 class OnGpu(GpuTransport):
-    """Ranks that all share the first GPU."""
+    """Ranks that all share the first GPU, over NCCL or by way of the hosts."""
 
-    def __init__(self, host: HostTransport, staging: Staging) -> None:
-        super().__init__(host, CudaDevice(GPU), connections=None, staging=staging)
+    def __init__(self, host: HostTransport, *, nccl: bool) -> None:
+        device = CudaDevice(GPU)
+        connections = None
+        if nccl:
+            connections = NcclConnections(Rendezvous(host, nccl_backend), device, host.backoff)
+        super().__init__(host, device, connections=connections)
 
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))

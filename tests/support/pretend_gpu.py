@@ -7,17 +7,13 @@ pretended: every operation has run when its call returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from support.threaded_device import ThreadDevice
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axsparse.runtime.communication import Event
-from axsparse.runtime.gpu.device_protocol import Mark
 from axsparse.samo.cuda.launch import Argument, Launcher
 
 NAME = "pretend"
@@ -126,89 +122,3 @@ def on_host(launch: Launcher) -> Launcher:
         launch(kernel, blocks, *map(_host, arguments))
 
     return launched
-
-
-class LateEvent:
-    """An event that has completed when it is asked for the third time, or somebody waits."""
-
-    def __init__(self, stream: LateStream, operations: int) -> None:
-        self.is_open = True
-        self._stream = stream
-        self._operations = operations
-        self._asked = 0
-
-    def query(self) -> bool:
-        self._asked += 1
-        if self._asked > 2:
-            self.finish()
-        return not self.is_open
-
-    def finish(self) -> None:
-        """All that was enqueued before it runs now, if it has not run yet."""
-        self._stream.run(self._operations)
-        self.is_open = False
-
-
-class LateStream:
-    """A stream that does nothing before somebody waits for it, as late as it may.
-
-    On the compute stream, whose operations run when they are called, waiting is done at once.
-    """
-
-    def __init__(self, *, computes: bool = False) -> None:
-        self.events: list[LateEvent] = []
-        self.most = 0
-        """Events that were open at a time."""
-        self._computes = computes
-        self._operations: list[Callable[[], object]] = []
-        self._ran = 0
-
-    def record(self) -> LateEvent:
-        self.events.append(LateEvent(self, len(self._operations)))
-        self.most = max(self.most, sum(event.is_open for event in self.events))
-        return self.events[-1]
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, LateEvent)
-        if self._computes:
-            event.finish()
-        else:
-            self._operations.append(event.finish)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        assert target.shape == source.shape and target.dtype == source.dtype
-        assert not self._computes, "copies have streams of their own"
-        self._operations.append(lambda: target.copy_(source))
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=pretend())
-
-    def run(self, upto: int) -> None:
-        while self._ran < upto:
-            self._ran += 1
-            self._operations[self._ran - 1]()
-
-
-class PretendDevice:
-    """A `Device` whose streams are as late as they may be."""
-
-    kind = NAME
-
-    def __init__(self) -> None:
-        self.compute = LateStream(computes=True)
-        self.pinned_bytes = 0
-        self._clock = ThreadDevice()
-
-    def stream(self) -> LateStream:
-        return LateStream()
-
-    def pinned(self, nbytes: int) -> Tensor:
-        self.pinned_bytes += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def mark(self) -> Mark:
-        return self._clock.mark()

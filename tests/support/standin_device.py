@@ -1,4 +1,4 @@
-"""GPUs, NCCL and the wires between hosts without any of them: queues that finish late.
+"""GPUs, NCCL and the channels between hosts without any of them: queues that finish late.
 
 All queues of all ranks run in one `Hardware`, a few operations at every question that a
 host asks, drawn at random: in order within a queue, in any order between queues. Memory
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Event
 from axsparse.runtime.gpu.device_protocol import Mark
+from axsparse.runtime.host_channel import as_bytes
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.wire import as_bytes
 
 POISON = 0xA5
 MOMENTS = (0, 1, 2, 3, 15)

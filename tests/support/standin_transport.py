@@ -1,4 +1,4 @@
-"""Wires, edges and communicators between stand-in devices, and a transport made of them."""
+"""HostChannels, peers and communicators between stand-in devices, and a transport made of them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
+from axsparse.runtime.host_channel import Header
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.message_header import Header
 from axsparse.runtime.rank_order import sum_in_rank_order
 
 T = TypeVar("T")
-Way = Literal["nccl", "pinned", "direct"]
-WAYS: tuple[Way, ...] = ("nccl", "pinned", "direct")
+Way = Literal["nccl", "pinned"]
+WAYS: tuple[Way, ...] = ("nccl", "pinned")
 
 
-class StandInWire:
-    """A `Wire`: both sequences of both ends are queues of their own, so that anything may be
+class StandInChannel:
+    """A `HostChannel`: both sequences of both ends are queues of their own, so that anything may be
     late; memory is read and written when an operation runs, not when it is asked for."""
 
     def __init__(self, device: StandInDevice, source: int, target: int, name: str) -> None:
         self._device = device
         self._receives = device.rank == target
         self._headers: deque[Header] = _shared(device, ("headers", name, source, target), deque)
-        self._contents: deque[Tensor] = _shared(device, ("wire", name, source, target), deque)
+        self._contents: deque[Tensor] = _shared(device, ("channel", name, source, target), deque)
         self._header_queue = Queue(device, f"headers of {name}")
-        self._queue = Queue(device, f"wire of {name}")
+        self._queue = Queue(device, f"channel of {name}")
 
     def send_header(self, header: Header) -> Flag:
         return self._header_queue.enqueue(
@@ -54,7 +54,7 @@ class StandInWire:
         return self._headers.popleft() if self._headers else None
 
     def send(self, piece: Tensor) -> Flag:
-        span, what = Span(piece), "a send of the wire"
+        span, what = Span(piece), "a send of the channel"
 
         def run() -> None:
             self._contents.append(span.bytes(what).clone())
@@ -62,7 +62,7 @@ class StandInWire:
         return self._queue.enqueue(Operation(what, run, reads=[span]))
 
     def receive(self, piece: Tensor) -> Flag:
-        span, what = Span(piece), "a receive of the wire"
+        span, what = Span(piece), "a receive of the channel"
 
         def run() -> None:
             content, memory = self._contents.popleft(), span.bytes(what)
@@ -82,15 +82,15 @@ class StandInWire:
 
 @dataclass
 class _Cable:
-    """What the two ends of an edge share."""
+    """What the two ends of a peer connection share."""
 
     sends: deque[tuple[Operation, Span]] = field(default_factory=deque)
     asked: int = 0
     """Receives that have not run."""
 
 
-class StandInEdge:
-    """An `Edge`: a send holds its queue until its receive runs, and both end together."""
+class StandInPeer:
+    """An `PeerConnection`: a send holds its queue until its receive runs, and both end together."""
 
     def __init__(self, device: StandInDevice, name: str, source: int, target: int) -> None:
         self.stream = StandInStream(device, name)
@@ -98,7 +98,7 @@ class StandInEdge:
         self._device = device
         self._ends = source, target
         self._sends = device.rank == source
-        self._cable: _Cable = _shared(device, ("edge", name, source, target), _Cable)
+        self._cable: _Cable = _shared(device, ("peer", name, source, target), _Cable)
 
     def send(self, content: Tensor) -> Flag:
         if not self._sends:
@@ -300,9 +300,9 @@ class StandInConnections:
         self._device = device
         self._names: set[tuple[object, ...]] = set()
 
-    def edge(self, name: str, source: int, target: int) -> StandInEdge:
+    def peer(self, name: str, source: int, target: int) -> StandInPeer:
         self._take(name, source, target)
-        return StandInEdge(self._device, name, source, target)
+        return StandInPeer(self._device, name, source, target)
 
     def communicator(self, name: str, ranks: Sequence[int]) -> StandInCommunicator:
         self._take(name, *ranks)
@@ -315,50 +315,74 @@ class StandInConnections:
 
 
 class StandInHost(LocalTransport):
-    """Ranks that take turns, with wires between them."""
+    """Ranks that take turns, with channels between them."""
 
     def __init__(self, world: LocalWorld[Any], device: StandInDevice) -> None:
         super().__init__(world, device.rank)
         self._device = device
-        self._wires = 0
+        self._channels = 0
 
-    def wires(self) -> StandInWires:
-        self._wires += 1
-        return StandInWires(self._device, f"wires {self._wires}")
+    def channels(self) -> StandInChannels:
+        self._channels += 1
+        return StandInChannels(self._device, f"channels {self._channels}")
 
 
-class StandInWires:
-    """Wires between hosts."""
+class StandInChannels:
+    """HostChannels between hosts."""
 
     def __init__(self, device: StandInDevice, name: str) -> None:
         self._device = device
         self._name = name
-        self._made: list[StandInWire] = []
+        self._made: list[StandInChannel] = []
 
-    def wire(self, direction: Direction, source: int, target: int) -> StandInWire:
+    def channel(self, direction: Direction, source: int, target: int) -> StandInChannel:
         self._made.append(
-            StandInWire(self._device, source, target, f"{self._name} {direction.name}")
+            StandInChannel(self._device, source, target, f"{self._name} {direction.name}")
         )
         return self._made[-1]
 
     def close(self) -> None:
-        for wire in self._made:
-            wire.check_that_it_is_empty()
+        for channel in self._made:
+            channel.check_that_it_is_empty()
 
 
 class StandIn(GpuTransport):
-    """The GPU transport itself, over devices, wires and connections that are none."""
+    """The GPU transport itself, over devices, channels and connections that are none."""
 
     def __init__(self, hardware: Hardware, rank: int, way: Way) -> None:
         self.device = StandInDevice(hardware, rank)
         host = StandInHost(hardware.world, self.device)
-        if way == "nccl":
-            super().__init__(host, self.device, connections=StandInConnections(self.device))
-        else:
-            super().__init__(host, self.device, connections=None, staging=way)
+        connections = StandInConnections(self.device) if way == "nccl" else None
+        super().__init__(host, self.device, connections=connections)
 
 
 def _shared(device: StandInDevice, key: object, make: Callable[[], T]) -> T:
     """What the ends of a connection have in common."""
     found: T = device.hardware.shared.setdefault(key, make())  # type: ignore[assignment]
     return found
+
+
+def on_standins(
+    ranks: int,
+    way: Way,
+    main: Callable[[Any], T],
+    *,
+    seed: int,
+    make: Callable[..., StandIn] = StandIn,
+) -> list[T]:
+    """Call `main` on every rank with its transport, which is closed then; all that it returns.
+
+    No operation may be under way afterwards. `make` is the class of the transports.
+    """
+    world: LocalWorld[T] = LocalWorld(ranks, seed=seed)
+    hardware = Hardware(world, seed)
+
+    def body(rank: int) -> T:
+        transport = make(hardware, rank, way)
+        result = main(transport)
+        transport.close()
+        return result
+
+    results = world.run(body)
+    assert not any(queue.pending for queue in hardware.queues)
+    return results

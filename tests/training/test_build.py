@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.late_device import LateDevice
 from support.resuming import Ran, note_state, ran, same_state
 from support.runs import tiny_config, tiny_gpt, token_data
-from support.threaded_device import ThreadDevice
 
 import axsparse.training.build
 from axsparse.config.load import LoadedConfig
@@ -46,7 +46,7 @@ def job_of_one(*, has_gpu: bool) -> Job:
     if has_gpu:
         backend = Backend(torch.device("cuda", 0), None)
         job.placement = Placement(
-            job.transport, backend, ThreadDevice(), room=MemoryRoom(10**11, "a")
+            job.transport, backend, LateDevice(), room=MemoryRoom(10**11, "a")
         )
     return job
 

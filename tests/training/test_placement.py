@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.late_device import LateDevice
 from support.runs import tiny_config
-from support.threaded_device import ThreadDevice
 
 from axsparse.config.load import LoadedConfig
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.gpu.seats import Gpu
+from axsparse.runtime.gpu.rank_gpus import Gpu
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
@@ -34,9 +34,9 @@ def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend(torch.device("cuda", 0), None)
     room = placing.MemoryRoom(10**11, "a")
-    gpu = ThreadDevice()
+    gpu = LateDevice()
 
-    def bind(number: int, uuid: str) -> tuple[Backend, ThreadDevice, placing.MemoryRoom]:
+    def bind(number: int, uuid: str) -> tuple[Backend, LateDevice, placing.MemoryRoom]:
         assert (number, uuid) == (0, "a")
         return backend, gpu, room
 
@@ -86,20 +86,6 @@ def test_memory_is_found_beside_nccl_with_a_neighbour(
 
     assert found == placing.MemoryRoom(left, "a")
     assert asked == ([(0, 1)] if rank < 2 else [])
-
-
-@pytest.mark.parametrize("says", [False, None])
-def test_an_mpi_that_does_not_read_gpu_memory_is_refused(
-    says: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placing, "cuda_aware", lambda: says)
-
-    with pytest.raises(
-        ConfigError, match="cuda-aware-mpi: this MPI library does not say that it reads GPU memory"
-    ):
-        placing._refuse_blind_mpi("here")
-    monkeypatch.setattr(placing, "cuda_aware", lambda: True)
-    placing._refuse_blind_mpi("here")
 
 
 def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,6 @@ ELSEWHERE = "no MPI library was found; load the site's MPI module"
         ({"layout": {"split": [4]}}, 2, Grid(2, 1), r"layout.split .*: \[.*\] is for 1 stage"),
         ({"transport": "mpi"}, 1, None, ELSEWHERE),
         ({"transport": "nccl"}, 1, None, ELSEWHERE),
-        ({"transport": "cuda-aware-mpi"}, 1, None, ELSEWHERE),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(
@@ -125,7 +124,6 @@ def test_what_does_not_fit_the_ranks_is_refused(
     [
         ("local", "local is for one process without MPI, but 2 MPI ranks"),
         ("nccl", "nccl is for ranks that compute on GPUs, and these"),
-        ("cuda-aware-mpi", "cuda-aware-mpi is for ranks that compute on GPUs, and these"),
     ],
 )
 def test_what_mpi_ranks_on_cpus_cannot_talk_by_is_refused(wanted: str, message: str) -> None:
@@ -133,12 +131,11 @@ def test_what_mpi_ranks_on_cpus_cannot_talk_by_is_refused(wanted: str, message: 
         decided(tiny_config(transport=wanted), transport(2, "mpi (some)"))
 
 
-@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
-def test_a_single_rank_on_a_gpu_may_ask_for_what_gpus_talk_by(wanted: str) -> None:
-    config = tiny_config(transport=wanted)
+def test_a_single_rank_on_a_gpu_may_ask_for_nccl() -> None:
+    config = tiny_config(transport="nccl")
     one = transport(1, "mpi (some)")
 
-    assert decided(config, one, on_host=False).config.transport == wanted
+    assert decided(config, one, on_host=False).config.transport == "nccl"
     with pytest.raises(ConfigError, match="and these compute on CPUs"):
         decided(config, one)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.late_device import LateDevice
 from support.runs import tiny_config, tiny_gpt, token_data
-from support.threaded_device import ThreadDevice
 
 import axsparse.training.run_recorder
 from axsparse.data.dataset import Datasets
@@ -70,7 +70,7 @@ def test_the_banner_says_what_a_cpu_multiplies_in_fp32(
     config = tiny_config(run_dir=str(tmp_path), precision="bf16", samo={"enabled": False})
     job = Job(LocalTransport(LocalWorld(1), 0))
     if has_gpu:
-        job.placement = Placement(job.transport, HOST, ThreadDevice(), ["GPU 0"])
+        job.placement = Placement(job.transport, HOST, LateDevice(), ["GPU 0"])
     trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config)
     trainer.close()
 
@@ -90,9 +90,7 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     )
     model = tiny_gpt(config)
     job = Job(LocalTransport(LocalWorld(1), 0))
-    job.placement = Placement(
-        job.transport, HOST, ThreadDevice(), ["host n0: rank 0 → GPU 0 (H200)"]
-    )
+    job.placement = Placement(job.transport, HOST, LateDevice(), ["host n0: rank 0 → GPU 0 (H200)"])
     trainer = build(job, model, lambda: Datasets(token_data(), None), config)
 
     subject = workload(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from axsparse.cli.doctor.machine import MachineFacts
@@ -51,7 +51,6 @@ def findings(ranks: Sequence[MachineFacts]) -> list[Finding]:
         _same("torch", ranks, lambda rank: rank.torch),
         _mpi(ranks),
         _thread_level(ranks),
-        _cuda_aware(ranks),
         _cuda(ranks),
         _same("NCCL", ranks, lambda rank: rank.nccl),
         _cupy(ranks),
@@ -122,13 +121,6 @@ def _thread_level(ranks: Sequence[MachineFacts]) -> Finding:
             "take an MPI library with MPI_THREAD_MULTIPLE: a hang is ended sooner with it",
         )
     return found
-
-
-def _cuda_aware(ranks: Sequence[MachineFacts]) -> Finding:
-    words = {True: "yes", False: "no", None: "not said"}
-    found = _same("CUDA-aware MPI", ranks, lambda rank: words[rank.cuda_aware])
-    # Neither is wrong: without it, tensors of GPUs go by NCCL or by pinned host memory.
-    return found if found.said == "yes" or found.mark == "wrong" else replace(found, mark="absent")
 
 
 def _cuda(ranks: Sequence[MachineFacts]) -> Finding:

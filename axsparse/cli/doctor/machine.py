@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from axsparse.runtime.mpi.mpi_library import cuda_aware
 from axsparse.runtime.shared_segments import PROCESSES, SHARED, leftovers
 
 
@@ -32,7 +31,6 @@ class MachineFacts:
     mpi_problem: str | None
     """Why MPI cannot be used, or does not agree with the launcher."""
     thread_level: str | None
-    cuda_aware: bool | None
     cuda: str | None
     """The CUDA version that torch was built for."""
     gpus: tuple[str, ...]
@@ -65,7 +63,7 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
     """The facts of this process."""
     import torch
 
-    from axsparse.runtime.gpu.seats import visible_gpus
+    from axsparse.runtime.gpu.rank_gpus import visible_gpus
     from axsparse.runtime.version import __version__
 
     where = _nearest(run_dir)
@@ -81,7 +79,6 @@ def look(rank: int, size: int, mpi: Mpi, run_dir: Path) -> MachineFacts:
         mpi=mpi.library,
         mpi_problem=mpi.problem,
         thread_level=mpi.thread_level,
-        cuda_aware=cuda_aware() if mpi.library is not None else None,
         cuda=torch.version.cuda,
         gpus=tuple(gpu.name for gpu in gpus),
         uuids=tuple(gpu.uuid for gpu in gpus),

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from axsparse.runtime.files.atomic import new_path
+
 HEARTBEATS = "heartbeat"
 """The folder of the heartbeats in the run directory, which exists while the run lasts."""
 RECORD_BYTES = 1024
@@ -69,7 +71,7 @@ class RankAnswer:
     """The stacks of all its Python threads."""
 
 
-class Board:
+class HeartbeatFolder:
     """The folder of the heartbeats, as one rank uses it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -124,10 +126,9 @@ class Board:
 
     def answer(self, answer: RankAnswer) -> None:
         """Write this rank's answer. Raises OSError."""
-        partial = self._answer.with_suffix(".tmp")
         text = f"{answer.heartbeat.to_json()}\n{answer.stacks}"
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(self._answer)
+        with new_path(self._answer, durable=False) as unfinished:
+            unfinished.write_text(text, encoding="utf-8", errors="replace")
 
     def answer_of(self, rank: int) -> RankAnswer | None:
         """The answer of a rank; None if it has not answered yet."""
@@ -137,7 +138,7 @@ class Board:
         except (OSError, ValueError):
             return None
 
-    def leave(self) -> None:
+    def remove_own(self) -> None:
         """Take this rank's heartbeat away; the last rank removes the folder."""
         with contextlib.suppress(OSError):
             self._own.unlink()

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from axsparse.config.schema import WatchdogConfig
-from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Board, Heartbeat, RankAnswer
+from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder, RankAnswer
 from axsparse.observe.watchdog.laggard import (
     RankView,
     error_line,
@@ -32,7 +33,6 @@ from axsparse.observe.watchdog.laggard import (
     report,
     state_line,
 )
-from axsparse.observe.watchdog.pulse import Pulse
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import together
@@ -74,8 +74,8 @@ class Watchdog:
 
     def __init__(
         self,
-        board: Board,
-        pulse: Pulse,
+        heartbeats: HeartbeatFolder,
+        activity: Activity,
         place: Place,
         *,
         timeout: float,
@@ -83,21 +83,21 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout` is in seconds. `leave(code)` ends the whole job, from any thread. The report is
-        written beside the folder of `board`, in the run directory."""
-        self._board = board
-        self._pulse = pulse
+        written beside the folder of `heartbeats`, in the run directory."""
+        self._heartbeats = heartbeats
+        self._activity = activity
         self._place = place
         self._timeout = timeout
-        self._report = board.folder.parent / REPORT_FILE
+        self._report = heartbeats.folder.parent / REPORT_FILE
         self._leave = leave
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
         """Seconds between two looks."""
         self._time = 0.0
         self._looked_at = clock()
-        self._beats = pulse.beats
+        self._beats = activity.beats
         self._progress_at = 0.0
-        self._pauses = pulse.pauses
+        self._pauses = activity.pauses
         self._written = 0
         self._watched: dict[int, _Peer] = {}
         self._answered_at: float | None = None
@@ -110,7 +110,7 @@ class Watchdog:
     def start(self) -> None:
         """Watch from now on, with a first heartbeat at once."""
         with suppress(OSError):  # as in `look`
-            self._board.write(self._heartbeat())
+            self._heartbeats.write(self._heartbeat())
         for work in (self.look, self.check_looks):
             thread = threading.Thread(
                 target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
@@ -125,16 +125,16 @@ class Watchdog:
         self._closed.set()
         for thread in self._threads:
             thread.join(CLOSING_SECONDS)
-        self._board.leave()
+        self._heartbeats.remove_own()
 
     def look(self) -> None:
         """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
         own = self._heartbeat()
         try:
-            self._board.write(own)
+            self._heartbeats.write(own)
             if self._answered_at is not None:
                 self._await_report(own)
-            elif own.quiet >= self._timeout / 2 and self._board.is_claimed:
+            elif own.quiet >= self._timeout / 2 and self._heartbeats.is_claimed:
                 self._give_answer(own)
             elif own.quiet < self._timeout / 2 + self._place.rank * self.interval:
                 self._watched.clear()
@@ -148,7 +148,7 @@ class Watchdog:
     def check_looks(self) -> None:
         """End the job if neither `look` nor training gets on; a second thread calls this every
         `interval`, since a disk that hangs may hold up both."""
-        state = (self._written, self._pulse.beats)
+        state = (self._written, self._activity.beats)
         self._unchanged_seconds = (
             self._unchanged_seconds + self.interval if state == self._last_state else 0.0
         )
@@ -161,18 +161,18 @@ class Watchdog:
 
     @property
     def _patience(self) -> float:
-        return self._timeout * (1.0 if self._pulse.steps else FIRST_STEP)
+        return self._timeout * (1.0 if self._activity.steps else FIRST_STEP)
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._closed.wait(self.interval):
             work()
 
     def _heartbeat(self) -> Heartbeat:
-        now, pulse = self._clock(), self._pulse
+        now, activity = self._clock(), self._activity
         # If more time has passed, this process or the whole job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
-        beats, pauses = pulse.beats, pulse.pauses
+        beats, pauses = activity.beats, activity.pauses
         if beats != self._beats:
             self._beats, self._progress_at = beats, self._time
         waits, self._pauses = pauses != self._pauses, pauses
@@ -181,11 +181,11 @@ class Watchdog:
             written=self._written,
             quiet=self._time - self._progress_at,
             waits=waits,
-            task=pulse.task,
-            step=pulse.step,
-            phase=pulse.phase,
-            action=pulse.action,
-            awaited=pulse.awaited,
+            task=activity.task,
+            step=activity.step,
+            phase=activity.phase,
+            action=activity.action,
+            awaited=activity.awaited,
             host=socket.gethostname(),
             process=os.getpid(),
         )
@@ -204,7 +204,7 @@ class Watchdog:
         )
 
     def _watch(self, rank: int) -> None:
-        heartbeat = self._board.read(rank)
+        heartbeat = self._heartbeats.read(rank)
         before = self._watched.get(rank)
         if before is None or (
             heartbeat is not None
@@ -223,7 +223,7 @@ class Watchdog:
 
     def _begin_report(self, own: Heartbeat) -> None:
         try:
-            self._reports = self._board.claim()
+            self._reports = self._heartbeats.claim()
         except OSError:
             # On a full disk no rank can be asked, so this one reports what it knows.
             self._report_and_end([self._view(rank, own) for rank in range(self._place.grid.size)])
@@ -233,7 +233,7 @@ class Watchdog:
 
     def _give_answer(self, own: Heartbeat) -> None:
         self._answered_at = self._time
-        self._board.answer(RankAnswer(own, stacks()))
+        self._heartbeats.answer(RankAnswer(own, stacks()))
 
     def _await_report(self, own: Heartbeat) -> None:
         assert self._answered_at is not None
@@ -250,7 +250,7 @@ class Watchdog:
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
         place = self._place.grid.place(rank)
-        answer = self._board.answer_of(rank)
+        answer = self._heartbeats.answer_of(rank)
         if answer is not None:
             quiet = own.quiet if rank == self._place.rank else answer.heartbeat.quiet
             return RankView(place, answer.heartbeat, quiet, stacks=answer.stacks)
@@ -285,7 +285,12 @@ class Watchdog:
 
 
 def open_watchdog(
-    settings: WatchdogConfig, run_dir: Path, *, place: Place, pulse: Pulse, transport: Transport
+    settings: WatchdogConfig,
+    run_dir: Path,
+    *,
+    place: Place,
+    activity: Activity,
+    transport: Transport,
 ) -> Watchdog | None:
     """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0.
 
@@ -300,15 +305,15 @@ def open_watchdog(
     def clear() -> None:
         if transport.rank == 0:
             with writing(f"{folder}:", mend):
-                Board.clear(folder)
+                HeartbeatFolder.clear(folder)
 
-    def open_board() -> Board:
+    def open_folder() -> HeartbeatFolder:
         with writing(f"{folder}:", mend):
-            return Board(folder, place.rank)
+            return HeartbeatFolder(folder, place.rank)
 
     together(transport, clear)
-    board = together(transport, open_board)
-    return Watchdog(board, pulse, place, timeout=settings.timeout, leave=transport.abort)
+    heartbeats = together(transport, open_folder)
+    return Watchdog(heartbeats, activity, place, timeout=settings.timeout, leave=transport.abort)
 
 
 def stacks() -> str:
@@ -319,9 +324,9 @@ def stacks() -> str:
     lines = []
     for thread in threads:
         if thread.ident in frames and not thread.name.startswith(THREAD):
-            found = traceback.extract_stack(frames[thread.ident])
+            summary = traceback.extract_stack(frames[thread.ident])
             # The first frames, in which a thread begins, are the same for all threads.
-            while len(found) > 1 and found[0].filename == threading.__file__:
-                del found[0]
-            lines += [f"thread {thread.name}:", "".join(found.format()).rstrip()]
+            while len(summary) > 1 and summary[0].filename == threading.__file__:
+                del summary[0]
+            lines += [f"thread {thread.name}:", "".join(summary.format()).rstrip()]
     return "\n".join(lines)

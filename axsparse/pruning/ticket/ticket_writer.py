@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from axsparse.pruning.ticket.ticket_reader import count_kept, pack, packed_heade
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.grid import Place
 from axsparse.samo.masks import Shape
@@ -129,20 +128,14 @@ def _bits(
 
 
 def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None:
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with new_path(path) as unfinished:
         write_safetensors(
-            partial,
+            unfinished,
             {name: packed_header(entry) for name, entry in manifest.tensors.items()},
             bits,
             manifest.metadata(),
         )
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:

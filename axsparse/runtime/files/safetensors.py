@@ -6,6 +6,10 @@ beside them says which tensor is in which: {"weight_map": {name: file}}.
 
 Some of torch's types have no name in the format. `as_stored` gives tensors of such a type as
 others that hold the same bits, and `as_read` turns them back.
+
+The library `safetensors` maps a file into memory. What was read would stay resident until the file
+is closed, and a file that becomes shorter meanwhile would end the process by a signal. So files are
+read here, each tensor into memory of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import DataError, MissingInputError
-from axsparse.runtime.tensor_bytes import bytes_of
+from axsparse.runtime.host_channel import bytes_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -264,16 +268,16 @@ def write_safetensors(
         head = len(text).to_bytes(8, "little") + text
         file.write(head)
         written(head)
-        for wanted in described.values():
-            contents = _contents(next(tensors), wanted)
+        for tensor_header in described.values():
+            contents = _contents(next(tensors), tensor_header)
             file.write(contents)
             written(contents)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _contents(tensor: Tensor, wanted: TensorHeader) -> memoryview:
-    assert wanted == TensorHeader(tensor.dtype, tuple(tensor.shape))
+def _contents(tensor: Tensor, tensor_header: TensorHeader) -> memoryview:
+    assert tensor_header == TensorHeader(tensor.dtype, tuple(tensor.shape))
     return bytes_of(tensor).numpy().data
 
 

@@ -1,6 +1,6 @@
 """What the GPU transport needs of a device and of NCCL, as protocols.
 
-`cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `DeviceEdge`,
+`cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `PeerConnection`,
 `Communicator` and `Connections`. `tests/support/standin_device.py` and `standin_transport.py`
 have stand-ins for all of them, which finish work late and in any order between streams, and
 raise an error where a real device would now and then compute wrong numbers or hang.
@@ -95,10 +95,10 @@ class Device(Protocol):
         ...
 
 
-class DeviceEdge(Protocol):
+class PeerConnection(Protocol):
     """One end of a one-way connection between the devices of two ranks.
 
-    Contents move in the order of the edge's own stream; no call but `close` waits. Sends and
+    Contents move in the order of the connection's own stream; no call but `close` waits. Sends and
     receives occupy a part of the device until the other end runs, so the caller enqueues a receive
     only once its send is next in its queue, or is about to be enqueued there.
 
@@ -174,13 +174,13 @@ class Communicator(Protocol):
 
 
 class Connections(Protocol):
-    """Makes edges and communicators, each known by the same name on all of its members.
+    """Makes peer connections and communicators, each known by the same name on all of its members.
 
     A call waits until all members have made it, so members make their calls in an order
     that does not run in a circle. A name is used once for the same ranks.
     """
 
-    def edge(self, name: str, source: int, target: int) -> DeviceEdge:
+    def peer(self, name: str, source: int, target: int) -> PeerConnection:
         """This rank's end of a one-way connection between two ranks of the job.
 
         TrainingError if they cannot be connected.
@@ -188,5 +188,5 @@ class Connections(Protocol):
         ...
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """A group of ranks of the job, in this order; TrainingError as for an edge."""
+        """A group of ranks of the job, in this order; TrainingError as for a peer connection."""
         ...

@@ -1,16 +1,15 @@
-"""The `Link` for tensors in GPU memory, and the protocols of the lanes that carry them.
+"""The `Link` for tensors in GPU memory, and the protocols of what carries their contents.
 
-A message crosses from one stage to the next in two parts. Its *header* travels between the
-hosts over a *wire* (`runtime/wire.py`, over MPI). Its contents travel from a `Sender` to a
-`Receiver`, the two ends of a *lane*. There are three lanes:
+A message crosses from one stage to the next in two parts. Its *header* travels over a channel
+between the hosts (`runtime/host_channel.py`, over MPI). Its contents travel from a `Sender` to a
+`Receiver`, of which `transfers.py` has two kinds:
 
-- NCCL's (`nccl_lane.py`): straight from GPU to GPU over an *edge*, a one-way connection.
-- staged (`staged_lane.py`): through pinned memory of both hosts and over the wire between them.
-- direct (`staged_lane.py` too): over the wire from GPU memory, if the MPI library can read it.
+- NCCL's: straight from GPU to GPU over a *peer connection*, which goes one way.
+- staged: through pinned memory of both hosts and over the channel between them.
 
 Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* tell when it is complete.
-`device_protocol.py` describes edges, streams and devices. The tests replace these and the wires by
-stand-ins, and run the link and its lanes without a GPU.
+`device_protocol.py` describes peer connections, streams and devices. The tests replace these and
+the channels by stand-ins, and run the link without a GPU.
 
 A header is sent once its tensors are ready and everything before it has been sent. A send that
 would wait on the GPU for its receiver starts once its header has left, and the receiver asks for
@@ -32,21 +31,22 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Direction, Event, Message
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.runtime.message_header import (
+from axsparse.runtime.host_channel import (
+    QUIET_PASSES,
     Header,
+    HostChannel,
     contents,
     decode_header,
     dense,
     encode_header,
 )
-from axsparse.runtime.wire import QUIET_PASSES, Wire
 
 END = -1
 """Replaces the microbatch number in the last header of a link, which closes the link."""
 
 
-class Departure(Event, Protocol):
-    """The sending of a message's contents; complete once the lane no longer needs the tensors."""
+class PendingSend(Event, Protocol):
+    """The sending of a message's contents; complete once the sender no longer needs the tensors."""
 
     def begun(self) -> bool:
         """Whether the contents are ready and the next to be sent, so that the header may go."""
@@ -58,9 +58,9 @@ class Departure(Event, Protocol):
 
 
 class Sender(Protocol):
-    """The sending end of a lane, which sends messages in order; no call waits."""
+    """Sends the contents of messages in order; no call waits."""
 
-    def send(self, tensors: Sequence[Tensor], ready: Event) -> Departure:
+    def send(self, tensors: Sequence[Tensor], ready: Event) -> PendingSend:
         """Start sending contiguous tensors, none of them empty, once `ready` is complete."""
         ...
 
@@ -70,7 +70,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The receiving end of a lane, which receives messages in order; no call waits."""
+    """Receives the contents of messages in order; no call waits."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in GPU memory to receive into."""
@@ -91,13 +91,13 @@ class _OutgoingMessage:
 
     message: Message
     header: Header
-    departure: Departure
+    pending: PendingSend
     header_sent: Event | None = None
     """None until the header is sent."""
 
     def query(self) -> bool:
         """Whether header and contents have been sent."""
-        return self.header_sent is not None and self.header_sent.query() and self.departure.query()
+        return self.header_sent is not None and self.header_sent.query() and self.pending.query()
 
 
 @dataclass
@@ -113,8 +113,8 @@ class GpuLink:
 
     def __init__(
         self,
-        outgoing: Mapping[Direction, tuple[Wire, Sender]],
-        incoming: Mapping[Direction, tuple[Wire, Receiver]],
+        outgoing: Mapping[Direction, tuple[HostChannel, Sender]],
+        incoming: Mapping[Direction, tuple[HostChannel, Receiver]],
         device: Device,
         backoff: Backoff,
     ) -> None:
@@ -137,9 +137,9 @@ class GpuLink:
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         # The event comes after `dense`, which may enqueue a copy.
         ready = self._device.compute.record()
-        _, lane = self._outgoing[direction]
-        departure = lane.send(tensors, ready)
-        self._sending[direction].append(_OutgoingMessage(message, header, departure))
+        _, sender = self._outgoing[direction]
+        pending = sender.send(tensors, ready)
+        self._sending[direction].append(_OutgoingMessage(message, header, pending))
         self.push()
 
     def arrivals(self) -> list[Message]:
@@ -162,7 +162,8 @@ class GpuLink:
             self._collect([])
             self._backoff.pause()
         ends = [
-            wire.send_header(np.array([END], dtype=np.int64)) for wire, _ in self._outgoing.values()
+            channel.send_header(np.array([END], dtype=np.int64))
+            for channel, _ in self._outgoing.values()
         ]
         while (
             self._ended != set(self._incoming)
@@ -178,34 +179,34 @@ class GpuLink:
         `arrivals` does this too. A rank that waits for something else has to call it, since the
         neighbour may need a message before it can do what the rank waits for.
         """
-        for direction, (wire, lane) in self._outgoing.items():
+        for direction, (channel, sender) in self._outgoing.items():
             sending = self._sending[direction]
             # Memory is let go before the next contents are sent, since torch reuses it only after
             # all that NCCL's stream has been given by then.
             while sending and sending[0].query():
                 sending.popleft()
-            lane.advance()
+            sender.advance()
             for one in sending:
                 if one.header_sent is None:
-                    if not one.departure.begun():
+                    if not one.pending.begun():
                         break
-                    one.header_sent = wire.send_header(one.header)
+                    one.header_sent = channel.send_header(one.header)
                 if one.header_sent.query():
-                    one.departure.header_left()
+                    one.pending.header_left()
 
     def _collect(self, messages: list[Message]) -> bool:
         """Look at both directions once, add complete messages, and say if anything moved."""
         moved = False
-        for direction, (wire, lane) in self._incoming.items():
-            while (header := wire.receive_header()) is not None:
+        for direction, (channel, receiver) in self._incoming.items():
+            while (header := channel.receive_header()) is not None:
                 moved = True
                 if header[0] == END:
                     self._ended.add(direction)
                     continue
-                message = decode_header(header, direction, lane.empty)
-                arrival = lane.receive(contents(message))
+                message = decode_header(header, direction, receiver.empty)
+                arrival = receiver.receive(contents(message))
                 self._receiving[direction].append(_IncomingMessage(message, arrival))
-            lane.advance()
+            receiver.advance()
             receiving = self._receiving[direction]
             while receiving and receiving[0].arrival.query():
                 messages.append(receiving.popleft().message)

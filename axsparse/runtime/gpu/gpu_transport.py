@@ -1,7 +1,7 @@
 """The transport of ranks that have a GPU.
 
-Headers and agreements travel between the hosts. Contents travel over NCCL, through pinned memory
-of the hosts, or straight from GPU memory where MPI can read it; `gpu_link.py` explains the parts.
+Headers and agreements travel between the hosts. Contents travel over NCCL, or through pinned memory
+of the hosts; `gpu_link.py` explains the parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,29 +26,26 @@ from axsparse.runtime.communication import (
     Work,
     wait,
 )
-from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, DeviceEdge
+from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, PeerConnection
 from axsparse.runtime.gpu.gpu_link import GpuLink, Receiver, Sender
 from axsparse.runtime.gpu.nccl_collective import NcclCollective
-from axsparse.runtime.gpu.nccl_lane import NcclReceiver, NcclSender, connect_edges
 from axsparse.runtime.gpu.staged_collective import StagedCollective
-from axsparse.runtime.gpu.staged_lane import (
-    DirectReceiver,
-    DirectSender,
+from axsparse.runtime.gpu.transfers import (
+    NcclReceiver,
+    NcclSender,
     StagedReceiver,
     StagedSender,
+    connect_peers,
 )
 from axsparse.runtime.grid import Place
-from axsparse.runtime.wire import Wire, Wires, neighbours
-
-Staging = Literal["pinned", "direct"]
-"""How contents go by way of the hosts: from pinned memory, or from GPU memory."""
+from axsparse.runtime.host_channel import HostChannel, HostChannels, neighbours
 
 
 class HostTransport(Transport, Protocol):
-    """A transport between the hosts of the ranks that also has wires, as MPI's does."""
+    """A transport between the hosts of the ranks that also has channels, as MPI's does."""
 
-    def wires(self) -> Wires:
-        """The wires of a new link; all ranks call this together."""
+    def channels(self) -> HostChannels:
+        """The channels of a new link; all ranks call this together."""
         ...
 
     def branch(self) -> HostTransport: ...
@@ -101,19 +98,13 @@ class GpuTransport:
     """The ranks of a job whose tensors are in GPU memory."""
 
     def __init__(
-        self,
-        host: HostTransport,
-        device: Device,
-        *,
-        connections: Connections | None,
-        staging: Staging = "pinned",
+        self, host: HostTransport, device: Device, *, connections: Connections | None
     ) -> None:
-        """Contents travel over NCCL's `connections`, or without any as `staging` says.
+        """Contents travel over NCCL's `connections`, or without any through pinned memory.
 
-        MPI then carries host memory only, since NCCL and MPI on one GPU may block each other.
+        MPI carries host memory only, since NCCL and MPI on one GPU may block each other.
         """
-        assert connections is None or staging == "pinned"
-        self.name = f"{staging if connections is None else 'nccl'}, {host.name}"
+        self.name = f"{'pinned' if connections is None else 'nccl'}, {host.name}"
         self.rank = host.rank
         self.size = host.size
         self._backoff = PushingBackoff(host.backoff)
@@ -122,7 +113,6 @@ class GpuTransport:
         self._host = host
         self._device = device
         self._connections = connections
-        self._staging = staging
         self._made: list[Closable] = []
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._pushes: list[Callable[[], None]] = []
@@ -131,26 +121,26 @@ class GpuTransport:
         self._groups: dict[tuple[int, ...], int] = {}
 
     def link(self, place: Place) -> Link:
-        wires = self._host.wires()
-        edges: dict[tuple[int, int], DeviceEdge] = {}
+        channels = self._host.channels()
+        connections: dict[tuple[int, int], PeerConnection] = {}
         if self._connections is not None:
-            edges = connect_edges(self._connections, place, f"link {next(self._links)}")
-        outgoing: dict[Direction, tuple[Wire, Sender]] = {}
-        incoming: dict[Direction, tuple[Wire, Receiver]] = {}
+            connections = connect_peers(self._connections, place, f"link {next(self._links)}")
+        outgoing: dict[Direction, tuple[HostChannel, Sender]] = {}
+        incoming: dict[Direction, tuple[HostChannel, Receiver]] = {}
         for direction in Direction:
             for source, target in neighbours(place, direction):
-                wire = wires.wire(direction, source, target)
-                edge = edges.get((source, target))
+                channel = channels.channel(direction, source, target)
+                connection = connections.get((source, target))
                 if source == place.rank:
-                    outgoing[direction] = wire, self._sender(wire, edge)
+                    outgoing[direction] = channel, self._sender(channel, connection)
                 else:
-                    incoming[direction] = wire, self._receiver(wire, edge)
+                    incoming[direction] = channel, self._receiver(channel, connection)
         link = GpuLink(outgoing, incoming, self._device, self.backoff)
         self._push_while_waiting(link.push)
-        # The link is closed first and the edges last, from the last made to the first. Both ends
-        # of an edge wait for each other in NCCL, so that all ranks have to leave their edges in one
-        # order, as they came to them.
-        self._made += [*edges.values(), wires, link]
+        # The link is closed first and the connections last, from the last made to the first. Both
+        # ends of a connection wait for each other in NCCL, so that all ranks have to close theirs
+        # in one order, as they made them.
+        self._made += [*connections.values(), channels, link]
         return link
 
     def collective(
@@ -212,16 +202,12 @@ class GpuTransport:
         self._pushes.append(push)
         self._backoff.pushes.append(push)
 
-    def _sender(self, wire: Wire, edge: DeviceEdge | None) -> Sender:
-        if edge is not None:
-            return NcclSender(edge)
-        if self._staging == "direct":
-            return DirectSender(wire)
-        return StagedSender(wire, self._device)
+    def _sender(self, channel: HostChannel, connection: PeerConnection | None) -> Sender:
+        if connection is not None:
+            return NcclSender(connection)
+        return StagedSender(channel, self._device)
 
-    def _receiver(self, wire: Wire, edge: DeviceEdge | None) -> Receiver:
-        if edge is not None:
-            return NcclReceiver(edge)
-        if self._staging == "direct":
-            return DirectReceiver(wire, self._device)
-        return StagedReceiver(wire, self._device)
+    def _receiver(self, channel: HostChannel, connection: PeerConnection | None) -> Receiver:
+        if connection is not None:
+            return NcclReceiver(connection)
+        return StagedReceiver(channel, self._device)

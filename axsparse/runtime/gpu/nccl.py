@@ -1,10 +1,10 @@
-"""NCCL through torch: edges and communicators, each a process group of torch's of its own.
+"""NCCL through torch: peer connections and communicators, each a process group of its own.
 
 Groups are made by their members alone, from a store of names and addresses, without torch's
 default group and its global state. So a rank has few groups, of at most a column's size, however
 large the job. `torch.distributed.new_group` cannot be used: with `use_local_synchronization` it
 hashes a group's name from how many groups the *process* has made before, which differs between
-the two ends of an edge.
+the two ends of a peer connection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.exchange import gather_texts, text_of_first
 from axsparse.runtime.gpu.cuda_device import CudaDevice, CudaStream
-from axsparse.runtime.gpu.seats import machine_name
+from axsparse.runtime.gpu.rank_gpus import machine_name
 
 TIMEOUT = timedelta(minutes=30)
 """How long torch's watchdog lets an operation wait before it ends the process; a send waits
@@ -45,8 +45,8 @@ STORE_TIMEOUT = timedelta(minutes=2)
 """How long a rank tries to reach the store, and to meet the other members of a group there."""
 CONNECT_SECONDS = 600.0
 """How long the members of a group may take to connect; all begin at about the same time."""
-EDGE_CTAS = 4
-"""The most thread blocks with which NCCL moves the contents of one edge; each occupies a
+PEER_CTAS = 4
+"""The most thread blocks with which NCCL moves the contents of one connection; each occupies a
 multiprocessor while it waits for the other end. By default they would be up to 32. Not measured."""
 GROUP_CTAS = 16
 """The most thread blocks with which NCCL sums over one group. Not measured."""
@@ -129,8 +129,8 @@ def _open_store(transport: Transport) -> Store:
         address = os.environ.get(ADDRESS) or socket.gethostname()
         text_of_first(transport, f"{host} {address} {store.port}")
         return store
-    told = text_of_first(transport, "")
-    first, address, port = told.split(" ")
+    answer = text_of_first(transport, "")
+    first, address, port = answer.split(" ")
     if first == host:
         address = "127.0.0.1"
     try:
@@ -197,11 +197,11 @@ def _failure(what: str) -> TrainingError:
     )
 
 
-class NcclEdge:
-    """A `DeviceEdge`: a group of two ranks that is used in one direction only.
+class NcclPeer:
+    """A `PeerConnection`: a group of two ranks that is used in one direction only.
 
-    Contents move on a stream of torch's inside NCCL, which waits for what the edge's own stream
-    has been given. Nothing ever waits there: memory to receive into comes from it.
+    Contents move on a stream of torch's inside NCCL, which waits for what the connection's own
+    stream has been given. Nothing ever waits there: memory to receive into comes from it.
     """
 
     def __init__(self, backend: Backend, stream: CudaStream, peer: int) -> None:
@@ -266,10 +266,10 @@ class NcclCommunicator:
 
 
 class NcclConnections:
-    """Makes edges and communicators, and uses each of them once.
+    """Makes peer connections and communicators, and uses each of them once.
 
     NCCL connects at the first use and then holds up the host until all members join in. One byte
-    connects an edge for good, since channels between two GPUs do not depend on how much is sent.
+    connects two peers for good, since channels between two GPUs do not depend on how much is sent.
     A communicator connects each of NCCL's algorithms at its first use, so what it will be used for
     has to be tried as well (`NcclCollective.warm_up`).
     """
@@ -279,18 +279,18 @@ class NcclConnections:
         self._device = device
         self._backoff = backoff
 
-    def edge(self, name: str, source: int, target: int) -> NcclEdge:
+    def peer(self, name: str, source: int, target: int) -> NcclPeer:
         with self._connecting((source, target)):
-            backend = self._rendezvous.group(name, (source, target), EDGE_CTAS)
+            backend = self._rendezvous.group(name, (source, target), PEER_CTAS)
             sends = self._rendezvous.rank == source
-            edge = NcclEdge(backend, self._device.stream(), peer=1 if sends else 0)
-            content = edge.stream.empty((1,), torch.uint8)
+            connection = NcclPeer(backend, self._device.stream(), peer=1 if sends else 0)
+            content = connection.stream.empty((1,), torch.uint8)
             with warnings.catch_warnings():
                 # Torch warns that this makes a communicator of two, which is intended.
                 warnings.filterwarnings("ignore", message=".*unbatched P2P op")
-                used = (edge.send if sends else edge.receive)(content)
+                used = (connection.send if sends else connection.receive)(content)
             wait_for(used, self._backoff)
-            return edge
+            return connection
 
     def communicator(self, name: str, ranks: Sequence[int]) -> NcclCommunicator:
         with self._connecting(ranks):

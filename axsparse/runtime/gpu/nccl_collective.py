@@ -7,30 +7,42 @@ that becomes ready early on one GPU can hold up another.
 
 NCCL adds in an order of its own, so its sums equal those of other transports only within a
 tolerance. bf16 and fp16 travel and are added in their own precision.
+
+NCCL's reduce-scatter and all-gather take equal shards only. Unequal ones would be a reduce or a
+broadcast for each member, one behind the other: with 64 members 64 calls a bucket, each as slow as
+its latency. Instead they are copied into a buffer in which every shard has the room of the largest,
+and one call exchanges that. Shares of sharded state differ by a block or two (`samo/shards.py`), so
+the buffer is hardly larger.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import (
     Backoff,
+    Closable,
     Event,
     Exchange,
     Op,
     shard_bounds,
     wait_for,
 )
-from axsparse.runtime.gpu.device_protocol import Communicator, Device, Stream
-from axsparse.runtime.gpu.padded_shards import PaddedShards, PaddedWork, is_worth_padding
+from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, Stream
 from axsparse.runtime.rank_order import exchanged_bytes
 
 SMALLER = 8
 """When a group connects, it tries ever smaller buffers, each smaller by this factor."""
+MOST_PADDING = 2
+"""Shards are padded if that makes the buffer less than this many times as large; otherwise, as if
+one member had all of it, they travel one by one."""
+TRIED = Exchange(Op.ALL_REDUCE, torch.bfloat16, 1 << 23)
+"""A sum as large as those of gradients: NCCL takes memory for each of its algorithms, by size."""
 
 
 class NcclWork:
@@ -134,3 +146,98 @@ class NcclCollective:
                     yield communicator.reduce(buffer[start:stop], root)
                 elif start < stop:
                     yield communicator.broadcast(buffer[start:stop], root)
+
+
+class _Work(Protocol):
+    def poll(self) -> bool: ...
+
+
+def is_worth_padding(op: Op, bounds: Sequence[int]) -> bool:
+    """Whether an operation on these shards is better carried out on padded ones."""
+    if op not in (Op.REDUCE_SCATTER, Op.ALL_GATHER):
+        return False
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    return len(set(sizes)) > 1 and len(sizes) * max(sizes) < MOST_PADDING * sum(sizes)
+
+
+class PaddedShards:
+    """A buffer's shards in room of equal size."""
+
+    def __init__(self, op: Op, buffer: Tensor, bounds: Sequence[int], rank: int) -> None:
+        """`rank` is this member's number."""
+        self._op = op
+        self._rank = rank
+        self._own = [buffer[start:stop] for start, stop in itertools.pairwise(bounds)]
+        self._width = max(shard.numel() for shard in self._own)
+
+    def filled(self, device: Device) -> Tensor:
+        """The padded buffer, into which compute copies what this member gives to the exchange."""
+        shape, dtype = (len(self._own) * self._width,), self._own[0].dtype
+        self._padded = device.compute.empty(shape, dtype)
+        gives = range(len(self._own)) if self._op is Op.REDUCE_SCATTER else [self._rank]
+        rooms = [self._room(member) for member in gives]
+        device.compute.copy_all(rooms, [self._own[member] for member in gives])
+        return self._padded
+
+    def take_back(self, stream: Stream) -> Event:
+        """Copy back what this member got from the exchange, which has run."""
+        gets = [self._rank]
+        if self._op is Op.ALL_GATHER:
+            gets = [member for member in range(len(self._own)) if member != self._rank]
+        stream.copy_all(
+            [self._own[member] for member in gets], [self._room(member) for member in gets]
+        )
+        return stream.record()
+
+    def _room(self, member: int) -> Tensor:
+        begin = member * self._width
+        return self._padded[begin : begin + self._own[member].numel()]
+
+
+class PaddedWork:
+    """An exchange of padded shards under way."""
+
+    def __init__(self, work: _Work, shards: PaddedShards, stream: Stream) -> None:
+        """`stream` is for copies, so that they wait neither for compute nor for later exchanges."""
+        self._work = work
+        self._shards: PaddedShards | None = shards
+        self._stream = stream
+        self._copied: Event | None = None
+
+    def poll(self) -> bool:
+        if self._copied is None and self._shards is not None and self._work.poll():
+            self._copied = self._shards.take_back(self._stream)
+        if self._copied is not None and self._copied.query():
+            self._shards = self._copied = None
+        return self._shards is None
+
+    def query(self) -> bool:
+        """Whether the buffer holds the result, as `poll` says too."""
+        return self.poll()
+
+
+def free_beside_nccl(
+    connections: Connections,
+    device: Device,
+    ranks: tuple[int, int],
+    backoff: Backoff,
+    free_bytes: Callable[[], int],
+) -> int:
+    """The bytes that are free on this rank's GPU while it has the most connections that a run
+    makes, here all to one other rank; they are closed again.
+
+    These are a peer connection in and out on either side of a stage, a group of replicas, and one
+    of a tied weight. Both ranks call this together, `ranks` being equal for both.
+    """
+    one, other = ranks
+    made: list[Closable] = []
+    for number, (source, target) in enumerate([(one, other), (other, one)] * 2):
+        made.append(connections.peer(f"trial connection {number}", source, target))
+    for number in range(2):
+        communicator = connections.communicator(f"trial group {number}", ranks)
+        made.append(communicator)
+        NcclCollective(communicator, device, backoff).warm_up([TRIED])
+    free = free_bytes()
+    for connection in reversed(made):
+        connection.close()
+    return free

@@ -35,7 +35,7 @@ class LocalLink:
         forward = direction is Direction.FORWARD
         assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
         copies = tuple(
-            # Tensors that come over a wire are contiguous, so these are too.
+            # Tensors that come over a channel are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )

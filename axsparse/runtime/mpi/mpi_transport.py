@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
 from axsparse.runtime.communication import Backoff, Closable, Collective, Exchange, Link
 from axsparse.runtime.grid import Place
-from axsparse.runtime.host_cores import own_share, share_cores
 from axsparse.runtime.launcher import flush_streams
 from axsparse.runtime.process_exit import exit_at_once
 from axsparse.runtime.shared_segments import remove_own
@@ -26,7 +25,7 @@ from axsparse.runtime.shared_segments import remove_own
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from axsparse.runtime.mpi.mpi_wire import MpiWires
+    from axsparse.runtime.mpi.mpi_link import MpiChannels
 
 START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
@@ -80,11 +79,11 @@ class MpiTransport:
         self._made.append(collective)
         return collective
 
-    def wires(self) -> MpiWires:
-        """The wires of a new link between GPUs; all ranks call this together."""
-        from axsparse.runtime.mpi.mpi_wire import MpiWires
+    def channels(self) -> MpiChannels:
+        """The channels of a new link between GPUs; all ranks call this together."""
+        from axsparse.runtime.mpi.mpi_link import MpiChannels
 
-        return MpiWires(self._comm)
+        return MpiChannels(self._comm)
 
     def branch(self) -> MpiTransport:
         branch = copy.copy(self)

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from axsparse.runtime.files.durable import sync_folder, write_new
+from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.training.checkpoint.manifest import MANIFEST_FILE
 
 CHECKPOINTS = "checkpoints"

@@ -26,7 +26,7 @@ from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import MaskingState, MethodState
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder as folders
@@ -83,7 +83,7 @@ class Saver:
         `config` has every `auto` resolved. `data` are the training data; each checkpoint adds the
         position in them.
 
-        The pulse of `parts` is told of every piece that a thread writes or reads back.
+        The activity of `parts` is told of every piece that a thread writes or reads back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.point.checkpoint
@@ -134,7 +134,7 @@ class Saver:
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in own for name, file in layer.files.items()}
         queue = CopyQueue(self._settings.buffer * 1e9)
-        beat = self._parts.pulse.beat
+        beat = self._parts.activity.beat
         self._pending = _PendingCheckpoint(
             progress,
             masking.standing,
@@ -303,13 +303,13 @@ class Saver:
         ):
             if step != best:
                 folders.remove(folders.path_of(self.folder, step))
-                self._parts.pulse.beat()
+                self._parts.activity.beat()
 
     def _is_whole(self, step: int) -> bool:
         """Whether a checkpoint is whole; those of earlier processes are read to find out."""
         if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
             self._whole.add(step)
-        self._parts.pulse.beat()
+        self._parts.activity.beat()
         return step in self._whole
 
 

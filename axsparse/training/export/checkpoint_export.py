@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +33,7 @@ from axsparse.data.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfFamily, hf_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
-from axsparse.runtime.files.durable import sync_folder
+from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
@@ -122,7 +120,6 @@ def export(
         else:
             write_safetensors(unfinished, headers, weights.values(groups), metadata)
         _refuse_taken(path, is_folder=is_folder, force=force)
-        _put(unfinished, path, is_folder=is_folder)
     nbytes = sum(header.nbytes for header in headers.values())
     return ExportSummary(checkpoint, len(headers), nbytes, notes)
 
@@ -396,36 +393,8 @@ def _is_export(folder: Path, inside: set[str]) -> bool:
 
 @contextlib.contextmanager
 def _new(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; what is still there in the end is removed."""
-    unfinished = path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
-    try:
-        with writes(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    """As `new_path`, with OutputError in place of OSError; makes the folder that `path` is in."""
+    with writes(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_path(path) as unfinished:
             yield unfinished
-    finally:
-        _remove(unfinished)
-
-
-def _put(unfinished: Path, path: Path, *, is_folder: bool) -> None:
-    """Give what is on the disk its name; a folder that it replaces is moved aside first."""
-    if is_folder and path.exists():
-        before = unfinished.with_name(f"{unfinished.name}.before")
-        path.rename(before)
-        try:
-            unfinished.rename(path)
-        except OSError:
-            before.rename(path)
-            raise
-        sync_folder(path.parent)
-        _remove(before)
-    else:
-        unfinished.replace(path)
-        sync_folder(path.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()

@@ -30,7 +30,7 @@ from axsparse.config.model_config import Family, TextFamily
 from axsparse.data.run_tokenizer import ExportedTokenizer
 from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfFamily
-from axsparse.runtime.files.durable import sync_folder, write_new
+from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 
 COMPANIONS = (

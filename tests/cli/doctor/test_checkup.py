@@ -19,7 +19,6 @@ LAPTOP = MachineFacts(
     mpi=None,
     mpi_problem=None,
     thread_level=None,
-    cuda_aware=None,
     cuda=None,
     gpus=(),
     uuids=(),
@@ -69,7 +68,7 @@ def test_on_a_laptop_nothing_is_wrong() -> None:
     told = {finding.name: finding.mark for finding in findings([LAPTOP])}
 
     assert {name for name, mark in told.items() if mark == "absent"} == {
-        *("MPI", "MPI threads", "CUDA-aware MPI", "CUDA", "NCCL", "CuPy", "devices"),
+        *("MPI", "MPI threads", "CUDA", "NCCL", "CuPy", "devices"),
         *("cores", "InfiniBand"),
     }
     assert {mark for mark in told.values() if mark != "absent"} == {"ok"}
@@ -78,7 +77,7 @@ def test_on_a_laptop_nothing_is_wrong() -> None:
 def test_on_a_cluster_nothing_is_wrong() -> None:
     hosts = [{"host": "one"}, {"host": "one"}, {"host": "two"}, {"host": "two"}]
 
-    told = findings(ranks(*hosts, **GPUS, cuda_aware=True))
+    told = findings(ranks(*hosts, **GPUS))
 
     assert {finding.mark for finding in told} == {"ok"}
 
@@ -106,8 +105,6 @@ def test_a_rank_of_another_environment_is_named(name: str, field: str) -> None:
     [
         ("MPI", {"mpi_problem": "MPI: size 1, but 4; try"}, "wrong", "size 1, but 4"),
         ("MPI threads", {"thread_level": "serialized"}, "slow", "serialized"),
-        ("CUDA-aware MPI", {"cuda_aware": True}, "ok", "yes"),
-        ("CUDA-aware MPI", {"cuda_aware": False}, "absent", "no"),
         ("CUDA", {"cuda": "12.8"}, "absent", "12.8, but no device"),
         ("CUDA", {"cuda": "12.8", "gpus": ("H100", "H100")}, "ok", "12.8 · H100"),
         ("CuPy", {"cupy": "14.2.0"}, "ok", "14.2.0"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.observe.watchdog.heartbeat import RECORD_BYTES, Board, Heartbeat, RankAnswer
+from axsparse.observe.watchdog.heartbeat import RECORD_BYTES, Heartbeat, HeartbeatFolder, RankAnswer
 
 BEAT = Heartbeat(
     written=3,
@@ -26,65 +26,67 @@ BEAT = Heartbeat(
 
 
 @pytest.fixture
-def boards(tmp_path: Path) -> list[Board]:
-    Board.clear(tmp_path)
-    return [Board(tmp_path, rank) for rank in range(2)]
+def folders(tmp_path: Path) -> list[HeartbeatFolder]:
+    HeartbeatFolder.clear(tmp_path)
+    return [HeartbeatFolder(tmp_path, rank) for rank in range(2)]
 
 
-def test_what_a_rank_writes_others_read(boards: list[Board]) -> None:
-    boards[1].write(BEAT)
+def test_what_a_rank_writes_others_read(folders: list[HeartbeatFolder]) -> None:
+    folders[1].write(BEAT)
 
-    assert boards[0].read(1) == BEAT
-    assert boards[0].read(0) is None
-
-
-def test_a_shorter_record_leaves_nothing_of_a_longer_one(boards: list[Board]) -> None:
-    boards[1].write(replace(BEAT, host="n" * 200))
-
-    boards[1].write(BEAT)
-
-    assert boards[0].read(1) == BEAT
-    assert (boards[0].folder / "rank-1.json").stat().st_size == RECORD_BYTES
+    assert folders[0].read(1) == BEAT
+    assert folders[0].read(0) is None
 
 
-def test_one_rank_reports(boards: list[Board]) -> None:
-    assert not boards[1].is_claimed
+def test_a_shorter_record_leaves_nothing_of_a_longer_one(folders: list[HeartbeatFolder]) -> None:
+    folders[1].write(replace(BEAT, host="n" * 200))
 
-    assert [board.claim() for board in boards] == [True, False]
-    assert boards[1].is_claimed
+    folders[1].write(BEAT)
 
-
-def test_an_answer_has_a_heartbeat_and_stacks(boards: list[Board]) -> None:
-    assert boards[0].answer_of(1) is None
-
-    boards[1].answer(RankAnswer(BEAT, "thread one:\n  line"))
-
-    assert boards[0].answer_of(1) == RankAnswer(BEAT, "thread one:\n  line")
+    assert folders[0].read(1) == BEAT
+    assert (folders[0].folder / "rank-1.json").stat().st_size == RECORD_BYTES
 
 
-def test_a_new_run_begins_with_an_empty_folder(tmp_path: Path, boards: list[Board]) -> None:
-    boards[0].claim()
-    boards[1].answer(RankAnswer(BEAT, ""))
+def test_one_rank_reports(folders: list[HeartbeatFolder]) -> None:
+    assert not folders[1].is_claimed
 
-    Board.clear(tmp_path)
+    assert [heartbeats.claim() for heartbeats in folders] == [True, False]
+    assert folders[1].is_claimed
+
+
+def test_an_answer_has_a_heartbeat_and_stacks(folders: list[HeartbeatFolder]) -> None:
+    assert folders[0].answer_of(1) is None
+
+    folders[1].answer(RankAnswer(BEAT, "thread one:\n  line"))
+
+    assert folders[0].answer_of(1) == RankAnswer(BEAT, "thread one:\n  line")
+
+
+def test_a_new_run_begins_with_an_empty_folder(
+    tmp_path: Path, folders: list[HeartbeatFolder]
+) -> None:
+    folders[0].claim()
+    folders[1].answer(RankAnswer(BEAT, ""))
+
+    HeartbeatFolder.clear(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        Board(tmp_path / "nowhere", 0)
+        HeartbeatFolder(tmp_path / "nowhere", 0)
 
 
 def test_the_last_rank_to_leave_takes_the_folder_away(tmp_path: Path) -> None:
     folder = tmp_path / "heartbeat"
-    Board.clear(folder)
-    boards = [Board(folder, rank) for rank in range(2)]
+    HeartbeatFolder.clear(folder)
+    folders = [HeartbeatFolder(folder, rank) for rank in range(2)]
     assert folder.stat().st_mode & 0o077 == 0
 
-    boards[1].leave()
-    assert boards[0].read(1) is None and folder.is_dir()
-    boards[0].leave()
+    folders[1].remove_own()
+    assert folders[0].read(1) is None and folder.is_dir()
+    folders[0].remove_own()
 
     assert not folder.exists()
 
@@ -103,11 +105,11 @@ def test_a_heartbeat_says_where_a_rank_stands() -> None:
 def test_whatever_stands_in_a_file_is_a_heartbeat_or_none(
     tmp_path_factory: pytest.TempPathFactory, contents: bytes
 ) -> None:
-    folder = tmp_path_factory.mktemp("board")
-    board = Board(folder, 0)
+    folder = tmp_path_factory.mktemp("heartbeats")
+    heartbeats = HeartbeatFolder(folder, 0)
     (folder / "rank-1.json").write_bytes(contents)
 
-    assert board.read(1) is None
+    assert heartbeats.read(1) is None
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"written": 1}'])

@@ -9,8 +9,8 @@ import pytest
 
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Board, Heartbeat
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
 from axsparse.observe.watchdog.watchdog import REPORT_FILE, THREAD, Watchdog, open_watchdog
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
@@ -49,12 +49,12 @@ class Rank:
         self.backoff = Waits()
         self.phases = Phases(job.clock)
         self.awaited: list[str] = []
-        self.pulse = Pulse(self.phases, self.backoff, lambda: self.awaited)
-        self.pulse.at("training", 7)
-        self.pulse.steps = 6
+        self.activity = Activity(self.phases, self.backoff, lambda: self.awaited)
+        self.activity.at("training", 7)
+        self.activity.steps = 6
         self.dog = Watchdog(
-            Board(job.folder / HEARTBEATS, number),
-            self.pulse,
+            HeartbeatFolder(job.folder / HEARTBEATS, number),
+            self.activity,
             job.grid.place(number),
             timeout=TIMEOUT,
             leave=lambda code: job.left.append((number, code)),
@@ -78,7 +78,7 @@ class Job:
         self.grid = Grid(g_inter, g_data)
         self.clock = Clock()
         self.left: list[tuple[int, int]] = []
-        Board.clear(folder / HEARTBEATS)
+        HeartbeatFolder.clear(folder / HEARTBEATS)
         self.ranks = [Rank(self, number) for number in range(self.grid.size)]
 
     def do(self, *what: str) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_gets_on_slowly_is_left_alone(job: Job) -> None:
 
     for _ in range(6):
         job.run(18)
-        job.ranks[2].pulse.beat()
+        job.ranks[2].activity.beat()
 
     assert job.left == []
 
@@ -202,7 +202,7 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(job: Job) -> None:
 
 def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
     for rank in job.ranks:
-        rank.pulse.steps = 0
+        rank.activity.steps = 0
     job.do("waits", "waits", "hangs")
 
     assert job.run(int(4.9 * TIMEOUT)) == int(4.9 * TIMEOUT)
@@ -214,7 +214,7 @@ def test_what_a_thread_writes_counts_as_progress(job: Job) -> None:
 
     for _ in range(10):
         job.run(15)
-        job.ranks[1].pulse.beat()
+        job.ranks[1].activity.beat()
 
     assert job.left == []
 
@@ -279,11 +279,11 @@ def test_nobody_reads_heartbeats_while_all_get_on(
 ) -> None:
     read: list[int] = []
 
-    def count(self: Board, rank: int) -> Heartbeat | None:
+    def count(self: HeartbeatFolder, rank: int) -> Heartbeat | None:
         read.append(rank)
         return None
 
-    monkeypatch.setattr(Board, "read", count)
+    monkeypatch.setattr(HeartbeatFolder, "read", count)
 
     job.run(100)
 
@@ -293,11 +293,11 @@ def test_nobody_reads_heartbeats_while_all_get_on(
 def test_a_disk_that_fails_for_a_while_ends_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Board, heartbeat: Heartbeat) -> None:
+    def fail(self: HeartbeatFolder, heartbeat: Heartbeat) -> None:
         raise OSError
 
     with monkeypatch.context() as failing:
-        failing.setattr(Board, "write", fail)
+        failing.setattr(HeartbeatFolder, "write", fail)
         job.run(50)
     job.do("waits", "waits", "works")
 
@@ -312,7 +312,7 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
 
     for _ in range(looks):
         rank.dog.check_looks()
-    rank.pulse.beat()
+    rank.activity.beat()
     for _ in range(looks):
         rank.dog.check_looks()
     rank.dog.look()
@@ -332,10 +332,10 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
 def test_on_a_full_disk_what_is_known_is_told(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Board) -> bool:
+    def fail(self: HeartbeatFolder) -> bool:
         raise OSError
 
-    monkeypatch.setattr(Board, "claim", fail)
+    monkeypatch.setattr(HeartbeatFolder, "claim", fail)
     job.do("waits", "hangs", "waits")
 
     assert job.run(100) < 1.5 * TIMEOUT
@@ -362,12 +362,14 @@ def test_a_place_without_room_for_heartbeats_is_refused(tmp_path: Path) -> None:
 
     def main(rank: int) -> None:
         place = Grid(2, 1).place(rank)
-        pulse = Pulse(Phases(), Waits(), list)
+        activity = Activity(Phases(), Waits(), list)
         transport = LocalTransport(world, rank)
 
         def watch(timeout: float) -> Watchdog | None:
             settings = WatchdogConfig(timeout=timeout)
-            return open_watchdog(settings, tmp_path, place=place, pulse=pulse, transport=transport)
+            return open_watchdog(
+                settings, tmp_path, place=place, activity=activity, transport=transport
+            )
 
         assert watch(0.0) is None
         with pytest.raises(OutputError) as caught:
@@ -385,9 +387,9 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
     first, second = (rank.dog for rank in job.ranks)
     first.interval = 1e-3
     first.start()
-    board = Board(tmp_path / HEARTBEATS, 1)
+    heartbeats = HeartbeatFolder(tmp_path / HEARTBEATS, 1)
 
-    while board.read(0) is None:
+    while heartbeats.read(0) is None:
         threading.Event().wait(1e-3)
     first.close()
     first.close()

@@ -12,41 +12,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.link_contract import CONTRACT
 from support.standin_device import Hardware
-from support.standin_transport import WAYS, StandIn, Way
+from support.standin_transport import WAYS, StandIn, Way, on_standins
 from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
-from axsparse.runtime.gpu.device_protocol import DeviceEdge
+from axsparse.runtime.gpu.device_protocol import PeerConnection
 from axsparse.runtime.gpu.gpu_link import Receiver, Sender
-from axsparse.runtime.gpu.staged_lane import (
-    DirectReceiver,
-    DirectSender,
+from axsparse.runtime.gpu.transfers import (
     StagedReceiver,
     StagedSender,
 )
 from axsparse.runtime.grid import Grid
+from axsparse.runtime.host_channel import HostChannel
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.wire import Wire
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 class SmallPieces(StandIn):
-    """Two slots of 40 bytes; no call carries more than 40 bytes."""
+    """Two slots of 40 bytes."""
 
-    def _sender(self, wire: Wire, edge: DeviceEdge | None) -> Sender:
-        if edge is not None:
-            return super()._sender(wire, edge)
-        if self._staging == "direct":
-            return DirectSender(wire, max_call_bytes=40)
-        return StagedSender(wire, self.device, slots=2, slot_bytes=40)
+    def _sender(self, channel: HostChannel, peer: PeerConnection | None) -> Sender:
+        if peer is not None:
+            return super()._sender(channel, peer)
+        return StagedSender(channel, self.device, slots=2, slot_bytes=40)
 
-    def _receiver(self, wire: Wire, edge: DeviceEdge | None) -> Receiver:
-        if edge is not None:
-            return super()._receiver(wire, edge)
-        if self._staging == "direct":
-            return DirectReceiver(wire, self.device, max_call_bytes=40)
-        return StagedReceiver(wire, self.device, slots=2, slot_bytes=40)
+    def _receiver(self, channel: HostChannel, peer: PeerConnection | None) -> Receiver:
+        if peer is not None:
+            return super()._receiver(channel, peer)
+        return StagedReceiver(channel, self.device, slots=2, slot_bytes=40)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -55,15 +49,10 @@ class SmallPieces(StandIn):
 def test_a_link_of_gpus_keeps_the_contract(
     promise: Callable[[Transport], None], way: Way, ranks: int
 ) -> None:
-    world: LocalWorld[None] = LocalWorld(ranks, seed=ranks)
-    hardware = Hardware(world, seed=ranks)
-
-    def main(rank: int) -> None:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> None:
         promise(transport)
-        transport.close()
 
-    world.run(main)
+    on_standins(ranks, way, main, seed=ranks)
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)
@@ -78,11 +67,9 @@ def test_every_message_arrives_once_in_order_and_whole(
 ) -> None:
     """What a stage sends is computed late, what it receives is read by compute at once, and any
     race between them is an error of the stand-in."""
-    world: LocalWorld[None] = LocalWorld(ranks, seed=seed)
-    hardware = Hardware(world, seed)
 
-    def main(rank: int) -> None:
-        transport = SmallPieces(hardware, rank, way)
+    def main(transport: SmallPieces) -> None:
+        rank = transport.rank
         place = Grid(ranks, 1).place(rank)
         link = transport.link(place)
         chance = random.Random(seed + rank)  # noqa: S311 - another order on every rank
@@ -115,39 +102,31 @@ def test_every_message_arrives_once_in_order_and_whole(
                     assert torch.equal(transport.device.read(tensor), wanted_one)
             transport.backoff.pause()
         assert all(got == list(range(len(sizes))) for got in arrived.values())
-        transport.close()
 
-    world.run(main)
-    assert not any(queue.pending for queue in hardware.queues)
+    on_standins(ranks, way, main, seed=seed, make=SmallPieces)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_messages_that_nobody_takes_are_dropped_when_both_close(way: Way) -> None:
-    world: LocalWorld[int] = LocalWorld(3, seed=1)
-    hardware = Hardware(world, seed=1)
-
-    def main(rank: int) -> int:
-        transport = SmallPieces(hardware, rank, way)
+    def main(transport: SmallPieces) -> int:
+        rank = transport.rank
         place = Grid(3, 1).place(rank)
         link = transport.link(place)
         if rank == 0:
             for number in range(5):
                 tensor = transport.device.later(torch.arange(60.0))
                 link.send(Message(Direction.FORWARD, number, (tensor,)))
-        # The stand-in's wires and edges refuse to be closed with something left on the way.
+        # The stand-in's channels and connections refuse to be closed with something on the way.
         transport.close()
         return link.unsent
 
-    assert world.run(main) == [0, 0, 0]
+    assert on_standins(3, way, main, seed=1, make=SmallPieces) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sent_tensor_lives_until_it_is_through_and_no_longer(way: Way) -> None:
-    world: LocalWorld[None] = LocalWorld(2, seed=3)
-    hardware = Hardware(world, seed=3)
-
-    def main(rank: int) -> None:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> None:
+        rank = transport.rank
         link = transport.link(Grid(2, 1).place(rank))
         if rank == 0:
             tensor = transport.device.later(torch.ones(9))
@@ -162,9 +141,8 @@ def test_a_sent_tensor_lives_until_it_is_through_and_no_longer(way: Way) -> None
             assert alive() is None
         while rank == 1 and not link.arrivals():
             transport.backoff.pause()
-        transport.close()
 
-    world.run(main)
+    on_standins(2, way, main, seed=3)
 
 
 def test_a_header_waits_for_the_tensors_and_for_the_sends_before_it() -> None:
@@ -280,11 +258,8 @@ def test_a_rank_that_waits_for_something_else_still_sends_its_messages(way: Way)
 def test_what_a_branch_has_made_goes_with_it_and_the_next_one_has_names_of_its_own(
     way: Way,
 ) -> None:
-    world: LocalWorld[list[int]] = LocalWorld(2, seed=2)
-    hardware = Hardware(world, seed=2)
-
-    def main(rank: int) -> list[int]:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> list[int]:
+        rank = transport.rank
         pushes = transport.backoff.pushes  # type: ignore[attr-defined]  # what waiting moves on
         seen: list[int] = []
         for _ in range(2):
@@ -302,11 +277,10 @@ def test_what_a_branch_has_made_goes_with_it_and_the_next_one_has_names_of_its_o
             seen.append(len(pushes))
             branch.close()
             seen.append(len(pushes))
-        transport.close()
         return seen
 
     moved = 1 if way == "nccl" else 2  # a staged collective waits for the host, too
-    assert world.run(main) == [[moved, 0] * 2] * 2
+    assert on_standins(2, way, main, seed=2) == [[moved, 0] * 2] * 2
 
 
 @pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])
@@ -321,11 +295,8 @@ def test_a_gpu_message_to_no_neighbour_is_an_internal_error(
 
 
 def test_links_of_the_same_ranks_are_apart() -> None:
-    world: LocalWorld[None] = LocalWorld(2, seed=5)
-    hardware = Hardware(world, seed=5)
-
-    def main(rank: int) -> None:
-        transport = StandIn(hardware, rank, "nccl")
+    def main(transport: StandIn) -> None:
+        rank = transport.rank
         links = [transport.link(Grid(2, 1).place(rank)) for _ in range(2)]
         if rank == 0:
             for number in (1, 0):
@@ -335,9 +306,8 @@ def test_links_of_the_same_ranks_are_apart() -> None:
                 transport.backoff.pause()
             assert [message.microbatch for message in arrived] == [number]
             assert [message.tensors[0] for message in arrived] == [torch.tensor([number])]
-        transport.close()
 
-    world.run(main)
+    on_standins(2, "nccl", main, seed=5)
 
 
 def _contents(rank: int, number: int, sizes: Sequence[int]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu import nccl
-from axsparse.runtime.gpu.nccl import NcclCommunicator, NcclConnections, NcclEdge
+from axsparse.runtime.gpu.nccl import NcclCommunicator, NcclConnections, NcclPeer
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 
 
@@ -27,7 +27,7 @@ class Unreachable:
         raise RuntimeError("NCCL error: unhandled system error\nLast error:\nConnection refused")
 
 
-@pytest.mark.parametrize("what", ["edge", "communicator"])
+@pytest.mark.parametrize("what", ["peer", "communicator"])
 def test_gpus_that_cannot_be_connected_are_named_in_one_line(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +40,7 @@ def test_gpus_that_cannot_be_connected_are_named_in_one_line(
     nothing = cast("Any", None)
     connections = NcclConnections(cast("Any", Unreachable()), nothing, nothing)
 
-    ends: tuple[Any, ...] = (2, 3) if what == "edge" else ((2, 3),)
+    ends: tuple[Any, ...] = (2, 3) if what == "peer" else ((2, 3),)
 
     with pytest.raises(TrainingError) as caught:
         getattr(connections, what)("some", *ends)
@@ -118,16 +118,16 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_cuda")
-def test_edges_and_groups_occupy_a_bounded_part_of_the_device() -> None:
+def test_connections_and_groups_occupy_a_bounded_part_of_the_device() -> None:
     """By default each may take 32 of an H100's 132 multiprocessors, and a rank has several."""
     rendezvous, backoff = FakeRendezvous(), TurnBackoff(LocalWorld(1), 0)
     device = SimpleNamespace(stream=FakeStream)
     connections = NcclConnections(cast("Any", rendezvous), cast("Any", device), backoff)
 
-    connections.edge("edge", 0, 1)
+    connections.peer("peer", 0, 1)
     connections.communicator("group", (0, 1))
 
-    assert rendezvous.asked == [("edge", 4), ("group", 16)]
+    assert rendezvous.asked == [("peer", 4), ("group", 16)]
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(max_ctas=-1), SimpleNamespace(), None])
@@ -157,12 +157,12 @@ def test_torch_is_told_how_many_thread_blocks_nccl_may_take(
 def test_the_host_asks_after_operations_and_no_stream_waits_for_them() -> None:
     backend = FakeBackend(at_once=False)
     stream, buffer = cast("Any", FakeStream()), torch.zeros(4)
-    edge = NcclEdge(cast("Any", backend), stream, 1)
+    peer = NcclPeer(cast("Any", backend), stream, 1)
     group = NcclCommunicator(cast("Any", backend), stream, 0, 2)
 
     events = [
-        edge.send(buffer),
-        edge.receive(buffer),
+        peer.send(buffer),
+        peer.receive(buffer),
         group.all_reduce(buffer),
         group.reduce(buffer, 0),
         group.broadcast(buffer, 0),

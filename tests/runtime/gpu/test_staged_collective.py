@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collective_contract import CONTRACT, a_buffer_lives_until_its_operation_is_done
 from support.standin_device import Hardware, StandInDevice
-from support.standin_transport import StandIn, Way
+from support.standin_transport import StandIn, Way, on_standins
 from torch import Tensor
 
 from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait
@@ -34,14 +34,12 @@ def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start
     way: Way, ranks: int, seed: int, sizes: list[int]
 ) -> None:
     """Any race between compute, copies, hosts and NCCL is an error of the stand-in."""
-    world: LocalWorld[None] = LocalWorld(ranks, seed=seed)
-    hardware = Hardware(world, seed)
 
     def part(rank: int, number: int) -> Tensor:
         return torch.arange(sizes[number], dtype=torch.float32) * (rank + 1) + number
 
-    def main(rank: int) -> None:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> None:
+        rank = transport.rank
         group = transport.collective("gradients", range(ranks))
         device = transport.device
         under_way = []
@@ -58,10 +56,8 @@ def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start
             bounds = shard_bounds(sizes[number], ranks)
             own = slice(bounds[rank], bounds[rank + 1]) if sizes[number] % 3 == 0 else slice(None)
             assert torch.equal(device.read(buffer)[own], total[own])
-        transport.close()
 
-    world.run(main)
-    assert not any(queue.pending for queue in hardware.queues)
+    on_standins(ranks, way, main, seed=seed)
 
 
 @pytest.mark.parametrize("way", ["nccl", "pinned"])
@@ -70,12 +66,10 @@ def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start
 def test_remainders_of_masters_are_exchanged_although_nccl_has_no_such_type(
     op: Op, bounds: list[int], way: Way
 ) -> None:
-    world: LocalWorld[Tensor] = LocalWorld(2, seed=6)
-    hardware = Hardware(world, seed=6)
     values = torch.arange(6, dtype=torch.int16) - 3
 
-    def main(rank: int) -> Tensor:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> Tensor:
+        rank = transport.rank
         group = transport.collective("state", range(2))
         own = torch.zeros_like(values)
         whole = slice(None) if op is Op.BROADCAST and rank == 0 else slice(0)
@@ -83,42 +77,31 @@ def test_remainders_of_masters_are_exchanged_although_nccl_has_no_such_type(
         own[part] = values[part]
         buffer = transport.device.later(own)
         wait(group.start(op, buffer, bounds), transport.backoff)
-        found = transport.device.read(buffer)
-        transport.close()
-        return found
+        return transport.device.read(buffer)
 
-    assert all(torch.equal(found, values) for found in world.run(main))
+    assert all(torch.equal(found, values) for found in on_standins(2, way, main, seed=6))
 
 
 @pytest.mark.parametrize("way", ["nccl", "pinned"])
 def test_a_gradient_lives_until_its_sum_is_there_although_nobody_else_holds_it(way: Way) -> None:
-    world: LocalWorld[None] = LocalWorld(2, seed=4)
-    hardware = Hardware(world, seed=4)
-
-    def main(rank: int) -> None:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> None:
         group = transport.collective("gradients", range(2))
         for _ in range(3):
             work = group.start(Op.ALL_REDUCE, transport.device.later(torch.ones(5)))
             wait(work, transport.backoff)
-        transport.close()
 
-    world.run(main)
+    on_standins(2, way, main, seed=4)
 
 
 @pytest.mark.parametrize("way", ["nccl", "pinned"])
 def test_closing_waits_for_gradients_that_are_under_way(way: Way) -> None:
-    world: LocalWorld[float] = LocalWorld(2, seed=4)
-    hardware = Hardware(world, seed=4)
-
-    def main(rank: int) -> float:
-        transport = StandIn(hardware, rank, way)
+    def main(transport: StandIn) -> float:
         buffer = transport.device.later(torch.ones(5))
         transport.collective("gradients", range(2)).start(Op.ALL_REDUCE, buffer)
         transport.close()
         return float(buffer[4])
 
-    assert world.run(main) == [2.0, 2.0]
+    assert on_standins(2, way, main, seed=4) == [2.0, 2.0]
 
 
 class Noted:

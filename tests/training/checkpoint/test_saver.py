@@ -19,7 +19,7 @@ from torch import Tensor
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.observe.watchdog.pulse import Pulse
+from axsparse.observe.watchdog.activity import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save
@@ -82,13 +82,13 @@ def test_what_a_thread_writes_is_told_of_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    beat = Pulse.beat
+    beat = Activity.beat
 
-    def count(self: Pulse) -> None:
+    def count(self: Activity) -> None:
         threads.append(threading.current_thread().name)
         beat(self)
 
-    monkeypatch.setattr(Pulse, "beat", count)
+    monkeypatch.setattr(Activity, "beat", count)
 
     ran((1, 1), config_of(every=50), tmp_path)
 

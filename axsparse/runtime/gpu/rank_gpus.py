@@ -37,7 +37,7 @@ MOST_CONNECTIONS = "32"
 """The most queues that CUDA has; its default is 8."""
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 """The properties of a device that say where on the bus it is; torch 2.4 does not have them."""
-Plane = Literal["nccl", "mpi", "cuda-aware-mpi"]
+GpuTransportName = Literal["nccl", "mpi"]
 """What carries contents between GPUs; `mpi` is through pinned memory of the hosts."""
 
 
@@ -48,13 +48,13 @@ class Gpu:
     name: str
     uuid: str
     """The same in all processes, whichever devices each of them may see."""
-    board: str = ""
+    bus_address: str = ""
     """Its machine and its place on the bus there; empty if torch does not say. Slices of one GPU
     (MIG) have this in common, and NCCL cannot connect devices that do."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankGpu:
     """One rank's host and GPU, and whether it can use NCCL."""
 
     rank: int
@@ -103,12 +103,12 @@ def visible_gpus() -> list[Gpu]:
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(number)
         bus = [getattr(properties, name, None) for name in BUS]
-        board = "" if None in bus else f"{machine_name()} {bus}"
-        found.append(Gpu(properties.name, str(properties.uuid), board))
+        bus_address = "" if None in bus else f"{machine_name()} {bus}"
+        found.append(Gpu(properties.name, str(properties.uuid), bus_address))
     return found
 
 
-def seat(
+def rank_gpu(
     rank: int,
     host: str,
     local: int,
@@ -116,15 +116,15 @@ def seat(
     *,
     nccl: bool,
     environ: Mapping[str, str],
-) -> Seat:
-    """The seat of a rank whose number among those of its host is `local`.
+) -> RankGpu:
+    """The GPU of a rank whose number among those of its host is `local`.
 
     Its GPU is `local` modulo the number of visible ones. That is right if each rank sees all GPUs
     of its host, and also if each sees only its own.
     """
     number = local % len(gpus) if gpus else None
     gpu = None if number is None else gpus[number]
-    return Seat(rank, host, number, gpu, nccl, _hindrance(environ))
+    return RankGpu(rank, host, number, gpu, nccl, _hindrance(environ))
 
 
 def _hindrance(environ: Mapping[str, str]) -> str | None:
@@ -139,18 +139,20 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None:
+def choose_gpu_transport(
+    wanted: str, where: str, rank_gpus: Sequence[RankGpu]
+) -> GpuTransportName | None:
     """What carries contents, the same on every rank; None if no rank has a GPU.
 
     `wanted` is the setting `transport`, and `where` says where it stands. ConfigError if the ranks
     cannot work with it.
     """
-    without = next((seat for seat in seats if seat.gpu is None), None)
-    with_gpu = next((seat for seat in seats if seat.gpu is not None), None)
+    without = next((one for one in rank_gpus if one.gpu is None), None)
+    with_gpu = next((one for one in rank_gpus if one.gpu is not None), None)
     if with_gpu is None:
-        if wanted in ("nccl", "cuda-aware-mpi"):
+        if wanted == "nccl":
             raise ConfigError(
-                f"{where}: {wanted} is for GPUs, and no rank sees one; load the driver and a torch "
+                f"{where}: nccl is for GPUs, and no rank sees one; load the driver and a torch "
                 "with CUDA, or choose transport: mpi"
             )
         return None
@@ -160,29 +162,29 @@ def choose_plane(wanted: str, where: str, seats: Sequence[Seat]) -> Plane | None
             f"{with_gpu.rank} on host {with_gpu.host} does; have the launcher give every rank one, "
             "or train on CPUs by CUDA_VISIBLE_DEVICES= (empty)"
         )
-    if wanted in ("mpi", "cuda-aware-mpi"):
-        return "mpi" if wanted == "mpi" else "cuda-aware-mpi"
-    problem = problem_of_nccl(seats)
+    if wanted == "mpi":
+        return "mpi"
+    problem = problem_of_nccl(rank_gpus)
     if wanted == "nccl" and problem is not None:
         raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
     if problem is None:
-        _refuse_hindrance(seats)
+        _refuse_hindrance(rank_gpus)
     return "mpi" if problem is not None else "nccl"
 
 
-def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
+def problem_of_nccl(rank_gpus: Sequence[RankGpu]) -> str | None:
     """Why these ranks cannot use NCCL, and what would mend it; None if they can."""
-    lacking = next((seat for seat in seats if not seat.nccl), None)
+    lacking = next((one for one in rank_gpus if not one.nccl), None)
     if lacking is not None:
         return (
             f"the torch of rank {lacking.rank} on host {lacking.host} is built without it; "
             "install torch with CUDA for Linux"
         )
-    boards: dict[str, Seat] = {}
-    for one in seats:
+    addresses: dict[str, RankGpu] = {}
+    for one in rank_gpus:
         assert one.gpu is not None, "all ranks have one"
-        for place in (one.gpu.uuid, one.gpu.board or one.gpu.uuid):
-            first = boards.setdefault(place, one)
+        for place in (one.gpu.uuid, one.gpu.bus_address or one.gpu.uuid):
+            first = addresses.setdefault(place, one)
             if first is not one:
                 return (
                     f"ranks {first.rank} and {one.rank} share GPU {first.number} of host "
@@ -191,20 +193,20 @@ def problem_of_nccl(seats: Sequence[Seat]) -> str | None:
     return None
 
 
-def _refuse_hindrance(seats: Sequence[Seat]) -> None:
+def _refuse_hindrance(rank_gpus: Sequence[RankGpu]) -> None:
     """ConfigError if NCCL would carry messages and a rank's environment hinders it."""
-    for one in seats:
-        if len(seats) > 1 and one.hindrance is not None:
+    for one in rank_gpus:
+        if len(rank_gpus) > 1 and one.hindrance is not None:
             raise ConfigError(
                 f"transport: nccl: on rank {one.rank} of host {one.host} {one.hindrance}, or "
                 "choose transport: mpi"
             )
 
 
-def describe(seats: Sequence[Seat]) -> list[str]:
+def describe(rank_gpus: Sequence[RankGpu]) -> list[str]:
     """A line for each host that names the GPU of each rank, then warnings about shared GPUs."""
-    hosts: dict[str, list[Seat]] = defaultdict(list)
-    for one in seats:
+    hosts: dict[str, list[RankGpu]] = defaultdict(list)
+    for one in rank_gpus:
         if one.gpu is not None:
             hosts[one.host].append(one)
     lines = []
@@ -222,10 +224,10 @@ def describe(seats: Sequence[Seat]) -> list[str]:
     return lines
 
 
-def _by_gpu(seats: Sequence[Seat]) -> dict[str, list[Seat]]:
-    """The seats that share each GPU, by its UUID."""
-    sharing: dict[str, list[Seat]] = defaultdict(list)
-    for one in seats:
+def _by_gpu(rank_gpus: Sequence[RankGpu]) -> dict[str, list[RankGpu]]:
+    """The rank_gpus that share each GPU, by its UUID."""
+    sharing: dict[str, list[RankGpu]] = defaultdict(list)
+    for one in rank_gpus:
         if one.gpu is not None:
             sharing[one.gpu.uuid].append(one)
     return sharing

@@ -10,34 +10,34 @@ from types import SimpleNamespace
 import pytest
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.gpu.seats import (
+from axsparse.runtime.gpu.rank_gpus import (
     BLOCKING,
     CONNECTIONS,
     LOCAL_RANKS,
     Gpu,
-    Seat,
+    RankGpu,
     bind_early,
-    choose_plane,
+    choose_gpu_transport,
     describe,
     local_rank,
     machine_name,
-    seat,
+    rank_gpu,
     visible_gpus,
 )
 
 NAME = "H200"
 
 
-def seats(hosts: Sequence[int], gpus: int = 4, *, alone: bool = False) -> list[Seat]:
+def rank_gpus(hosts: Sequence[int], gpus: int = 4, *, alone: bool = False) -> list[RankGpu]:
     """Ranks of hosts with so many ranks each, of `gpus` GPUs; `alone`: each sees only its own."""
-    found: list[Seat] = []
+    found: list[RankGpu] = []
     for host, ranks in enumerate(hosts):
         all_here = [Gpu(NAME, f"host {host} gpu {number}") for number in range(gpus)]
         for local in range(ranks):
             seen = [all_here[local % gpus]] if alone else all_here
             rank = len(found)
             found.append(
-                seat(rank, f"n{host}", local, seen, nccl=True, environ={CONNECTIONS: "32"})
+                rank_gpu(rank, f"n{host}", local, seen, nccl=True, environ={CONNECTIONS: "32"})
             )
     return found
 
@@ -75,8 +75,8 @@ def test_the_gpu_is_the_local_rank_modulo_those_that_are_visible(
     bind_early({"HOME": "no launcher"})
 
     assert taken == [2]
-    assert [one.number for one in seats([6])] == [0, 1, 2, 3, 0, 1]
-    assert [one.number for one in seats([4], alone=True)] == [0, 0, 0, 0]
+    assert [one.number for one in rank_gpus([6])] == [0, 1, 2, 3, 0, 1]
+    assert [one.number for one in rank_gpus([4], alone=True)] == [0, 0, 0, 0]
 
 
 def test_a_gpu_that_cannot_be_used_ends_no_rank_before_mpi_has_started(
@@ -97,13 +97,13 @@ def test_a_gpu_that_cannot_be_used_ends_no_rank_before_mpi_has_started(
 def test_slices_of_one_gpu_are_no_gpus_of_their_own_to_nccl() -> None:
     slices = [Gpu("H200 MIG 1g.18gb", f"MIG-{number}", "n0 [0, 5, 0]") for number in range(2)]
     table = [
-        seat(rank, "n0", 0, [gpu], nccl=True, environ={CONNECTIONS: "32"})
+        rank_gpu(rank, "n0", 0, [gpu], nccl=True, environ={CONNECTIONS: "32"})
         for rank, gpu in enumerate(slices)
     ]
 
-    assert choose_plane("auto", "here", table) == "mpi"
+    assert choose_gpu_transport("auto", "here", table) == "mpi"
     with pytest.raises(ConfigError, match="ranks 0 and 1 share GPU 0 of host n0"):
-        choose_plane("nccl", "here", table)
+        choose_gpu_transport("nccl", "here", table)
     assert len(describe(table)) == 1, "they do not take turns"
 
 
@@ -116,16 +116,16 @@ def test_gpus_are_told_apart_by_their_places_on_the_bus(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.get_device_properties", properties)
 
-    boards = [gpu.board for gpu in visible_gpus()]
+    addresses = [gpu.bus_address for gpu in visible_gpus()]
 
-    assert boards[0] == "" and len(set(boards)) == 3
+    assert addresses[0] == "" and len(set(addresses)) == 3
 
 
 def test_a_machine_is_told_from_others_of_its_name_by_when_it_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "n0")
-    monkeypatch.setattr("axsparse.runtime.gpu.seats.BOOT", tmp_path / "boot_id")
+    monkeypatch.setattr("axsparse.runtime.gpu.rank_gpus.BOOT", tmp_path / "boot_id")
     assert machine_name() == "n0/"
 
     (tmp_path / "boot_id").write_text("3e1d\n")
@@ -137,20 +137,19 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     assert visible_gpus() == []
-    assert seat(3, "n0", 1, [], nccl=False, environ={}) == Seat(3, "n0")
+    assert rank_gpu(3, "n0", 1, [], nccl=False, environ={}) == RankGpu(3, "n0")
 
 
 def test_nccl_is_taken_where_every_rank_has_a_gpu_of_its_own() -> None:
-    for table in (seats([4, 4]), seats([4, 3], alone=True), seats([1])):
-        assert choose_plane("auto", "here", table) == "nccl"
-        assert choose_plane("nccl", "here", table) == "nccl"
-        assert choose_plane("mpi", "here", table) == "mpi"
-        assert choose_plane("cuda-aware-mpi", "here", table) == "cuda-aware-mpi"
+    for table in (rank_gpus([4, 4]), rank_gpus([4, 3], alone=True), rank_gpus([1])):
+        assert choose_gpu_transport("auto", "here", table) == "nccl"
+        assert choose_gpu_transport("nccl", "here", table) == "nccl"
+        assert choose_gpu_transport("mpi", "here", table) == "mpi"
 
 
 def test_ranks_that_share_a_gpu_go_by_way_of_the_hosts() -> None:
-    assert choose_plane("auto", "here", seats([4, 5])) == "mpi"
-    assert choose_plane("auto", "here", seats([2], gpus=1, alone=True)) == "mpi"
+    assert choose_gpu_transport("auto", "here", rank_gpus([4, 5])) == "mpi"
+    assert choose_gpu_transport("auto", "here", rank_gpus([2], gpus=1, alone=True)) == "mpi"
 
 
 def test_nccl_is_refused_where_ranks_share_a_gpu() -> None:
@@ -160,35 +159,34 @@ def test_nccl_is_refused_where_ranks_share_a_gpu() -> None:
     )
 
     with pytest.raises(ConfigError, match=re.escape(said)):
-        choose_plane("nccl", "gpt.yaml:9: transport", seats([4, 5]))
+        choose_gpu_transport("nccl", "gpt.yaml:9: transport", rank_gpus([4, 5]))
 
 
 def test_nccl_is_refused_where_torch_has_none() -> None:
     table = [
-        *seats([1]),
-        seat(1, "n1", 0, [Gpu(NAME, "x")], nccl=False, environ={CONNECTIONS: "32"}),
+        *rank_gpus([1]),
+        rank_gpu(1, "n1", 0, [Gpu(NAME, "x")], nccl=False, environ={CONNECTIONS: "32"}),
     ]
 
-    assert choose_plane("auto", "here", table) == "mpi"
+    assert choose_gpu_transport("auto", "here", table) == "mpi"
     with pytest.raises(
         ConfigError, match="here: nccl: the torch of rank 1 on host n1 is built without it"
     ):
-        choose_plane("nccl", "here", table)
+        choose_gpu_transport("nccl", "here", table)
 
 
-@pytest.mark.parametrize("wanted", ["nccl", "cuda-aware-mpi"])
-def test_what_is_for_gpus_is_refused_where_there_are_none(wanted: str) -> None:
-    table = [Seat(0, "n0"), Seat(1, "n0")]
+def test_nccl_is_refused_where_there_are_no_gpus() -> None:
+    table = [RankGpu(0, "n0"), RankGpu(1, "n0")]
 
-    assert choose_plane("auto", "here", table) is None
-    assert choose_plane("mpi", "here", table) is None
-    with pytest.raises(ConfigError, match=f"here: {wanted} is for GPUs, and no rank sees one"):
-        choose_plane(wanted, "here", table)
+    assert choose_gpu_transport("auto", "here", table) is None
+    assert choose_gpu_transport("mpi", "here", table) is None
+    with pytest.raises(ConfigError, match="here: nccl is for GPUs, and no rank sees one"):
+        choose_gpu_transport("nccl", "here", table)
 
 
 def test_either_all_ranks_have_a_gpu_or_none() -> None:
     with pytest.raises(ConfigError, match="rank 2 on host n9 sees no GPU and rank 0 on host n0"):
-        choose_plane("auto", "here", [*seats([2]), Seat(2, "n9")])
+        choose_gpu_transport("auto", "here", [*rank_gpus([2]), RankGpu(2, "n9")])
 
 
 @pytest.mark.parametrize(
@@ -202,35 +200,35 @@ def test_either_all_ranks_have_a_gpu_or_none() -> None:
 def test_what_would_make_ranks_wait_for_each_other_is_refused(
     environ: dict[str, str], said: str
 ) -> None:
-    hindered = seat(1, "n0", 1, [Gpu(NAME, "y")] * 2, nccl=True, environ=environ)
-    table = [*seats([1]), hindered]
+    hindered = rank_gpu(1, "n0", 1, [Gpu(NAME, "y")] * 2, nccl=True, environ=environ)
+    table = [*rank_gpus([1]), hindered]
 
     with pytest.raises(
         ConfigError, match=f"transport: nccl: on rank 1 of host n0 {said}.*; unset it, or "
     ):
-        choose_plane("auto", "here", table)
-    assert choose_plane("mpi", "here", table) == "mpi"
-    assert choose_plane("nccl", "here", [hindered]) == "nccl", "it sends to nobody"
+        choose_gpu_transport("auto", "here", table)
+    assert choose_gpu_transport("mpi", "here", table) == "mpi"
+    assert choose_gpu_transport("nccl", "here", [hindered]) == "nccl", "it sends to nobody"
 
 
 def test_settings_that_are_off_hinder_nobody() -> None:
     environ = {BLOCKING[0]: "0", BLOCKING[1]: ""}
 
-    assert seat(0, "n0", 0, [], nccl=True, environ=environ).hindrance is None
+    assert rank_gpu(0, "n0", 0, [], nccl=True, environ=environ).hindrance is None
 
 
 def test_the_table_has_a_line_a_host() -> None:
-    assert describe(seats([2, 1])) == [
+    assert describe(rank_gpus([2, 1])) == [
         "host n0: rank 0 → GPU 0, rank 1 → GPU 1 (H200)",
         "host n1: rank 2 → GPU 0 (H200)",
     ]
-    assert describe([Seat(0, "n0")]) == []
+    assert describe([RankGpu(0, "n0")]) == []
 
 
 def test_the_table_warns_of_more_ranks_than_gpus() -> None:
-    assert describe(seats([4, 3], gpus=2))[2:] == [
+    assert describe(rank_gpus([4, 3], gpus=2))[2:] == [
         "warning: host n0 has 4 ranks on 2 GPUs, which take turns; start one rank a GPU",
         "warning: host n1 has 3 ranks on 2 GPUs, which take turns; start one rank a GPU",
     ]
-    assert len(describe(seats([2], gpus=1))) == 2
-    assert describe(seats([2], gpus=1))[1].startswith("warning: host n0 has 2 ranks on 1 GPU,")
+    assert len(describe(rank_gpus([2], gpus=1))) == 2
+    assert describe(rank_gpus([2], gpus=1))[1].startswith("warning: host n0 has 2 ranks on 1 GPU,")

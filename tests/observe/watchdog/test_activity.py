@@ -10,7 +10,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.pulse import Pulse, Task
+from axsparse.observe.watchdog.activity import Activity, Task
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
@@ -22,27 +22,27 @@ from axsparse.training.trainer import Trainer
 
 def test_work_beats_and_waiting_pauses() -> None:
     phases, backoff = Phases(), SleepingBackoff()
-    pulse = Pulse(phases, backoff, lambda: ["activation 0 from rank 3"])
+    activity = Activity(phases, backoff, lambda: ["activation 0 from rank 3"])
 
     with phases("bubble"):
         backoff.pause()
         backoff.reset()
         backoff.pause()
-        assert (pulse.beats, pulse.pauses, pulse.phase) == (0, 2, "bubble")
-    assert pulse.awaited == ("activation 0 from rank 3",)
+        assert (activity.beats, activity.pauses, activity.phase) == (0, 2, "bubble")
+    assert activity.awaited == ("activation 0 from rank 3",)
     with phases("compute"):
-        worked = pulse.beats
-    pulse.beat()
+        worked = activity.beats
+    activity.beat()
 
-    assert 0 < worked < pulse.beats
+    assert 0 < worked < activity.beats
 
 
 def test_a_task_is_a_beat() -> None:
-    pulse = Pulse(Phases(), SleepingBackoff(), list)
+    activity = Activity(Phases(), SleepingBackoff(), list)
 
-    pulse.at("evaluation", 7)
+    activity.at("evaluation", 7)
 
-    assert (pulse.task, pulse.step, pulse.beats) == ("evaluation", 7, 1)
+    assert (activity.task, activity.step, activity.beats) == ("evaluation", 7, 1)
 
 
 def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +52,13 @@ def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.Monk
         pruning={"at_step": 1},
     )
     said: list[tuple[Task, int]] = []
-    at = Pulse.at
+    at = Activity.at
 
-    def note(self: Pulse, task: Task, step: int) -> None:
+    def note(self: Activity, task: Task, step: int) -> None:
         said.append((task, step))
         at(self, task, step)
 
-    monkeypatch.setattr(Pulse, "at", note)
+    monkeypatch.setattr(Activity, "at", note)
     trainers: list[Trainer] = []
 
     ran((1, 1), config, tmp_path, validation=token_data(), look=trainers.append)
@@ -72,7 +72,7 @@ def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.Monk
         ("checkpoint", 2),
         ("checkpoint", 2),
     ]
-    assert trainers[0].parts.pulse.steps == 2
+    assert trainers[0].parts.activity.steps == 2
 
 
 class Silence:

@@ -1,4 +1,4 @@
-"""In which order ranks connect their edges: no rank waits for a chain of others."""
+"""In which order ranks connect to their peers: no rank waits for a chain of others."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import pytest
 from support.standin_device import Hardware
 from support.standin_transport import StandIn
 
-from axsparse.runtime.gpu.device_protocol import Communicator, DeviceEdge
-from axsparse.runtime.gpu.nccl_lane import connect_edges
+from axsparse.runtime.gpu.device_protocol import Communicator, PeerConnection
+from axsparse.runtime.gpu.transfers import connect_peers
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_world import LocalWorld
 
 
 class Asked:
-    """Notes which edges are asked for."""
+    """Notes which connections are asked for."""
 
     def __init__(self) -> None:
-        self.edges: list[tuple[int, int]] = []
+        self.peers: list[tuple[int, int]] = []
 
-    def edge(self, name: str, source: int, target: int) -> DeviceEdge:
-        self.edges.append((source, target))
+    def peer(self, name: str, source: int, target: int) -> PeerConnection:
+        self.peers.append((source, target))
         return None  # type: ignore[return-value]  # nobody uses it
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        raise AssertionError("links make edges only")
+        raise AssertionError("links make connections of two only")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 16])
@@ -35,15 +35,15 @@ def test_start_up_takes_no_longer_the_more_stages_there_are(stages: int) -> None
     left: dict[int, list[tuple[int, int]]] = {}
     for rank in range(grid.size):
         asked = Asked()
-        assert list(connect_edges(asked, grid.place(rank), "link")) == asked.edges
-        left[rank] = asked.edges
+        assert list(connect_peers(asked, grid.place(rank), "link")) == asked.peers
+        left[rank] = asked.peers
 
     assert _rounds(left) <= 4
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 7])
-def test_all_ranks_leave_their_edges_in_one_order(stages: int) -> None:
-    """NCCL may hold up whoever closes its end of an edge until the other one does."""
+def test_all_ranks_close_their_connections_in_one_order(stages: int) -> None:
+    """NCCL may hold up whoever closes its end of a peer connection until the other one does."""
     world: LocalWorld[None] = LocalWorld(stages, seed=1)
     hardware = Hardware(world, seed=1)
 
@@ -63,14 +63,14 @@ def test_all_ranks_leave_their_edges_in_one_order(stages: int) -> None:
 
 
 def _rounds(left: dict[int, list[tuple[int, int]]]) -> int:
-    """In how many rounds ranks come through their edges, each a meeting of its two ends."""
+    """In how many rounds ranks come through their peers, each a meeting of its two ends."""
     rounds = 0
     while any(left.values()):
-        wanted = Counter(edges[0] for edges in left.values() if edges)
-        met = {edge for edge, ends in wanted.items() if ends == 2}
+        wanted = Counter(peers[0] for peers in left.values() if peers)
+        met = {peer for peer, ends in wanted.items() if ends == 2}
         assert met, "ranks wait for each other in a circle"
         left = {
-            rank: edges[1:] if edges and edges[0] in met else edges for rank, edges in left.items()
+            rank: peers[1:] if peers and peers[0] in met else peers for rank, peers in left.items()
         }
         rounds += 1
     return rounds

@@ -1,4 +1,4 @@
-"""The pulse of a rank: training notes what it is doing, and the watchdog's thread reads it."""
+"""The activity of a rank: training notes what it is doing, and the watchdog's thread reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axsparse.runtime.communication import Backoff
 Task = Literal["training", "evaluation", "masks", "checkpoint"]
 
 
-class Pulse:
+class Activity:
     """What a rank is doing, and a count that grows as long as it makes progress."""
 
     def __init__(

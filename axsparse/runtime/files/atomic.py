@@ -1,0 +1,80 @@
+"""Files and folders that appear complete or not at all, and outlast a loss of power."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+UNFINISHED = ".unfinished-"
+"""Stands in the name of what is being written; it ends in a number of its own."""
+
+
+@contextlib.contextmanager
+def new_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A path beside `path`, at which the code within writes a file or a folder.
+
+    At the end that gets the name `path` and replaces what had it; a folder that it replaces is
+    moved aside first. If the code within raises, what it has written is removed. With `durable`
+    the file and its name are on the disk afterwards; of a folder its writer has put the files
+    there. Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}{UNFINISHED}{secrets.token_hex(4)}")
+    try:
+        yield unfinished
+        if unfinished.is_dir():
+            _replace_folder(unfinished, path)
+        else:
+            if durable:
+                _sync(unfinished, os.O_RDONLY)
+            unfinished.replace(path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        _remove(unfinished)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a new file, which is on the disk once this returns; OSError if it exists already."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put on the disk which names were added to a folder, changed in it or removed from it."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_folder(unfinished: Path, path: Path) -> None:
+    if not path.exists():
+        unfinished.rename(path)
+        return
+    before = unfinished.with_name(f"{unfinished.name}.before")
+    path.rename(before)
+    try:
+        unfinished.rename(path)
+    except OSError:
+        before.rename(path)
+        raise
+    _remove(before)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,84 @@
+"""What is written appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from axsparse.runtime.files.atomic import UNFINISHED, new_path
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("durable", [False, True])
+def test_it_gets_its_name_at_the_end_and_replaces_what_had_it(
+    is_folder: bool, durable: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "new"
+    for content in ("one", "two"):
+        with new_path(path, durable=durable) as unfinished:
+            assert UNFINISHED in unfinished.name and unfinished.parent == path.parent
+            assert path.exists() == (content == "two")
+            if is_folder:
+                unfinished.mkdir()
+                (unfinished / "inner").write_text(content)
+            else:
+                unfinished.write_text(content)
+
+    assert (path / "inner" if is_folder else path).read_text() == "two"
+    assert [child.name for child in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_breaks_leaves_what_was_there(is_folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    path.write_text("old")
+
+    def broken() -> None:
+        with new_path(path) as unfinished:
+            if is_folder:
+                unfinished.mkdir()
+            (unfinished / "inner" if is_folder else unfinished).write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken()
+
+    assert path.read_text() == "old"
+    assert [child.name for child in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_folder_that_cannot_be_replaced_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new"
+    path.mkdir()
+    (path / "inner").write_text("old")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if target == path and not self.name.endswith(".before"):
+            raise OSError("full")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    with pytest.raises(OSError, match="full"), new_path(path) as unfinished:
+        unfinished.mkdir()
+
+    assert (path / "inner").read_text() == "old"
+    assert [child.name for child in tmp_path.iterdir()] == ["new"]
+
+
+def test_contents_are_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new"
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.exists()))
+
+    with new_path(path) as unfinished:
+        unfinished.write_text("all")
+
+    assert synced == [False, True]
