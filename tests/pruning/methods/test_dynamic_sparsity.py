@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.by_config import oracle_of
-from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.config.schema import Config
 from axsparse.pruning.methods.dynamic_sparsity import DynamicSparsity
@@ -16,24 +15,6 @@ def settings(method: str) -> Config:
         pruning={"method": method, "interval": 3, "until_step": 8, "drop_fraction": 0.4},
         train={"steps": 10},
     )
-
-
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("method", ["set", "rigl"])
-def test_masks_move_as_the_oracles_do(method: str, g_inter: int, g_data: int) -> None:
-    config = settings(method)
-    oracle = oracle_of(config, g_data)
-    expected = oracle.run(10)
-
-    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
-
-    for trainer, trace in ranks:
-        assert_bitwise(trace, expected)
-        for layer in trainer.parts.layers:
-            for tensor in layer.state.owned:
-                if tensor.name in oracle.masks:
-                    expected_positions = oracle.masks[tensor.name].view(-1).nonzero().view(-1)
-                    assert tensor.index.positions().equal(expected_positions), tensor.name
 
 
 def test_masks_move_after_every_interval_until_they_stay() -> None:
