@@ -319,7 +319,7 @@ def _write(path: Path, content: bytes, option: str) -> None:
     Raises OutputError if it cannot be written, or if a file of somebody else is there.
     """
     from axsparse.observe.run_report import GENERATOR
-    from axsparse.runtime.files.atomic import write_new
+    from axsparse.runtime.files.atomic import new_path, write_new
 
     with writing(f"{option}: {path}", "free the disk, or choose another place"):
         if path.exists() and GENERATOR.encode() not in path.read_bytes()[:500]:
@@ -327,9 +327,5 @@ def _write(path: Path, content: bytes, option: str) -> None:
                 f"{path}: is there already and is no page of this command, nor a picture; choose "
                 f"another place with {option}"
             )
-        unfinished = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
-        try:
+        with new_path(path) as unfinished:
             write_new(unfinished, content)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)

@@ -97,7 +97,7 @@ class Policy(Protocol):
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
     tests/pipeline/test_policy.py (the rules above, for random orders of arrival),
     tests/pipeline/test_simulator.py (simulated with random durations) and
-    tests/behavior/test_schedule_equivalence.py (the same bits as on one stage).
+    tests/behavior/test_equivalence.py (the same bits as on one stage).
     """
 
     @property

@@ -35,8 +35,8 @@ class Schedule:
     config/schema.py, and its bound to `most_in_flight`. `dry_run` tells whether the lists of all
     stages fit together. Then add the name to the schedules that are listed in
     tests/pipeline/test_schedules.py, tests/pipeline/test_simulator.py,
-    tests/planner/test_stage_memory.py and tests/behavior/test_schedule_equivalence.py: it has to
-    pass all of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
+    tests/planner/test_stage_memory.py and tests/support/cases.py (`SCHEDULES`): it has to pass all
+    of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
 
     Example: `Schedule("1f1b", 0, "alternate").policy(stage=0, g_inter=2, microbatches=4)`.
     """

@@ -46,9 +46,8 @@ class Criterion:
     3. If it looks at nothing but weights, add the method to `FROM_START` in `targets.py`; if it
        prunes once, to `ONCE` in `config/schema.py`.
     4. Add it to `tests/pruning/test_criteria.py` (exact counts, the same mask for the same name),
-       and to the dense oracle in `tests/support/methods.py` and the `METHODS` of
-       `tests/pruning/methods/test_methods.py`, which compares masks and weights bitwise in every
-       layout.
+       and to the dense oracle in `tests/support/methods.py` and to `PRUNING` in
+       `tests/support/cases.py`, whose rows compare masks and weights bitwise in every layout.
     """
 
     score: Literal["magnitude", "random"] | Score

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.images import Ranks, image_config
-from support.oracle import Oracle
-from support.runs import assert_bitwise, random_init, summed_loss, train_in_process, vector_data
+from support.cases import judge_everywhere
+from support.images import image_config
+from support.runs import random_init, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset
@@ -89,18 +89,12 @@ def model_of(*builds: Callable[[], nn.Module]) -> Model:
     return Model([*layers, Layer("out", lambda: Linear(5), init=random_init)], summed_loss)
 
 
+BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 4}, "train": {"steps": 2}}
+
+
 def assert_as_plain_torch(model: Model, plain: Model) -> None:
     """In 1 to 4 stages, with and without recomputation, what plain torch makes of `plain`."""
-    data = vector_data()
-    config = image_config(train={"steps": 2})
-    oracle = Oracle(plain, config, data, 1).run(config.train.steps)
-    for g_inter in range(1, min(4, len(model.layers)) + 1):
-        for every in (0, 1):
-            again = image_config(pipeline={"checkpoint_activations": every}, train={"steps": 2})
-            for _, trace in train_in_process(g_inter, 1, model, again, data, order=g_inter):
-                assert (trace.losses, trace.norms) == (oracle.losses, oracle.norms)
-                if trace.weights:
-                    assert_bitwise(trace, oracle)
+    judge_everywhere(model, vector_data(), BATCH, plain=plain)
 
 
 @pytest.mark.parametrize(
@@ -252,12 +246,8 @@ def test_one_tensor_in_two_places_has_two_gradients_in_every_layout() -> None:
         ],
         summed_loss,
     )
-    [(_, one)] = train_in_process(1, 1, model, image_config(), vector_data())
 
-    for g_inter in (2, 3):
-        ranks: Ranks = train_in_process(g_inter, 1, model, image_config(), vector_data())
-        for _, trace in ranks:
-            assert_bitwise(trace, one)
+    judge_everywhere(model, vector_data(), BATCH)
 
 
 class ReturnsBuffer(Linear):
@@ -280,21 +270,14 @@ class UsesBuffer(Linear):
         return torch.tanh(self.linear(x * mean)), mean
 
 
-@pytest.mark.parametrize("every", [0, 1])
-def test_a_buffer_that_is_passed_on_stays_what_it_was(every: int) -> None:
+def test_a_buffer_that_is_passed_on_stays_what_it_was() -> None:
     layers = [
         Layer("buffer", ReturnsBuffer),
         Layer("use", UsesBuffer),
         Layer("end", lambda: Joining(5)),
     ]
-    model = Model(layers, summed_loss)
-    config = image_config(pipeline={"checkpoint_activations": every})
-    [(_, one)] = train_in_process(1, 1, model, image_config(), vector_data())
 
-    for g_inter in (1, 2, 3):
-        for order in (1, 2):
-            for _, trace in train_in_process(g_inter, 1, model, config, vector_data(), order=order):
-                assert_bitwise(trace, one)
+    judge_everywhere(Model(layers, summed_loss), vector_data(), BATCH)
 
 
 class Keeping(Linear):

@@ -61,49 +61,16 @@ def assert_refused(job: Finished, code: int, line: str) -> None:
             marks=pytest.mark.fault(12),
         ),
         pytest.param(
-            3,
-            "layout.g_inter=2",
-            "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one "
-            "of 1, 3",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            2,
-            "layout.g_inter=1 batch.global_batch_size=9",
-            "batch.global_batch_size (--set): 9 does not divide evenly over 2 replicas "
-            "(9 = 2 replicas × 4 + 1); choose 8 or 10, or as layout.g_data one of 1, 3, 9",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
             1,
             "batch.microbatch_size=3",
             "batch.microbatch_size (--set): 3 does not divide the 8 sequences of a replica "
             "(8 = 1 replica × 8); choose one of 1, 2, 4, 8",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            1,
-            "layout.g_inter=5",
-            "layout.g_inter (--set): 5 stages for 4 layers; choose at most 4",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            1,
-            "pruning.sparsity=1.0",
-            "pruning.sparsity (--set): 1.0 should be less than 1",
-            marks=pytest.mark.exhaustive,
-        ),
         (
             1,
             "precision=fp8",
             "precision (--set): 'fp8' should be 'fp32', 'bf16' or 'fp16'",
-        ),
-        pytest.param(
-            1,
-            "data.sequence_length=17",
-            "data.sequence_length (--set): 17 is above model.sequence_length 16; "
-            "choose at most 16, or auto",
-            marks=pytest.mark.exhaustive,
         ),
         (
             1,
@@ -129,15 +96,6 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_known_one(tiny: Pa
         train(1, tiny),
         78,
         "batch.micro_batch_size (tiny.yaml:2): unknown key; did you mean batch.microbatch_size?",
-    )
-
-
-@pytest.mark.exhaustive
-def test_a_key_given_twice_is_refused(tiny: Path) -> None:
-    tiny.write_text(TINY + "seed: 1\nseed: 2\n")
-
-    assert_refused(
-        train(1, tiny), 78, "seed (tiny.yaml:5): given twice, first in line 4; keep one of them"
     )
 
 
@@ -199,34 +157,6 @@ def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
         r"smaller data\.sequence_length",
         line,
     )
-
-
-@pytest.mark.exhaustive
-def test_a_run_directory_that_cannot_be_made_is_refused(tiny: Path) -> None:
-    # Below a file: permissions would not stop root.
-    path = tiny / "run"
-
-    assert_refused(
-        train(2, tiny, "--run-dir", str(path)),
-        74,
-        f"run_dir (--set): {path} cannot be written (Not a directory); choose another --run-dir",
-    )
-
-
-@pytest.mark.exhaustive
-def test_a_run_directory_of_another_run_is_refused(tiny: Path) -> None:
-    path = tiny.parent / "run"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text("{}\n")
-
-    assert_refused(
-        train(2, tiny, "--run-dir", str(path)),
-        74,
-        f"run_dir (--set): {path} holds another run's metrics.jsonl, which would be mixed up; "
-        "choose another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
-        '(in Python resume="auto")',
-    )
-    assert (path / "metrics.jsonl").read_text() == "{}\n"
 
 
 # --- ranks that differ -------------------------------------------------------------------

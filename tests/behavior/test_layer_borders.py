@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import judge_everywhere
 from support.exhaustive import by_default
 from support.images import image_config
 from support.resuming import ran
-from support.runs import assert_bitwise, random_init, summed_loss, train_in_process, vector_data
+from support.runs import random_init, summed_loss, vector_data
 from torch import Tensor, nn
 
-from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 
 WIDTH = 16
@@ -93,22 +94,12 @@ def reading_model(shaped: Callable[[Tensor], Tensor]) -> Model:
     return Model([*layers, Layer("out", Pooling, init=random_init)], summed_loss)
 
 
-def assert_same_everywhere(model: Model, data: Dataset) -> None:
-    """In 1 to 4 stages, with and without recomputation."""
-    config = image_config(train={"steps": 2})
-    [(_, one)] = train_in_process(1, 1, model, config, data)
-    for g_inter in range(1, len(model.layers) + 1):
-        for every in (0, 1):
-            again = image_config(pipeline={"checkpoint_activations": every}, train={"steps": 2})
-            for _, trace in train_in_process(g_inter, 1, model, again, data, order=g_inter):
-                assert (trace.losses, trace.norms) == (one.losses, one.norms)
-                if trace.weights:
-                    assert_bitwise(trace, one)
+BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 4}, "train": {"steps": 2}}
 
 
 @pytest.mark.parametrize("shaped", FORMS.values(), ids=FORMS)
 def test_no_form_of_an_output_changes_a_bit(shaped: Callable[[Tensor], Tensor]) -> None:
-    assert_same_everywhere(reading_model(shaped), vector_data())
+    judge_everywhere(reading_model(shaped), vector_data(), BATCH)
 
 
 class Lending(ArrayDataset):
@@ -123,7 +114,7 @@ def test_samples_have_the_form_of_activations_from_the_first_call_on() -> None:
     data = vector_data()
     (inputs,), targets = data.read(np.arange(len(data)))
 
-    assert_same_everywhere(reading_model(FORMS["dense"]), Lending(inputs, targets))
+    judge_everywhere(reading_model(FORMS["dense"]), Lending(inputs, targets), BATCH)
 
 
 class ReadsBuffer(nn.Module):
@@ -172,7 +163,7 @@ def test_what_takes_in_a_view_can_be_recomputed() -> None:
     builds: list[Callable[[], nn.Module]] = [Expanding, lambda: nn.Linear(WIDTH, WIDTH), Pooling]
     layers = [Layer(f"l{n}", build, init=random_init) for n, build in enumerate(builds)]
 
-    assert_same_everywhere(Model(layers, summed_loss), vector_data())
+    judge_everywhere(Model(layers, summed_loss), vector_data(), BATCH)
 
 
 class Handing(nn.Module):
@@ -276,4 +267,4 @@ def test_what_a_layer_hands_on_is_the_same_wherever_the_model_is_cut(
         Layer("out", Gathering, init=random_init),
     ]
 
-    assert_same_everywhere(Model(layers, summed_loss), vector_data())
+    judge_everywhere(Model(layers, summed_loss), vector_data(), BATCH)

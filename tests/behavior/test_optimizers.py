@@ -1,4 +1,4 @@
-"""Every optimizer but AdamW, whose are the equivalence tests, trains a whole model like torch's."""
+"""Parameters with settings of their own; every optimizer by itself is in the table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.dense_lamb import lamb
-from support.exhaustive import each_once
 from support.oracle import Oracle, Trace, adamw, sgd
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 
@@ -15,14 +13,8 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.runtime.errors import ConfigError
 
-LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 STEPS = 6
-SGD: list[dict[str, Any]] = [{"momentum": 0.0}, {"momentum": 0.9}, {"nesterov": True}]
-PRUNING: list[dict[str, Any]] = [{}, {"at_step": 3}]
 LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
-LAMB_TOLERANCE = 1e-4
-"""fp32 steps against fp64 ones: 1e-7 each, which early steps, where the update is about the
-sign of the gradient, amplify."""
 
 
 def config_of(optimizer: dict[str, Any], **sections: Any) -> Config:
@@ -37,52 +29,6 @@ def config_of(optimizer: dict[str, Any], **sections: Any) -> Config:
 def run(g_inter: int, g_data: int, config: Config) -> list[Trace]:
     ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
     return [trace for _, trace in ranks]
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings", "pruning"), each_once(LAYOUTS, SGD, PRUNING), ids=str
-)
-def test_sgd_is_bitwise_torchs_in_every_layout(
-    layout: tuple[int, int], settings: dict[str, Any], pruning: dict[str, Any]
-) -> None:
-    g_inter, g_data = layout
-    optimizer = {"name": "sgd", "learning_rate": 0.5, **settings}
-    config = config_of(optimizer, pruning=pruning)
-    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=sgd).run(STEPS)
-    assert oracle.losses[-1] < oracle.losses[0]
-
-    for trace in run(g_inter, g_data, config):
-        assert_bitwise(trace, oracle)
-
-
-@pytest.mark.parametrize(("layout", "pruning"), each_once(LAYOUTS, PRUNING), ids=str)
-def test_lamb_follows_the_paper_in_every_layout(
-    layout: tuple[int, int], pruning: dict[str, Any]
-) -> None:
-    g_inter, g_data = layout
-    config = config_of(LAMB, pruning=pruning)
-    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, optimizer=lamb).run(STEPS)
-    assert oracle.losses[-1] < oracle.losses[0]
-
-    for trace in run(g_inter, g_data, config):
-        assert trace.losses == pytest.approx(oracle.losses, rel=LAMB_TOLERANCE)
-        assert trace.norms == pytest.approx(oracle.norms, rel=LAMB_TOLERANCE)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_lamb_on_two_stages_is_bitwise_one_stage_and_alike_on_all_replicas(precision: str) -> None:
-    config = config_of(LAMB, precision=precision)
-    [one] = run(1, 1, config)
-
-    for trace in run(2, 1, config):
-        assert_bitwise(trace, one)
-    ranks = run(2, 2, config)
-    for first, second in [(ranks[0], ranks[2]), (ranks[1], ranks[3])]:
-        assert_bitwise(second, first)
-    for name in ("embed.token.weight", "head.weight"):
-        [trace] = [t for t in ranks[:2] if name in t.weights]
-        tied = trace.weights[name]
-        assert all(torch.equal(tied, t.weights[name]) for t in ranks if name in t.weights)
 
 
 GROUPS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Masters split into bf16 weight and remainder train bitwise as fp32 masters do."""
+"""Masters split into bf16 weight and remainder; that they train as fp32 ones, the table says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.exhaustive import by_default, each_once
 from support.pruned import matrices
-from support.runs import (
-    assert_bitwise,
-    random_init,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import random_init
 from torch import nn
 
 from axsparse.config.load import load_config
@@ -26,55 +18,6 @@ from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import StateBytes
-
-
-@pytest.mark.parametrize(
-    ("layout", "at_step"), each_once([(1, 1), (2, 1), (2, 2)], [0, 3]), ids=str
-)
-def test_a_split_master_trains_bitwise_as_an_fp32_master(
-    layout: tuple[int, int], at_step: int
-) -> None:
-    usual, split = (
-        tiny_config(precision="bf16", samo={"split_master": on}, pruning={"at_step": at_step})
-        for on in (False, True)
-    )
-    data = token_data()
-    reference = train_in_process(*layout, tiny_gpt(usual), usual, data)
-
-    ranks = train_in_process(*layout, tiny_gpt(split), split, data)
-
-    for (ours, trace), (theirs, expected) in zip(ranks, reference, strict=True):
-        assert_bitwise(trace, expected)
-        for mine, other in zip(ours.parts.layers, theirs.parts.layers, strict=True):
-            for tensor in mine.state.owned:
-                masters = mine.state.master(tensor.name)
-                assert torch.equal(masters, other.state.master(tensor.name))
-                assert not torch.equal(masters, masters.bfloat16().float())
-        assert 2 * ours.state_bytes().master == theirs.state_bytes().master
-
-
-@pytest.mark.parametrize("steps", by_default([50], [50, 500]))
-def test_many_steps_of_a_small_model_keep_weights_and_masters_bitwise(steps: int) -> None:
-    usual, split = (
-        tiny_config(
-            model={"num_layers": 1, "hidden_size": 16, "sequence_length": 4},
-            batch={"global_batch_size": 2, "microbatch_size": 2},
-            precision="bf16",
-            samo={"split_master": on},
-            train={"steps": steps},
-        )
-        for on in (False, True)
-    )
-    data = token_data(length=4)
-    [(theirs, expected)] = train_in_process(1, 1, tiny_gpt(usual), usual, data)
-
-    [(ours, trace)] = train_in_process(1, 1, tiny_gpt(split), split, data)
-
-    assert_bitwise(trace, expected)
-    assert len(trace.losses) == steps
-    for mine, other in zip(ours.parts.layers, theirs.parts.layers, strict=True):
-        for tensor in mine.state.owned:
-            assert torch.equal(mine.state.master(tensor.name), other.state.master(tensor.name))
 
 
 def test_a_mask_that_changes_keeps_split_masters_exactly_and_grows_zeros() -> None:

@@ -1,4 +1,4 @@
-"""Every layout of the running number of ranks trains the same model as the oracle."""
+"""Rows of the table on the running number of ranks, judged as in one process."""
 
 from __future__ import annotations
 
@@ -6,88 +6,58 @@ import itertools
 
 import pytest
 from mpi4py import MPI
-from support.by_config import oracle_of
+from support.cases import GPT, ONE_STAGE, PRUNING, WIDE, Row, hold, reference
 from support.on_mpi import by_first_rank, on_mpi
-from support.oracle import Oracle
-from support.runs import (
-    assert_bitwise,
-    mlp,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_here,
-    train_in_process,
-    vector_data,
-)
+from support.runs import train_here
 
 from axsparse.runtime.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
-GRIDS = [Grid(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
-METHODS = list(
-    zip(("rigl", "snip", "early-bird", "iterative"), itertools.cycle(GRIDS), strict=False)
-)
-"""Each method has one layout here; `tests/pruning/methods` has every method in every layout."""
+LAYOUTS = [(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
+METHODS = ("rigl", "snip", "early-bird", "iterative")
+"""Each has one layout here; in one process, every method has every layout."""
+ROWS = [
+    *(
+        Row(layout, {"model": {"tie_embeddings": tied}})
+        for layout, tied in itertools.product(LAYOUTS, [True, False])
+    ),
+    *(
+        Row(
+            layout,
+            {
+                "pruning": PRUNING[method],
+                "schedule": {"warmup_steps": 1},
+                "train": {"steps": 9},
+            },
+        )
+        for method, layout in zip(METHODS, itertools.cycle(LAYOUTS), strict=False)
+    ),
+    *(
+        Row(layout, {"samo": {"shard_optimizer": shard}}, subject=WIDE)
+        for layout, shard in itertools.product(LAYOUTS, [False, True])
+    ),
+    # Masks by samples that travelled.
+    Row(
+        (SIZE, 1),
+        {
+            "pruning": {"method": "wanda", "sparsity": 0.6, "calibration_samples": 5},
+            "train": {"steps": 2},
+        },
+        judge=ONE_STAGE,
+    ),
+]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_gpt_is_bitwise_the_oracle_that_adds_in_its_order(grid: Grid, tied: bool) -> None:
-    config = tiny_config(model={"tie_embeddings": tied})
-    data = token_data()
-    oracle = Oracle(tiny_gpt(config), config, data, grid.g_data)
-    reference = by_first_rank(lambda: oracle.run(8))
-
-    with on_mpi() as transport:
-        _, trace = train_here(transport, grid, tiny_gpt(config), config, data)
-
-    assert_bitwise(trace, reference)
-
-
-@pytest.mark.parametrize(("method", "grid"), METHODS, ids=str)
-def test_masks_over_time_are_bitwise_the_oracles(method: str, grid: Grid) -> None:
-    config = tiny_config(
-        pruning={"method": method, "interval": 1, "until_step": 8, "threshold": 0.4},
-        schedule={"warmup_steps": 1},
-        train={"steps": 9},
-    )
-    reference = by_first_rank(lambda: oracle_of(config, grid.g_data).run(9))
-
-    with on_mpi() as transport:
-        _, trace = train_here(transport, grid, tiny_gpt(config), config, token_data())
-
-    assert_bitwise(trace, reference)
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.g_inter}x{grid.g_data}")
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
-def test_a_model_of_ones_own_is_bitwise_the_oracle_too(grid: Grid, shard: bool) -> None:
-    # Wide enough that shares of sharded state split a tensor.
-    config = tiny_config(
-        pruning={"sparsity": 0.4},
-        optimizer={"learning_rate": 1e-3},
-        samo={"shard_optimizer": shard},
-        train={"steps": 3},
-    )
-    model, data = mlp(width=510), vector_data(width=510)
-    reference = by_first_rank(lambda: Oracle(model, config, data, grid.g_data).run(3))
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_run_on_mpi_is_what_its_judge_says(row: Row) -> None:
+    references = by_first_rank(lambda: reference(row))
+    config, subject = row.config(), row.subject
 
     with on_mpi() as transport:
-        _, trace = train_here(transport, grid, model, config, data)
+        rank = transport.rank
+        _, trace = train_here(
+            transport, Grid(*row.layout), subject.model(config), config, subject.data()
+        )
 
-    assert_bitwise(trace, reference)
-
-
-def test_masks_by_samples_that_travelled_are_those_of_one_process() -> None:
-    config = tiny_config(
-        pruning={"method": "wanda", "sparsity": 0.6, "calibration_samples": 5},
-        train={"steps": 2},
-    )
-    reference = by_first_rank(
-        lambda: train_in_process(1, 1, tiny_gpt(config), config, token_data())[0][1]
-    )
-
-    with on_mpi() as transport:
-        _, trace = train_here(transport, Grid(SIZE, 1), tiny_gpt(config), config, token_data())
-
-    assert_bitwise(trace, reference)
+    hold(row, rank, trace, references)
+    assert subject is not GPT or trace.weights

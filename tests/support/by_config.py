@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from support.dense_lamb import lamb
 from support.methods import MethodOracle
 from support.moving import MovingOracle, Plan
-from support.oracle import Oracle
+from support.oracle import Oracle, adamw, sgd
 from support.runs import tiny_gpt, token_data
 
 from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.models.layer import Model
 from axsparse.pruning.methods.regrowth import drop_fraction
 
 
@@ -24,11 +27,18 @@ class Annealed(MovingOracle):
         super()._move(name, step)
 
 
-def oracle_of(config: Config, g_data: int) -> Oracle:
-    """A GPT on random tokens, as the settings say; not run yet."""
+def oracle_of(
+    config: Config, g_data: int, model: Model | None = None, data: Dataset | None = None
+) -> Oracle:
+    """As the settings say, not run yet; without a model it is a GPT on random tokens."""
     pruning = config.pruning
+    given = (model or tiny_gpt(config), config, data or token_data(), g_data)
+    optimizer = {"adamw": adamw, "sgd": sgd, "lamb": lamb}[config.optimizer.name]
+    at_once = pruning.method in ("magnitude", "random") and pruning.rewind_step in ("auto", "never")
+    if not config.samo.enabled or (at_once and pruning.distribution == "uniform"):
+        return Oracle(*given, optimizer)
     if pruning.method not in ("set", "rigl"):
-        return MethodOracle(tiny_gpt(config), config, token_data(), g_data)
+        return MethodOracle(*given, optimizer)
     assert pruning.until_step != "auto"
     at_random = config.model_copy(
         update={"pruning": pruning.model_copy(update={"method": "random"})}
@@ -37,4 +47,4 @@ def oracle_of(config: Config, g_data: int) -> Oracle:
         by="gradient" if pruning.method == "rigl" else "chance",
         at=range(pruning.interval - 1, pruning.until_step - 1, pruning.interval),
     )
-    return Annealed(tiny_gpt(config), at_random, token_data(), g_data, plan=plan)
+    return Annealed(given[0], at_random, *given[2:], plan=plan)

@@ -35,11 +35,7 @@ class MethodOracle(Oracle):
             elif self.drawn_at is None:
                 self._look(step)
             self._step(step)
-        for name in self.owned:
-            parameter = self.parameters[name]
-            self.trace.weights[name] = parameter.detach().clone()
-            self.trace.moments[name] = {n: v.clone() for n, v in self._moments(parameter).items()}
-        return self.trace
+        return self._final_state()
 
     def prunes(self) -> list[str]:
         """Weights that are pruned, in model order, a tied one once."""

@@ -37,6 +37,12 @@ class Trace:
     """Dense, zero where pruned."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """Kept entries only; of runs, not of the oracle."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """Positions of kept entries; the oracle has those of pruned tensors."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Of this rank's stage; the oracle's if there is one replica."""
+    evaluation: object = None
+    """The last one, of runs that evaluate."""
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -91,6 +97,7 @@ class Oracle:
         self.config, self.data, self.g_data = config, data, g_data
         self.loss = model.loss
         self.ties = {tie.second: tie.first for tie in model.ties}
+        self.names = [layer.name for layer in model.layers]
         self.modules: list[nn.Module] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}
@@ -145,11 +152,20 @@ class Oracle:
             if self.config.samo.enabled and step == self.config.pruning.at_step:
                 self.prune()
             self._step(step)
+        return self._final_state()
+
+    def _final_state(self) -> Trace:
         for name in self.owned:
             parameter = self.parameters[name]
             self.trace.weights[name] = parameter.detach().clone()
             moments = self._moments(parameter)
             self.trace.moments[name] = {moment: v.clone() for moment, v in moments.items()}
+        for name, mask in self.masks.items():
+            self.trace.kept[name] = mask.view(-1).nonzero().view(-1)
+        if self.g_data == 1:  # Replicas have buffers of their own.
+            for name, module in zip(self.names, self.modules, strict=True):
+                for local, buffer in module.named_buffers():
+                    self.trace.buffers[f"{name}.{local}"] = buffer.clone()
         return self.trace
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -53,10 +53,10 @@ class Masking(Protocol):
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
        `choose_masking` returns None unless the method moves masks later.
-    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py`. Add it to the
-       `METHODS` of `tests/pruning/methods/test_methods.py`, which compares every layout bitwise
-       with the oracle, and of `tests/behavior/test_resume.py`, which compares a run bitwise with
-       one that stopped and resumed.
+    4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py`. Add it to
+       `PRUNING` in `tests/support/cases.py`, whose rows compare every layout bitwise with the
+       oracle, and to the `METHODS` of `tests/behavior/test_resume.py`, which compares a run bitwise
+       with one that stopped and resumed.
     5. Add it to the table in `docs/howto/prune.md`.
     """
 

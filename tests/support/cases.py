@@ -1,0 +1,282 @@
+"""The table of equivalences: what is trained, on which layout, and what it must be equal to.
+
+A row names settings, a layout, and a judge. Three judges know what a run must be:
+
+- `TORCH`: the dense masked oracle in plain torch, which adds in the order of the replicas;
+- `ONE_STAGE`: the same replicas with one stage each, without the row's free settings;
+- `SAME_LAYOUT`: the same layout without the row's free settings.
+
+Free settings say how a model is trained, not what comes out: none of them may change a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+import pytest
+import torch
+from support.by_config import oracle_of
+from support.oracle import Trace
+from support.runs import (
+    assert_bitwise,
+    assert_same_steps,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset
+from axsparse.models.layer import Model
+from axsparse.training.trainer import Trainer
+
+Layout = tuple[int, int]
+Settings = Mapping[str, Any]
+Judge = Literal["torch", "one stage", "same layout"]
+Ranks = Sequence[tuple[Trainer, Trace]]
+TORCH: Judge = "torch"
+ONE_STAGE: Judge = "one stage"
+SAME_LAYOUT: Judge = "same layout"
+
+SCHEDULES = ("message-driven", "1f1b", "gpipe")
+PREFERENCES = ("alternate", "backward", "forward")
+INDICES = ("int32", "mask", "auto")
+
+PRUNING: dict[str, dict[str, Any]] = {
+    "magnitude": {"method": "magnitude"},
+    "magnitude later": {"method": "magnitude", "at_step": 3},
+    "magnitude, rewound": {"method": "magnitude", "at_step": 3, "rewind_step": 0},
+    "magnitude, rewound to step 2": {"method": "magnitude", "at_step": 4, "rewind_step": 2},
+    "random": {"method": "random", "at_step": 2},
+    "snip": {"method": "snip"},
+    "snip later": {"method": "snip", "at_step": 2},
+    "gradual": {"method": "gradual", "at_step": 1, "interval": 2, "until_step": 7},
+    "iterative": {"method": "iterative", "interval": 2, "until_step": 6},
+    "iterative to step 1": {
+        **{"method": "iterative", "at_step": 1, "interval": 2, "until_step": 6},
+        "rewind_step": 1,
+    },
+    "early-bird": {"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
+    "early-bird by hamming, rewound": {
+        **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.2},
+        **{"metric": "hamming", "rewind_step": 0},
+    },
+    "set": {"method": "set", "interval": 3, "until_step": 8, "drop_fraction": 0.4},
+    "rigl": {"method": "rigl", "interval": 3, "until_step": 8, "drop_fraction": 0.4},
+}
+"""Every pruning method, in runs of ten steps that change their masks."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its data."""
+
+    name: str
+    model: Callable[[Config], Model]
+    data: Callable[[], Dataset]
+    validation: Callable[[], Dataset] | None = None
+    settings: Settings = field(default_factory=dict, hash=False, compare=False)
+    """What differs from the defaults of `tiny_config` for all rows with this model."""
+
+
+GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
+MLP = Subject("mlp", lambda config: mlp(), vector_data)
+INFINITE = Subject("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
+"""One of the samples overflows every step that it is in."""
+WIDE = Subject(
+    "wide mlp",
+    lambda config: mlp(3, 510),
+    lambda: vector_data(24, 510),
+    settings={
+        "pruning": {"sparsity": 0.4},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"steps": 3},
+    },
+)
+"""Wide enough that shares of sharded state split a tensor."""
+WIDE_INFINITE = replace(WIDE, name="wide, infinite", data=lambda: vector_data(24, 510, infinite=3))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run and its judge."""
+
+    layout: Layout
+    settings: Settings = field(default_factory=dict)
+    free: Settings = field(default_factory=dict)
+    judge: Judge = TORCH
+    subject: Subject = GPT
+    order: int | None = None
+    """Which arrival order of messages is drawn."""
+    tolerance: tuple[float, float] | None = None
+    """Relative, of losses and of norms. None asks for equal bits of all state."""
+    plain: Subject | None = None
+    """What the judge trains, if it is another way to write the same model."""
+    is_usual: bool = True
+    """Whether `make test` runs the row; `make test-all` runs all."""
+
+    def config(self) -> Config:
+        return tiny_config(**merged(self.subject.settings, self.settings, self.free))
+
+    def judged_by(self) -> Config:
+        """The configuration of the run that it must be equal to."""
+        return tiny_config(**merged(self.subject.settings, self.settings))
+
+    def __str__(self) -> str:
+        g_inter, g_data = self.layout
+        said = " ".join(_words(section) for section in (self.settings, self.free) if section)
+        drawn = "" if self.order is None else f" order {self.order}"
+        return f"{self.subject.name} {g_inter}x{g_data} {said}{drawn} = {self.judge}"
+
+
+def _words(sections: Settings) -> str:
+    return ",".join(
+        f"{key}={value}"
+        for name, section in sections.items()
+        for key, value in (section.items() if isinstance(section, dict) else [(name, section)])
+    )
+
+
+def merged(*settings: Settings) -> dict[str, Any]:
+    """Sections of configurations, key by key; the last of several values counts."""
+    result: dict[str, Any] = {}
+    for sections in settings:
+        for name, value in sections.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = {**result[name], **value} if both else value
+    return result
+
+
+Axis = TypeVar("Axis")
+
+
+def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any) -> list[Row]:
+    """Rows of every layout with every combination of settings, of which `make test` has each once.
+
+    The n-th usual row takes the n-th value of every axis; shorter axes begin again.
+    """
+    usual = [
+        tuple(n % len(axis) for axis in (layouts, *axes))
+        for n in range(max(map(len, (layouts, *axes))))
+    ]
+    base = others.pop("settings", {})
+    return [
+        Row(
+            layouts[at[0]],
+            merged(base, *(axis[n] for axis, n in zip(axes, at[1:], strict=True))),
+            is_usual=at in usual,
+            **others,
+        )
+        for at in itertools.product(*(range(len(axis)) for axis in (layouts, *axes)))
+    ]
+
+
+def freed(layouts: Sequence[Layout], free: Sequence[Settings], **others: Any) -> list[Row]:
+    """Rows of every layout with every one of some free settings, likewise."""
+    rows = crossed(layouts, free)
+    return [Row(row.layout, free=row.settings, is_usual=row.is_usual, **others) for row in rows]
+
+
+def parameters(rows: Iterable[Row]) -> list[Any]:
+    """The rows for `pytest.mark.parametrize`, those with the same judge one after the other."""
+    ordered = sorted(rows, key=lambda row: (row.subject.name, row.judge, str(row.settings)))
+    return [
+        pytest.param(row, id=str(row), marks=() if row.is_usual else pytest.mark.exhaustive)
+        for row in ordered
+    ]
+
+
+def trained(row: Row, **others: Any) -> Ranks:
+    """The row's run, on ranks in this process."""
+    return _train(row.subject, row.layout, row.config(), order=row.order, **others)
+
+
+def judge(row: Row, **others: Any) -> Ranks:
+    """Train a row in this process and hold every rank against its judge; returns the ranks."""
+    ranks = trained(row, **others)
+    references = reference(row)
+    for rank, (_, trace) in enumerate(ranks):
+        hold(row, rank, trace, references)
+        for name, weight in ranks[rank % row.layout[0]][1].weights.items():
+            assert torch.equal(trace.weights[name], weight), f"replicas differ in {name}"
+    return ranks
+
+
+def reference(row: Row) -> list[Trace]:
+    """What the row's run must be equal to: one trace for all, one a replica, or one a rank."""
+    config = row.judged_by()
+    layout = row.layout if row.judge == SAME_LAYOUT else (1, row.layout[1])
+    return _reference(row.plain or row.subject, row.judge, layout, config.model_dump_json())
+
+
+def hold(row: Row, rank: int, ours: Trace, references: Sequence[Trace]) -> None:
+    """Compare one rank with what the judge says."""
+    if row.judge == SAME_LAYOUT:
+        expected = references[rank]
+    elif row.judge == ONE_STAGE:
+        expected = references[rank // row.layout[0]]
+    else:
+        [expected] = references
+    if row.tolerance is None:
+        # A stage may have nothing to train.
+        (assert_bitwise if ours.weights else assert_same_steps)(ours, expected)
+        return
+    assert ours.finite == expected.finite
+    losses, norms = row.tolerance
+    assert ours.losses == pytest.approx(expected.losses, rel=losses)
+    assert ours.norms == pytest.approx(expected.norms, rel=norms)
+
+
+def judge_everywhere(
+    model: Model,
+    data: Dataset,
+    settings: Settings,
+    *,
+    plain: Model | None = None,
+    recomputed: Sequence[int] = (0, 1),
+) -> list[Trace]:
+    """Train in one to four stages, with and without recomputation, and compare each with one stage.
+
+    With `plain`, which is the same model in other words, all are compared with plain torch. Returns
+    the traces of the last run's ranks.
+    """
+    subject = Subject("own", lambda _: model, lambda: data)
+    other = None if plain is None else Subject("plain", lambda _: plain, lambda: data)
+    rows = [
+        Row(
+            (stages, 1),
+            settings,
+            {"pipeline": {"checkpoint_activations": every}},
+            TORCH if plain else ONE_STAGE,
+            subject,
+            order=stages,
+            plain=other,
+        )
+        for stages in range(1, min(4, len(model.layers)) + 1)
+        for every in recomputed
+    ]
+    ranks = [judge(row) for row in rows]
+    return [trace for _, trace in ranks[-1]]
+
+
+@lru_cache(maxsize=12)
+def _reference(subject: Subject, by: Judge, layout: Layout, config_text: str) -> list[Trace]:
+    config = Config.model_validate(json.loads(config_text))
+    if by == TORCH:
+        oracle = oracle_of(config, layout[1], subject.model(config), subject.data())
+        return [oracle.run(config.train.steps)]
+    return [trace for _, trace in _train(subject, layout, config)]
+
+
+def _train(subject: Subject, layout: Layout, config: Config, **others: Any) -> Ranks:
+    if config.train.eval_steps:
+        others["validation"] = (subject.validation or subject.data)()
+    return train_in_process(*layout, subject.model(config), config, subject.data(), **others)
