@@ -108,8 +108,9 @@ def product_forward(module: nn.Module, products: Products) -> Forward:
     Inputs whose product or whose derivatives torch computes in another way than by one product of
     matrices (a wrapped tensor, autocast, functorch, forward mode) have the forward of the class.
     """
-    call = _call_linear if isinstance(module, nn.Linear) else _call_convolution
-    return partial(call, module, products)
+    if isinstance(module, nn.Linear):
+        return partial(_call_linear, module, products)
+    return partial(_call_convolution, module, products)
 
 
 def _is_convolution(kind: type[nn.Module]) -> bool:
@@ -163,7 +164,8 @@ def _gradients(
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):
         return list(compute(*saved))
-    return ctx.products.take(ctx.weights, saved, compute)
+    products: Products = ctx.products
+    return products.take(ctx.weights, saved, compute)
 
 
 # -- linear -----------------------------------------------------------------------------

@@ -102,7 +102,6 @@ class Survey:
     loss_logits: Callable[[int], int] | None = None
     """`Model.loss_logits`."""
 
-
     @property
     def num_params(self) -> int:
         """Number of parameters before pruning; a tied weight counts once."""

@@ -42,6 +42,7 @@ class SleepingBackoff:
     def reset(self) -> None:
         self._in_a_row = 0
 
+
 @dataclass(frozen=True)
 class CoreShare:
     """What one process may use of its machine."""

@@ -239,19 +239,19 @@ def replaced_forward() -> nn.Module:
 
 def mapped(module: Uses, x: Tensor) -> Tensor:
     by_row: Callable[[Tensor], Tensor] = torch.func.vmap(module.inner)
-    return by_row(x)
+    return torch.as_tensor(by_row(x))
 
 
 def dual(module: Uses, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         y = module.inner(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
         tangent = forward_ad.unpack_dual(y).tangent
-    return torch.as_tensor(module.inner(x)) + tangent.detach()
+    return torch.as_tensor(module.inner(x) + tangent.detach())
 
 
 def jacobian(module: Uses, x: Tensor) -> Tensor:
     (row,) = torch.func.vjp(lambda y: module.inner(y).sum(), x.detach())[1](torch.tensor(1.0))
-    return torch.as_tensor(module.inner(x)) + row.detach()
+    return torch.as_tensor(module.inner(x) + row.detach())
 
 
 def copied(module: Uses, x: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def copied(module: Uses, x: Tensor) -> Tensor:
     assert other.weight is not module.inner.weight
     with torch.no_grad():
         other.weight.mul_(2)
-    return torch.as_tensor(module.inner(x)) + other(x).detach()
+    return torch.as_tensor(module.inner(x) + other(x).detach())
 
 
 def later(way: Callable[[Uses, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -469,8 +469,8 @@ def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool
     played = []
     for is_split in (False, True):
         torch.manual_seed(4)
-        given = {"is_split": is_split, "is_sparse": True, "is_recomputed": is_recomputed}
-        played.append(Played(make(), shape, **given).play())
+        one = Played(make(), shape, is_split=is_split, is_sparse=True, is_recomputed=is_recomputed)
+        played.append(one.play())
     unsplit, split = played
 
     assert_trained_alike(split, unsplit)
