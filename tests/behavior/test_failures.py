@@ -207,6 +207,7 @@ def break_down(tmp_path: Path, grid: str, ranks: int, fault: str) -> tuple[Finis
 
 
 @pytest.mark.fault(16)
+@pytest.mark.launcher
 def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "2x2", 4, "raise")
 
@@ -270,6 +271,7 @@ def test_ranks_that_all_build_nothing_end_well() -> None:
 
 
 @pytest.mark.fault(18)
+@pytest.mark.launcher
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "1x3", 3, "kill")
 

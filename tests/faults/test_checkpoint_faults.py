@@ -62,6 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(1, 2, 4, 18)
+@pytest.mark.launcher
 def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, whole: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / CHECKPOINTS
 
@@ -153,6 +154,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
 
 
 @pytest.mark.fault(20)
+@pytest.mark.launcher
 def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
     stopped: tuple[Path, Finished], whole: Path
 ) -> None:

@@ -214,6 +214,7 @@ def test_data_that_were_prepared_anew_since_are_refused(here: Path) -> None:
 
 
 @pytest.mark.fault(13)
+@pytest.mark.launcher
 def test_ranks_that_do_not_find_each_other_are_refused_once(here: Path) -> None:
     done = run_mpirun(2, ["-c", WORLDS_OF_ONE, *COMMAND, "auto"], cwd=here)
 

@@ -18,6 +18,7 @@ def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:
 
 
 @pytest.mark.fault(17)
+@pytest.mark.launcher
 @pytest.mark.parametrize(
     ("grid", "fault", "rank", "where", "what"),
     [

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -88,6 +88,8 @@ class Subject:
 
 
 GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
+COARSE = replace(GPT, name="gpt in pairs", settings={"batch": {"microbatch_size": 2}})
+"""Half as many microbatches: for rows whose fact does not depend on how many there are."""
 MLP = Subject("mlp", lambda config: mlp(), vector_data)
 INFINITE = Subject("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
 """One of the samples overflows every step that it is in."""
@@ -155,7 +157,19 @@ def merged(*settings: Settings) -> dict[str, Any]:
     return result
 
 
-Axis = TypeVar("Axis")
+def steps(number: int, **sections: Any) -> Settings:
+    """A number of steps, and other sections."""
+    return {"train": {"steps": number}, **sections}
+
+
+def batch(size: int, microbatch: int) -> Settings:
+    """A global batch, and the size of its microbatches."""
+    return {"batch": {"global_batch_size": size, "microbatch_size": microbatch}}
+
+
+def axis(section: str, key: str, *values: Any) -> list[Settings]:
+    """One setting with each of some values, for `crossed`."""
+    return [{section: {key: value}} for value in values]
 
 
 def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any) -> list[Row]:

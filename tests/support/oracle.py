@@ -222,10 +222,9 @@ class Oracle:
 
     def _finish_step(self, step: int, loss: float, gradients: dict[str, Tensor]) -> None:
         config = self.config
-        squares = [
-            float(v) ** 2 for g in gradients.values() for v in g.reshape(-1).double().tolist()
-        ]
-        finite = all(math.isfinite(s) for s in squares) and math.isfinite(loss)
+        # Squares of fp32 numbers are exact in fp64, and fsum rounds their sum once.
+        squares = [v for g in gradients.values() for v in g.double().square().flatten().tolist()]
+        finite = math.isfinite(loss) and math.isfinite(sum(squares))
         norm = torch.tensor(math.sqrt(math.fsum(squares)) if finite else math.nan).float()
         self.trace.losses.append(loss)
         self.trace.norms.append(norm.item())

@@ -14,8 +14,8 @@ Adding an optimizer:
      `optimizer_of` if it is made from settings.
   4. Write `tests/samo/optim/test_<name>.py`, which holds kept entries against a dense masked run,
      write the dense rule into `tests/support/oracle.py` (LAMB's is `tests/support/dense_lamb.py`)
-     and rows of it into `tests/behavior/test_equivalence.py`, and add the name to the lists in
-     `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
+     and rows of it into `tests/behavior/test_state_equivalence.py`, and add the name to the lists
+     in `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
   5. A kernel for GPUs is optional (`kernel`). Its source goes into `samo/cuda/source/step.cuh` and
      `samo/cuda/step_kernel.py`, its reference into `tests/support/kernel_reference.py`, and
      `tests/samo/cuda/test_kernels_emulated.py` must pass. So are loops for CPUs (`loop`), in
