@@ -111,7 +111,7 @@ def test_a_build_leaves_no_holes_between_what_stays() -> None:
         ("magnitude", "int32", "whole"),
         pytest.param("random", "mask", "whole", marks=pytest.mark.exhaustive),
         pytest.param("magnitude", "mask", "split", marks=pytest.mark.exhaustive),
-        ("random", "mask", "split"),
+        pytest.param("random", "mask", "split", marks=pytest.mark.exhaustive),
     ],
 )
 def test_building_peaks_at_most_the_largest_parameter_in_fp32_above_what_it_leaves(

@@ -37,6 +37,7 @@ def test_fused_layers_train_as_others_do() -> None:
     assert all(call._run != call._call for call in calls)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
 def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(

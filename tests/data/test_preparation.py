@@ -256,7 +256,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             [b"x"],
             {"tokenizer": Path("missing")},
             MissingInputError,
-            r"--tokenizer: missing cannot be read \(No such file or directory\); name a tokenizer",
+            r"--tokenizer: missing cannot be read \(No such file or directory\); name a tokenizer\.json",
         ),
     ],
 )

@@ -7,12 +7,16 @@ from fractions import Fraction
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.model_config import GptConfig
+from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, kept_entries, match
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -179,6 +183,17 @@ def test_a_tensor_with_its_own_sparsity_leaves_that_of_the_others_alone(
 
     assert kept == {**kept_counts(others, 0.9, distribution=distribution), "b": 150}
     assert list(kept) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("entry", ["block0.*", "=0.5", "block0.*=1", "block0.*=half"])
+def test_an_entry_that_names_no_tensors_or_no_sparsity_is_refused(entry: str) -> None:
+    config = tiny_config(pruning={"layers": [entry]})
+    with pytest.raises(
+        ConfigError,
+        match="is not pattern=sparsity with a sparsity from 0 to below 1; write it like "
+        r"block0\.\*=0\.5",
+    ):
+        find_targets(survey(tiny_gpt(config), torch.float32), config.pruning)
 
 
 @distributions

@@ -132,15 +132,17 @@ def test_a_ticket_is_taken_for_its_own_model_only(tmp_path: Path) -> None:
     [
         (
             {**PARAMETERS, "head.weight": (8, 4), "block0.fc.bias": (6,)},
-            ", in which block0.fc.bias has shape (5,) and not (6,)",  # nothing is pruned there
+            # Nothing is pruned there.
+            ": drawn from another model, in which block0.fc.bias has shape (5,) and not (6,); make",
         ),
         (
             {"front.weight": (3, 2), **PARAMETERS, "head.bias": (7,), "embed.weight": (8, 4)},
-            ", which has no parameter front.weight (3, 2)",
+            ": drawn from another model, which has no parameter front.weight (3, 2); make",
         ),
         (
             {name: shape for name, shape in PARAMETERS.items() if name.startswith(("e", "block0"))},
-            ", which has a parameter block1.fc.weight (4, 4) that this one lacks",
+            ": drawn from another model, which has a parameter block1.fc.weight (4, 4) that this one "
+            "lacks; make",
         ),
     ],
 )
@@ -153,8 +155,7 @@ def test_the_first_parameter_that_differs_is_named(
         ticket.check(changed)
 
     assert str(told.value) == (
-        f"{ticket.path}: drawn from another model{words}; make the model's settings those, or draw "
-        "a ticket from this model"
+        f"{ticket.path}{words} the model's settings those, or draw a ticket from this model"
     )
 
 
