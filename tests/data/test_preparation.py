@@ -256,7 +256,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             [b"x"],
             {"tokenizer": Path("missing")},
             MissingInputError,
-            r"--tokenizer: missing cannot be read \(No such file or directory\); name a tokenizer\.json",
+            r"--tokenizer: missing cannot be read \(No such file or directory\); "
+            r"name a tokenizer\.json",
         ),
     ],
 )

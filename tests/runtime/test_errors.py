@@ -79,7 +79,8 @@ def fragments(parts: tuple[str, ...]) -> set[str]:
 
 
 def named_in_tests() -> list[str]:
-    """Every text and string of the tests, patterns as the text they match, values of f-strings as "…"."""
+    """Every text and string of the tests, patterns as the text they match, and values of f-strings
+    as "…"."""
     found = [path.read_text(encoding="utf-8") for path in TESTS.rglob("*.txt")]
     for path in sorted(TESTS.rglob("*.py")):
         if path == Path(__file__):

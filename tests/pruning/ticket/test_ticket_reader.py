@@ -141,8 +141,8 @@ def test_a_ticket_is_taken_for_its_own_model_only(tmp_path: Path) -> None:
         ),
         (
             {name: shape for name, shape in PARAMETERS.items() if name.startswith(("e", "block0"))},
-            ": drawn from another model, which has a parameter block1.fc.weight (4, 4) that this one "
-            "lacks; make",
+            ": drawn from another model, which has a parameter block1.fc.weight (4, 4) that this "
+            "one lacks; make",
         ),
     ],
 )
