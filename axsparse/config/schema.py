@@ -398,17 +398,6 @@ class ScheduleConfig(Section):
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """step: what each fall multiplies the learning rate by."""
 
-    @model_validator(mode="after")
-    def _warms_up_before_the_decay_ends(self) -> ScheduleConfig:
-        # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
-        if self.decay_steps != "auto" and self.warmup_steps > self.decay_steps:
-            raise BrokenRule(
-                "warmup_steps",
-                f"{self.warmup_steps} is above schedule.decay_steps {self.decay_steps}; "
-                f"choose at most {self.decay_steps}",
-            )
-        return self
-
 
 class TrainConfig(Section):
     """How long the run is and what it reports."""

@@ -30,9 +30,24 @@ def check_config(loaded: LoadedConfig) -> None:
             f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
             "half of fp32 masters; choose precision bf16, or false"
         )
+    _check_warm_up(loaded)
     _check_checkpoints(loaded)
     if config.layout.g_inter != "auto":
         _check_split_length(loaded, config.layout.g_inter)
+
+
+def _check_warm_up(loaded: LoadedConfig) -> None:
+    """ConfigError for a warm-up that ends after the decay.
+
+    Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up. What such
+    a run has recorded has to be readable, so this is no rule of the section.
+    """
+    schedule = loaded.config.schedule
+    if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
+        raise ConfigError(
+            f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
+            f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
+        )
 
 
 def _check_checkpoints(loaded: LoadedConfig) -> None:

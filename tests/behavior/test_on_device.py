@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import pretend_gpu
@@ -45,6 +46,7 @@ from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_link import LocalLink
 from axsparse.samo.backend import Backend
+from axsparse.samo.optim import adamw
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.placement import Placement
@@ -82,6 +84,16 @@ def same_attention() -> Iterator[None]:
     """What a device that torch does not know computes attention by."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+@pytest.fixture(autouse=True)
+def device_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU rounds square roots, and the pretended one takes those of torch on this CPU."""
+
+    def rounded(values: Tensor) -> Tensor:
+        return torch.from_numpy(np.sqrt(values.cpu().numpy())).to(values.device)
+
+    monkeypatch.setattr(adamw, "rounded_root", rounded)
 
 
 @pytest.fixture(scope="module")

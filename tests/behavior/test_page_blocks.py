@@ -24,15 +24,22 @@ from axsparse.config.load import load_config
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "README.md": 2,
+    "docs/howto/check.md": 1,
     "docs/howto/clusters.md": 1,
     "docs/howto/faults.md": 1,
     "docs/howto/gpu.md": 3,
-    "docs/howto/look-at-a-run.md": 1,
     "docs/howto/plan.md": 1,
     "docs/reference/benchmarks.md": 1,
 }
 """How many blocks of a page are not run; the page says why before each. More are not added."""
-REASONS = ("needs a GPU", "needs several hosts", "needs NVIDIA's", "installs", "runs the tests")
+REASONS = (
+    "needs a GPU",
+    "needs several hosts",
+    "needs NVIDIA's",
+    "installs",
+    "runs the tests",
+    "needs a checkout",
+)
 PAGE_SECONDS = 900.0
 """Far beyond what any page takes."""
 SMALL = """\

@@ -102,7 +102,7 @@ def test_the_screen_says_what_was_done(tmp_path: Path) -> None:
     said = prepare(tmp_path, "--validation-fraction", "0")
 
     lines = said.stdout.splitlines()
-    assert lines[0] == "30 files, 12.2 kB · bytes · 1 worker → words"
+    assert lines[0] == "30 files, 12.2 kB · bytes → words"
     assert lines[1] == "train: 30 documents, 12.3k tokens"
     assert lines[2] == "train begins with 24 tokens: '0 The cat sat on the mat'"
     assert lines[3].startswith("12.2 kB in 00:0")

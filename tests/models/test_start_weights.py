@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from support.images import (
     CLASSES,
     assert_equal_tensors,
@@ -474,9 +475,7 @@ def test_new_tensors_are_named_where_a_configuration_starts(
 
 
 def test_without_weights_all_is_new() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model.new \(configure\): \['head.\*'\], but no weights"
-    ):
+    with pytest.raises(ValidationError, match=r"new: \['head.\*'\], but no weights are loaded"):
         tiny_config(model={"new": ("head.*",)})
 
 
