@@ -31,8 +31,8 @@ def _state_bytes() -> Iterator[str]:
         "dense, as usual": (2.0, 0.0, 6.0, 4.0, 8.0),
         "SAMO, as published": (2.0, 0.4, 0.6, 0.4, 0.8 + 0.2),
         "axsparse": _stored(StateFormat(half=True, gradient_bytes=2, moments=2, index="auto")),
-        "… mask, split master": _stored(
-            StateFormat(half=True, gradient_bytes=2, moments=2, index="mask", split_master=True)
+        "… split master": _stored(
+            StateFormat(half=True, gradient_bytes=2, moments=2, index="auto", split_master=True)
         ),
     }
     names = ("weight", "index", "gradient", "master", "optimizer")

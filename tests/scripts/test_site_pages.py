@@ -56,7 +56,7 @@ def test_pictures_are_drawn_of_the_schedules_and_the_formulas(site: Any) -> None
     steps = [float(x) for x in re.findall(r"</strong>: ([\d.]+) times", schedules)]
     assert len(steps) == 3 and steps[2] < steps[1] < steps[0]
     assert schedules.count(">F7<") >= 8
-    assert ">3.60 bytes<" in site.pictures.draw("state-bytes")
+    assert ">3.53 bytes<" in site.pictures.draw("state-bytes")
 
 
 def test_screenshots_are_small_and_told_in_words_and_the_script_makes_them_all() -> None:
