@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 from support.cases import GPT, ONE_STAGE, PRUNING, WIDE, Row, hold, reference
 from support.on_mpi import by_first_rank, on_mpi
-from support.runs import train_here
+from support.runs import tiny_config, train_here
 
 from axsparse.runtime.grid import Grid
 
@@ -35,6 +35,7 @@ ROWS = [
     *(
         Row(layout, {"samo": {"shard_optimizer": shard}}, subject=WIDE)
         for layout, shard in itertools.product(LAYOUTS, [False, True])
+        if layout[0] <= len(WIDE.model(tiny_config()).layers)
     ),
     # Masks by samples that travelled.
     Row(

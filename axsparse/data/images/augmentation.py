@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def render(view: View) -> bytes:
     """
     from PIL import Image
 
-    with Image.open(view.path) as file:
-        image = file.convert("RGB")
+    # Opened here, since Pillow forgets to close a file that it cannot seek in, such as a pipe.
+    with Path(view.path).open("rb") as file, Image.open(file) as opened:
+        image = opened.convert("RGB")
     if view.key is None:
         return _middle(image, view.size).tobytes()
     numbers = uniforms(NUMBERS, *view.key)
