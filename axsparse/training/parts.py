@@ -10,7 +10,7 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
+from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
@@ -116,8 +116,7 @@ def assemble(
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
     column = place.grid.column(place.stage)
-    planned = replica_exchanges(state.layers, run.dtype)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
@@ -268,6 +267,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
         found.append(StageTie(uses, pairs.get(stages)))
     return found

@@ -28,6 +28,9 @@ that of a daemon of an mpirun."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable with the number of queues between host and GPU. Work that shares a
 queue runs in order, and a receive that spins could be in front of the send that it waits for."""
+CONNECT_AT_ONCE = "NCCL_RUNTIME_CONNECT"
+"""The environment variable by which NCCL from 2.22 on connects each of its algorithms at its first
+use, and holds up the host meanwhile, which others may wait for; 0 connects all with the group."""
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 """Environment variables with which the host waits until its GPU, or NCCL, is done."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -77,11 +80,13 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def bind_early(environ: MutableMapping[str, str]) -> None:
-    """Set the number of queues and the GPU that the launcher means, before CUDA and MPI start.
+    """Set the number of queues, how NCCL connects, and the GPU that the launcher means, before CUDA
+    and MPI start.
 
     An MPI library that reads GPU memory takes the GPU that is the current one when it starts.
     """
     environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
+    environ.setdefault(CONNECT_AT_ONCE, "0")
     local = local_rank(environ)
     if local is not None and torch.cuda.is_available():
         # A GPU that cannot be used is reported later, once MPI can end the other ranks, too.
@@ -132,7 +137,7 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
     if environ.get(CONNECTIONS) == "1":
         why = "a receive could stand in front of the send that it waits for"
         return f"{CONNECTIONS}=1 is set, so that {why}; unset it"
-    for name in BLOCKING:
+    for name in (*BLOCKING, CONNECT_AT_ONCE):
         if environ.get(name, "0") not in ("", "0"):
             why = "a rank that sends would wait for a receiver that waits for it"
             return f"{name}={environ[name]} is set, so that {why}; unset it"

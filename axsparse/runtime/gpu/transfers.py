@@ -3,14 +3,14 @@
 `NcclSender` and `NcclReceiver` use NCCL, from GPU to GPU. Each direction between two neighbours
 has a peer connection of its own, so that neither can hold up the other.
 
-`StagedSender` and `StagedReceiver` use the channel between the hosts. They copy contents into and
-out of a ring of pinned slots, memory of the host that the GPU reaches without waiting.
+`Staged` is both, and uses the channel between the hosts. It copies contents into and out of a ring
+of pinned slots, memory of the host that the GPU reaches without waiting.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,7 +139,8 @@ class StagedTransfer:
     def __init__(self, pieces: int, ready: Event | None) -> None:
         """`ready` completes when the contents may be read; None at the receiving end."""
         self.ready = ready
-        self._left = pieces
+        self.left = pieces
+        """Pieces that have not been sent, or have not arrived."""
 
     def begun(self) -> bool:
         return self.ready is None or self.ready.query()
@@ -148,11 +149,7 @@ class StagedTransfer:
         """Do nothing, since these contents wait for no receiver on the GPU."""
 
     def query(self) -> bool:
-        return not self._left
-
-    def count_piece(self) -> None:
-        """Note that one more piece has been sent or has arrived."""
-        self._left -= 1
+        return not self.left
 
 
 @dataclass
@@ -163,114 +160,81 @@ class _Piece:
     transfer: StagedTransfer
 
 
-def _cut(
-    tensors: Sequence[Tensor], most: int, ready: Event | None = None
-) -> tuple[StagedTransfer, list[_Piece]]:
-    """A message's contents in pieces of at most `most` bytes."""
-    contents = [piece for tensor in tensors for piece in byte_pieces(tensor, most)]
-    transfer = StagedTransfer(len(contents), ready)
-    return transfer, [_Piece(content, transfer) for content in contents]
-
-
 @dataclass
-class _FullSlot:
-    """A slot in use, the part of it that is filled, and the piece that fills it."""
+class _Filling:
+    """A slot in use, and what is done to its piece at the moment."""
 
     slot: Tensor
     part: Tensor
+    """The part of the slot that the piece fills."""
     piece: _Piece
+    event: Event
 
 
-class _Ring:
-    """The pinned slots of one end, and the pieces that wait for one."""
+class Staged:
+    """The sender or the receiver of one direction, by way of pinned memory.
 
-    def __init__(self, device: Device, slots: int, slot_bytes: int) -> None:
-        self._free = deque(device.pinned(slot_bytes) for _ in range(slots))
+    A sender copies each piece from the device to a slot and sends it from there; a receiver
+    receives it into a slot and copies it to the device. Pieces move in order, those without a slot
+    wait, and a slot is filled anew only once its piece is through.
+    """
+
+    def __init__(
+        self, channel: HostChannel, device: Device, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        self._channel = channel
+        self._stream = device.stream()
         self._slot_bytes = slot_bytes
+        self._free = deque(device.pinned(slot_bytes) for _ in range(slots))
         self._waiting: deque[_Piece] = deque()
-
-    def enqueue(self, tensors: Sequence[Tensor], ready: Event | None = None) -> StagedTransfer:
-        """Let the pieces of a message wait for slots."""
-        transfer, pieces = _cut(tensors, self._slot_bytes, ready)
-        self._waiting.extend(pieces)
-        return transfer
-
-    def fill(self) -> Iterator[_FullSlot]:
-        """Give slots to waiting pieces, in order, as long as there are any."""
-        while self._free and self._waiting:
-            slot, piece = self._free.popleft(), self._waiting.popleft()
-            yield _FullSlot(slot, slot[: piece.content.numel()], piece)
-
-    def release(self, full: _FullSlot) -> None:
-        """Take a slot back once its piece has been sent or has arrived."""
-        self._free.append(full.slot)
-        full.piece.transfer.count_piece()
-
-
-class StagedSender:
-    """Copies each piece from the device to a pinned slot and sends it from there, in order.
-
-    A slot is filled anew only once the channel is done with it. Pieces without a slot wait.
-    """
-
-    def __init__(
-        self, channel: HostChannel, device: Device, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
-    ) -> None:
-        self._channel = channel
-        self._stream = device.stream()
-        self._ring = _Ring(device, slots, slot_bytes)
-        self._copying: deque[tuple[_FullSlot, Event]] = deque()
-        self._travelling: deque[tuple[_FullSlot, Event]] = deque()
-
-    def send(self, tensors: Sequence[Tensor], ready: Event) -> StagedTransfer:
-        transfer = self._ring.enqueue(tensors, ready)
-        self.advance()
-        return transfer
-
-    def advance(self) -> None:
-        while self._travelling and self._travelling[0][1].query():
-            self._ring.release(self._travelling.popleft()[0])
-        while self._copying and self._copying[0][1].query():
-            full, _ = self._copying.popleft()
-            self._travelling.append((full, self._channel.send(full.part)))
-        for full in self._ring.fill():
-            assert full.piece.transfer.ready is not None
-            # The stream waits for this message only now, so that no piece of an earlier one has
-            # to wait for it.
-            self._stream.wait(full.piece.transfer.ready)
-            self._stream.copy(full.part, full.piece.content)
-            self._copying.append((full, self._stream.record()))
-
-
-class StagedReceiver:
-    """Receives each piece into a pinned slot and copies it to the device, in order.
-
-    A slot is filled anew only once the copy to the device is done with it.
-    """
-
-    def __init__(
-        self, channel: HostChannel, device: Device, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
-    ) -> None:
-        self._channel = channel
-        self._stream = device.stream()
-        self._ring = _Ring(device, slots, slot_bytes)
-        self._travelling: deque[tuple[_FullSlot, Event]] = deque()
-        self._copying: deque[tuple[_FullSlot, Event]] = deque()
+        self._first: deque[_Filling] = deque()
+        """Pieces on their way into a slot."""
+        self._second: deque[_Filling] = deque()
+        """Pieces on their way out of a slot."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._stream.empty(shape, dtype)
 
+    def send(self, tensors: Sequence[Tensor], ready: Event) -> StagedTransfer:
+        return self._enqueue(tensors, ready)
+
     def receive(self, tensors: Sequence[Tensor]) -> StagedTransfer:
-        transfer = self._ring.enqueue(tensors)
+        return self._enqueue(tensors, None)
+
+    def advance(self) -> None:
+        while self._second and self._second[0].event.query():
+            through = self._second.popleft()
+            self._free.append(through.slot)
+            through.piece.transfer.left -= 1
+        while self._first and self._first[0].event.query():
+            full = self._first.popleft()
+            full.event = self._empty_slot(full.part, full.piece)
+            self._second.append(full)
+        while self._free and self._waiting:
+            slot, piece = self._free.popleft(), self._waiting.popleft()
+            part = slot[: piece.content.numel()]
+            self._first.append(_Filling(slot, part, piece, self._fill_slot(part, piece)))
+
+    def _enqueue(self, tensors: Sequence[Tensor], ready: Event | None) -> StagedTransfer:
+        """Let the pieces of a message wait for slots."""
+        pieces = [piece for tensor in tensors for piece in byte_pieces(tensor, self._slot_bytes)]
+        transfer = StagedTransfer(len(pieces), ready)
+        self._waiting.extend(_Piece(content, transfer) for content in pieces)
         self.advance()
         return transfer
 
-    def advance(self) -> None:
-        while self._copying and self._copying[0][1].query():
-            self._ring.release(self._copying.popleft()[0])
-        while self._travelling and self._travelling[0][1].query():
-            full, _ = self._travelling.popleft()
-            self._stream.copy(full.piece.content, full.part)
-            self._copying.append((full, self._stream.record()))
-        for full in self._ring.fill():
-            self._travelling.append((full, self._channel.receive(full.part)))
+    def _fill_slot(self, part: Tensor, piece: _Piece) -> Event:
+        ready = piece.transfer.ready
+        if ready is None:
+            return self._channel.receive(part)
+        # The stream waits for this message only now, so that no piece of an earlier one has to
+        # wait for it.
+        self._stream.wait(ready)
+        self._stream.copy(part, piece.content)
+        return self._stream.record()
+
+    def _empty_slot(self, part: Tensor, piece: _Piece) -> Event:
+        if piece.transfer.ready is not None:
+            return self._channel.send(part)
+        self._stream.copy(piece.content, part)
+        return self._stream.record()

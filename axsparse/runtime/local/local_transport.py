@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
-from axsparse.runtime.communication import Backoff, Collective, Exchange, Link
+from axsparse.runtime.communication import Backoff, Collective, Link
 from axsparse.runtime.grid import Place
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.process_exit import exit_process
@@ -34,12 +34,7 @@ class LocalTransport:
 
         return LocalLink(self._local, place)
 
-    def collective(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
-    ) -> Collective:
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         from axsparse.runtime.local.local_collective import LocalCollective
 
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
