@@ -25,8 +25,15 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, TwoWayCollective
 from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, PeerConnection
-from axsparse.runtime.gpu.gpu_link import GpuLink, Receiver, Sender
-from axsparse.runtime.gpu.transfers import NcclReceiver, NcclSender, Staged, connect_peers
+from axsparse.runtime.gpu.gpu_link import (
+    GpuLink,
+    NcclReceiver,
+    NcclSender,
+    Receiver,
+    Sender,
+    Staged,
+    connect_peers,
+)
 from axsparse.runtime.grid import Place
 from axsparse.runtime.host_channel import HostChannel, HostChannels, neighbours
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.gpu.device_protocol import Communicator, PeerConnection
-from axsparse.runtime.gpu.gpu_link import Receiver, Sender
-from axsparse.runtime.gpu.transfers import Staged, connect_peers
+from axsparse.runtime.gpu.gpu_link import Receiver, Sender, Staged, connect_peers
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.host_channel import HostChannel
 from axsparse.runtime.local.local_world import LocalWorld
@@ -28,17 +27,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 class SmallPieces(StandIn):
-    """Two slots of 40 bytes."""
+    """No call between the hosts carries more than 40 bytes."""
 
     def _sender(self, channel: HostChannel, connection: PeerConnection | None) -> Sender:
         if connection is not None:
             return super()._sender(channel, connection)
-        return Staged(channel, self.device, slots=2, slot_bytes=40)
+        return Staged(channel, self.device, max_call_bytes=40)
 
     def _receiver(self, channel: HostChannel, connection: PeerConnection | None) -> Receiver:
         if connection is not None:
             return super()._receiver(channel, connection)
-        return Staged(channel, self.device, slots=2, slot_bytes=40)
+        return Staged(channel, self.device, max_call_bytes=40)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
