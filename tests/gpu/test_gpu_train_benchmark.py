@@ -68,41 +68,6 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
     assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
 
 
-@pytest.mark.exhaustive
-def test_a_step_more_is_profiled_where_it_is_asked_for(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = place(benchmark, tmp_path)
-    monkeypatch.setattr(benchmark, "PROFILED", ("tiny",))
-
-    rows, detail = benchmark.alone("tiny", benchmark.pruned(tiny(benchmark), here), here)
-
-    assert outcomes(rows)["kernels a microbatch"] == "info"
-    assert detail["profile"]["kernels"] == 0  # a CPU starts none
-    assert len(detail["step seconds"]) == 4
-
-
-def test_what_the_device_did_is_summed_up(benchmark: ModuleType) -> None:
-    profile = {
-        "seconds": 2.0,
-        "kernels": 800,
-        "device_busy_seconds": 1.5,
-        "enqueue_seconds": 0.5,
-        "longest": {},
-    }
-
-    rows = benchmark.profile_rows("2.7b", profile, 4)
-
-    assert [row.measured for row in rows] == ["200", "1.5 s of a step of 2 (75.0%)", "0.5 s"]
-
-
-def test_microbatches_are_as_asked_where_they_fit(benchmark: ModuleType) -> None:
-    chosen = benchmark.chosen(tiny(benchmark), ["samo"], 1e12, wanted=(1,))
-
-    assert chosen.overrides[-3:] == (*benchmark.batches(1), "pipeline.checkpoint_activations=0")
-    assert chosen.microbatches == 4
-
-
 def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
     benchmark: ModuleType,
 ) -> None:
@@ -146,28 +111,6 @@ def test_what_does_not_fit_has_to_say_so(
     assert said[1].measured.startswith("axsparse: error:")
     assert [row.outcome for row in trained] == ["fail", "fail"]
     assert trained[1].measured == "it trained"
-
-
-def test_a_worker_without_time_says_so(benchmark: ModuleType, tmp_path: Path) -> None:
-    with (
-        pytest.raises(benchmark.WorkerFailedError, match="ran out of time"),
-        benchmark.Worker(tiny(benchmark), tmp_path, 0.01) as worker,
-    ):
-        worker.event("built")
-
-
-def test_the_most_layers_are_the_last_that_the_plan_lets_fit(benchmark: ModuleType) -> None:
-    training = tiny(benchmark)
-
-    def need(layers: int) -> float:
-        total: float = benchmark.planned(
-            benchmark.with_layers(training, layers), "samo"
-        ).memory.total
-        return total
-
-    assert benchmark.most_layers(training, need(5)) == 5
-    assert benchmark.most_layers(training, need(6) - 1) == 5
-    assert benchmark.most_layers(training, 1.0) == 0
 
 
 def test_the_largest_batch_that_fits_is_taken_and_activations_are_recomputed_last(

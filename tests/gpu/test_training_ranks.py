@@ -75,26 +75,3 @@ def test_behind_a_case_that_hangs_no_job_is_begun(
         "b: not begun, since ",
         "c: not begun, since ",
     ]
-
-
-@pytest.mark.exhaustive
-def test_a_case_that_saves_is_gone_on_with(tmp_path: Path) -> None:
-    settings = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "schedule": {"decay_steps": 4}}
-    first = case("whole", (1, 1), settings, run_dir=tmp_path / "run")
-    resumed = case(
-        "resumed",
-        (1, 1),
-        settings,
-        run_dir=tmp_path / "other",
-        resume=tmp_path / "run" / "checkpoints" / "step-2",
-    )
-
-    outcomes = train_cases(tmp_path, [first, resumed], ON_CPU)
-
-    whole, later = outcomes["whole"], outcomes["resumed"]
-    assert not isinstance(whole, CaseFailedError), whole
-    assert not isinstance(later, CaseFailedError), later
-    assert later[0]["losses"] == whole[0]["losses"][2:]
-    assert all(
-        map(torch.equal, joined(later, "masters").values(), joined(whole, "masters").values())
-    )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soak.status import Status
-from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.load import LoadedConfig
@@ -33,14 +32,6 @@ def train(words: Sequence[str]) -> None:
     status = Status(Path(words[0]))
     status.tell("start-up")
     run(lambda job: _train(job, status, words[1:]))
-
-
-def rehearse(run_dir: Path) -> None:
-    """In this process, from the start to the end and once more from there: all that is ever
-    loaded is."""
-    for more in (0, 1):
-        config = _config(run_dir, 60 + more, "gradual", 1)
-        ran((1, 1), config, run_dir, model=lambda _: mlp(), data=vector_data(), resume="auto")
 
 
 def _config(run_dir: Path, steps: int, method: str, g_data: int) -> Config:
@@ -76,10 +67,5 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
     status.tell("ending", trainer.steps_done)
 
 
-def end_mpi() -> None:
-    """What Python would do at its end, which a fork does not come to."""
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        if MPI.Is_initialized() and not MPI.Is_finalized():
-            MPI.Finalize()
+if __name__ == "__main__":
+    train(sys.argv[1:])

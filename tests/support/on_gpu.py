@@ -10,7 +10,6 @@ from torch import Tensor
 
 from axsparse.runtime.communication import (
     Collective,
-    Exchange,
     Link,
     Message,
     Op,
@@ -103,7 +102,5 @@ class OnGpu(GpuTransport):
     def link(self, place: Place) -> Link:
         return MovedLink(super().link(place))
 
-    def collective(
-        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
-    ) -> Collective:
-        return MovedCollective(super().collective(name, ranks, planned))
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        return MovedCollective(super().collective(name, ranks))
