@@ -12,8 +12,8 @@ processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add ano
    Nothing has to be inherited.
 2. Call its contracts on all ranks at once: every function of `CONTRACT` in
    `tests/support/link_contract.py` with at least two ranks, and every function of `CONTRACT` in
-   `tests/support/collective_contract.py` with at least one. `tests/runtime/test_link.py` and
-   `tests/runtime/test_collective.py` show how.
+   `tests/support/collective_contract.py` with at least one. `tests/runtime/test_local_transport.py`
+   shows how.
 3. Choose it in `runtime/connection.py`, or in `training/placement.py` if a setting decides.
 """
 

@@ -44,7 +44,7 @@ from axsparse.models import losses
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.runtime.communication import Message, Transport
-from axsparse.runtime.local.local_link import LocalLink
+from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
 from axsparse.samo.stage_bytes import stage_bytes

@@ -123,7 +123,7 @@ def test_contents_go_the_way_that_is_asked_for_or_that_there_is(
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
-    monkeypatch.setattr(nccl, "NcclConnections", lambda *_: object())
+    monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: meeting)
     # With stages given, no memory has to be found.
     config = tiny_config(transport=asked, layout={"g_inter": 1})
 

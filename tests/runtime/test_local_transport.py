@@ -1,4 +1,4 @@
-"""The contract of `Link`, in one process; `tests/mpi/test_link_mpi.py` runs it over MPI."""
+"""The contracts of `Link` and `Collective`, in one process; `tests/mpi` runs them over MPI."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
 from support.link_contract import CONTRACT
 
-from axsparse.runtime.communication import Direction, Message, Transport
+from axsparse.runtime.communication import Direction, Message, Op, Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -72,3 +73,25 @@ def _arrivals_in_the_middle(order: int | None) -> str:
         return " | ".join(calls)
 
     return world.run(main)[1]
+
+
+@pytest.mark.parametrize("order", [None, 0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("promise", COLLECTIVE_CONTRACT, ids=lambda promise: promise.__name__)
+def test_a_local_collective_keeps_the_contract(
+    promise: Callable[[Transport], None], ranks: int, order: int | None
+) -> None:
+    world: LocalWorld[None] = LocalWorld(ranks, seed=order)
+
+    world.run(lambda rank: promise(LocalTransport(world, rank)))
+
+
+def test_members_that_start_different_operations_are_an_internal_error() -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+
+    def main(rank: int) -> None:
+        group = LocalTransport(world, rank).world
+        group.start(Op.BROADCAST if rank else Op.ALL_REDUCE, torch.zeros(3))
+
+    with pytest.raises(AssertionError, match="members disagree"):
+        world.run(main)
