@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import training_jobs
-from gpu.ranks_training import Case
-from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
+from gpu import ranks_training
+from gpu.ranks_training import ON_CPU, Case, CaseFailedError, case, joined, train_cases
 from support.mpirun import Finished
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
@@ -22,7 +21,7 @@ SETTINGS = {"train": {"steps": STEPS}}
 def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_jobs, "AT_ONCE", 2)
+    monkeypatch.setattr(ranks_training, "AT_ONCE", 2)
     spoilt = {**SETTINGS, "precision": "fp16", "loss_scale": {"initial": 64.0}}
     outcomes = train_cases(
         tmp_path,
@@ -64,8 +63,8 @@ def test_behind_a_case_that_hangs_no_job_is_begun(
         begun.extend(one["name"] for one in cases)
         return Finished(-9, "", "", 150.0)
 
-    monkeypatch.setattr(training_jobs, "AT_ONCE", 2)
-    monkeypatch.setattr(training_jobs, "_start", hang)
+    monkeypatch.setattr(ranks_training, "AT_ONCE", 2)
+    monkeypatch.setattr(ranks_training, "_start", hang)
 
     outcomes = train_cases(tmp_path, [case(name, (1, 1), SETTINGS) for name in "abc"])
 
