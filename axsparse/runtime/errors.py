@@ -92,7 +92,7 @@ def writing(what: str, mend: str) -> Iterator[None]:
 
 @contextmanager
 def reading(what: str, mend: str) -> Iterator[None]:
-    """Turn an OSError of the code within into a MissingInputError; `what` names the place."""
+    """Likewise into a MissingInputError."""
     try:
         yield
     except OSError as reason:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
-    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,7 +36,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Model
 from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_transport import LocalLink
@@ -332,33 +329,6 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
         assert expected.offloaded > 0 and expected.master == expected.optimizer == 0
     pinned = sum(device.pinned_bytes for device in on_device.devices)
     assert pinned == sum(trainer.state_bytes().offloaded for trainer, _ in ranks)
-
-
-class UsedOnce(nn.Module):
-    """A matrix that only the first two forwards use, one of a survey and one of a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.once = nn.Linear(16, 5), nn.Linear(16, 5)
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += x.is_meta is False
-        found: Tensor = self.always(x)
-        return found + self.once(x) if self.forwards <= 1 else found
-
-
-def test_a_gradient_that_stays_away_counts_as_zero_in_the_norm(on_device: Placing) -> None:
-    layers = [Layer("in", partial(nn.Linear, 16, 16)), Layer("out", UsedOnce)]
-    config = tiny_config(
-        batch={"global_batch_size": 4, "microbatch_size": 4}, optimizer=SGD, train={"steps": 3}
-    )
-
-    def seeded() -> Model:
-        torch.manual_seed(0)
-        return Model(layers, summed_loss)
-
-    agree(on_device, (1, 1), config, seeded, vector_data())
 
 
 def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.mpirun import run_mpirun
 
-from axsparse.runtime.shared_segments import SHARED, STARTING_SECONDS
+from axsparse.runtime.shared_segments import SHARED
 
 SEGMENTS_OF_THIS_PROCESS = """
 from pathlib import Path
@@ -80,14 +79,3 @@ time.sleep(300)
             time.sleep(0.05)
     assert process.returncode == 128 + signal.SIGTERM
     assert not segment.exists()
-
-
-@pytest.mark.parametrize(("age", "is_left"), [(STARTING_SECONDS + 60, False), (0.0, True)])
-def test_a_job_that_starts_removes_what_earlier_ones_left(
-    segment: Path, age: float, is_left: bool
-) -> None:
-    last_written = time.time() - age
-    os.utime(segment, (last_written, last_written))
-    program = "from axsparse.runtime.connection import connect; connect().close()"
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert segment.exists() == is_left

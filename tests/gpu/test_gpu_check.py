@@ -18,7 +18,6 @@ from support.mpirun import LONGEST_SECONDS, TESTS
 
 BENCHMARKS = TESTS.parent / "benchmarks"
 SCRIPT = TESTS.parent / "scripts" / "gpu_check.sh"
-LIMIT = 1234.5
 SEEN = {"missing": [], "device": "NVIDIA H200", "torch": "2.11", "MPI": "MPICH", "CuPy": "14"}
 JUNIT = """<testsuites><testsuite>
 <testcase name="a"/><testcase name="b"><failure message="no&#10;more"/></testcase>
@@ -101,13 +100,6 @@ def test_what_is_no_wheel_or_is_missing_is_named(
     monkeypatch.setattr(check.Host, "look", lambda _: {"missing": ["xxhash"]})
     assert check.main([]) == 1
     assert "lacks xxhash; give --wheel" in capsys.readouterr().err
-
-
-def test_results_are_called_after_the_device(check: ModuleType) -> None:
-    name = "gpu_check-nvidia-h200-nvl.json"
-
-    assert check.result_path("NVIDIA H200 (NVL)", {"OUT": "/out"}) == Path("/out") / name
-    assert check.result_path("NVIDIA H200 (NVL)", {}) == BENCHMARKS / "results" / name
 
 
 # -- parts, on a machine that is told of ----------------------------------------------------
@@ -233,57 +225,6 @@ def test_tests_that_run_out_of_time_fail(
     assert (row.outcome, row.measured) == ("fail", "ran out of time")
 
 
-class Late(subprocess.Popen[bytes]):
-    """A command whose time is over once it has made a file."""
-
-    begun: Path
-
-    def wait(self, timeout: float | None = None) -> int:
-        if timeout == LIMIT:
-            while self.poll() is None:
-                if self.begun.exists():
-                    raise subprocess.TimeoutExpired(self.args, LIMIT)
-                time.sleep(0.01)
-        return super().wait(timeout)
-
-
-def test_what_tests_had_found_when_time_ran_out_is_kept(
-    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host, begun, tests = load("gpu_host"), tmp_path / "begun", tmp_path / "tests" / "gpu"
-    tests.mkdir(parents=True)
-    (tests / "slow.py").write_text(
-        "import time\n"
-        "def test_good(): pass\n"
-        "def test_bad(): assert not 'the reason\\nin two lines'\n"
-        "def test_that_hangs():\n"
-        f"    open({str(begun)!r}, 'w').close()\n"
-        "    time.sleep(100)\n"
-    )
-    monkeypatch.setattr(Late, "begun", begun, raising=False)
-    monkeypatch.setattr(host.subprocess, "Popen", Late)
-    monkeypatch.setattr(host, "ROOT", tmp_path)
-    monkeypatch.setattr(host, "GRACE", 100.0)
-    monkeypatch.setattr(check.Around, "left", LIMIT)
-
-    rows, found = check.pytest(around(check, tmp_path), "numerics", ["slow"])
-
-    assert said(rows) == [("slow", "fail"), ("test_bad", "fail"), ("slow", "fail")]
-    assert rows[2].measured.startswith("ran out of time")
-    assert "1 failed, 1 passed" in rows[2].measured
-    assert "in two lines" in found["test_bad"]
-
-
-def test_what_another_part_saved_is_not_taken_for_this_ones(
-    check: ModuleType, tmp_path: Path
-) -> None:
-    (tmp_path / "gpu_train.json").write_text('{"checks": []}')
-
-    problem, details = around(check, tmp_path, seconds=0.0).script("gpu_train")
-
-    assert (problem, details) == ("ran out of time", None)
-
-
 def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:
     def timed(ms: float, share: float) -> dict[str, list[float]]:
         return {"ms": [ms] * 3, "share of copy bandwidth": [share] * 3}
@@ -331,60 +272,6 @@ def test_ranks_share_a_gpu_over_nccl_when_it_can_and_is_asked_to(
     rows, _ = check.transport(machine)
 
     assert [row.measured for row in rows] == ["test_transport_gpu", *measured]
-
-
-def test_of_figure_1_the_best_sparse_kernel_is_shown(check: ModuleType) -> None:
-    figure = {
-        "measured on": {"machine": "x"},
-        "forward, bf16, 4096 x 4096": {
-            "dense": {"ms": [1, 1, 1], "ratio": [1, 1, 1]},
-            "csr": {"ms": [9, 9, 9], "ratio": [8, 9, 10]},
-            "coo": {"not supported": "no"},
-        },
-    }
-
-    [row] = check.figure1("kernels", figure)
-
-    assert (row.outcome, row.measured) == ("info", "csr: 9 times the dense one's")
-
-
-def test_trainings_report_their_rows_or_why_there_are_none(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    row = {"part": "13b", "check": "x", "outcome": "pass", "measured": "1", "aim": "2"}
-    saved = {"checks": [row], "details": {"13b": {}}}
-    answers = iter([("", saved), ("exit code 1: torn", None), ("exit code -9: dead", saved)])
-    monkeypatch.setattr(check.Around, "script", lambda *_: next(answers))
-
-    (well, details), (torn, _), (dead, _) = (
-        check.RUN["big"](around(check, tmp_path)) for _ in "123"
-    )
-
-    assert (said(well), well[0].aim, details) == ([("13b: x", "pass")], "2", {"13b": {}})
-    assert [(row.outcome, row.measured) for row in torn] == [("fail", "exit code 1: torn")]
-    assert [row.outcome for row in dead] == ["pass", "fail"]
-
-
-@pytest.mark.exhaustive
-def test_the_environment_starts_nothing_and_doctor_is_asked(
-    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the first part would wait for it")
-
-    here = check.Host().look()
-    assert here["missing"] == []
-    with monkeypatch.context() as patch:
-        patch.setattr(check.Host, "run", refuse)
-        rows, nothing = check.environment(around(check, tmp_path, **{**here, "device": "H200"}))
-    checked, findings = check.doctor(around(check, tmp_path, **here))
-
-    assert nothing is None
-    assert {("device", "H200")} <= {(row.check, row.measured) for row in rows}
-    outcomes = dict(said(rows + checked))
-    assert outcomes["torch"] == "info"
-    assert outcomes["axsparse doctor"] in ("pass", "fail")  # by what else this machine has
-    assert {"MPI", "torch"} <= {finding["name"] for finding in findings}
 
 
 def test_a_wheel_of_mpich_is_unpacked_beside_and_can_be_started(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,76 +81,6 @@ def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
 
     assert benchmark.both_fit(training, need(2)) is None
     assert benchmark.both_fit(training, need(2) - 1) == 1
-
-
-@pytest.mark.exhaustive
-def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_path: Path) -> None:
-    rows, detail = benchmark.compare(tiny(benchmark), place(benchmark, tmp_path), rounds=3)
-
-    dense, samo = detail["step seconds"]["dense"], detail["step seconds"]["samo"]
-    assert detail["ratios"] == [s / d for s, d in zip(samo, dense, strict=True)]
-    assert len(samo) == 3
-    aim = benchmark.RATIO_AIM
-    assert rows[-1].outcome == ("pass" if sorted(detail["ratios"])[1] <= aim else "fail")
-
-
-@pytest.mark.exhaustive
-def test_what_does_not_fit_has_to_say_so(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = place(benchmark, tmp_path)
-    refused = tiny(benchmark).with_("layout.memory_per_rank=0.0001")
-
-    said, _ = benchmark.does_not_fit(refused, here)
-    monkeypatch.setattr(benchmark, "Worker", lambda *_: nullcontext(Mock()))
-    trained, _ = benchmark.does_not_fit(tiny(benchmark), here)
-
-    assert [row.outcome for row in said] == ["fail", "pass"], said
-    assert said[1].measured.startswith("axsparse: error:")
-    assert [row.outcome for row in trained] == ["fail", "fail"]
-    assert trained[1].measured == "it trained"
-
-
-def test_the_largest_batch_that_fits_is_taken_and_activations_are_recomputed_last(
-    benchmark: ModuleType,
-) -> None:
-    def need(size: int, again: int) -> float:
-        tried = tiny(benchmark).with_(
-            *benchmark.batches(size), f"pipeline.checkpoint_activations={again}"
-        )
-        total: float = benchmark.planned(tried, "samo").memory.total
-        return total
-
-    def taken(room: float) -> list[str]:
-        chosen: list[str] = list(benchmark.chosen(tiny(benchmark), ["samo"], room).overrides[-3:])
-        return chosen
-
-    assert need(1, 1) < need(1, 0) < need(4, 0) < need(8, 0)
-    assert taken(need(8, 0) - 1) == [*benchmark.batches(4), "pipeline.checkpoint_activations=0"]
-    assert taken(need(1, 0) - 1) == [*benchmark.batches(1), "pipeline.checkpoint_activations=1"]
-    with pytest.raises(benchmark.ConfigError, match=r"needs .* GB at least"):
-        taken(need(1, 1) - 1)
-
-
-def test_the_largest_model_loses_layers_until_it_trains(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-
-    def alone(name: str, training: Any, _: Any) -> Any:
-        tried.append(training.overrides[-2])
-        if len(tried) < 3:
-            raise benchmark.WorkerFailedError("axsparse: error: CUDA out of memory")
-        return [benchmark.Row(name, benchmark.PART_OF_PEAK, "fail")], {}
-
-    monkeypatch.setattr(benchmark, "alone", alone)
-    monkeypatch.setattr(benchmark, "most_layers", lambda training, room: 5)
-
-    rows, detail = benchmark.largest(tiny(benchmark), place(benchmark, tmp_path))
-
-    assert tried == [f"model.num_layers={layers}" for layers in (5, 4, 3)]
-    assert outcomes(rows) == {"the plan's most layers train": "fail"}
-    assert [attempt["layers"] for attempt in detail["tries"]] == [5, 4, 3]
 
 
 def test_a_run_that_fails_and_one_without_time_are_rows(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from mpi4py import MPI
 from support.collective_contract import (
-    a_broadcast_brings_the_first_members_buffer_to_all,
     a_buffer_lives_until_its_operation_is_done,
+    a_group_counts_and_adds_in_the_order_it_was_made_with,
     operations_in_flight_may_be_polled_in_any_order,
 )
 from support.late_device import LateDevice, gloo_backend
@@ -34,7 +34,7 @@ from axsparse.training import placement as placing
 
 SIZE = MPI.COMM_WORLD.size
 COLLECTIVE = (
-    a_broadcast_brings_the_first_members_buffer_to_all,
+    a_group_counts_and_adds_in_the_order_it_was_made_with,
     operations_in_flight_may_be_polled_in_any_order,
     a_buffer_lives_until_its_operation_is_done,
 )

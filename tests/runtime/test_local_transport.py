@@ -16,8 +16,8 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
 
-@pytest.mark.parametrize("order", [None, 0, 1])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("order", [None, 0])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_a_local_link_keeps_the_contract(
     promise: Callable[[Transport], None], ranks: int, order: int | None
@@ -75,8 +75,8 @@ def _arrivals_in_the_middle(order: int | None) -> str:
     return world.run(main)[1]
 
 
-@pytest.mark.parametrize("order", [None, 0, 1])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", [None, 0])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("promise", COLLECTIVE_CONTRACT, ids=lambda promise: promise.__name__)
 def test_a_local_collective_keeps_the_contract(
     promise: Callable[[Transport], None], ranks: int, order: int | None

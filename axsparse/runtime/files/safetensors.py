@@ -62,6 +62,10 @@ _REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 """The types of the real pairs as which complex numbers are stored that the format has not."""
 
 
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a JSON text raises that has not the form of a header or an index."""
+
+
 class SafetensorsFile:
     """One file; its header is read at once, and each tensor when it is asked for."""
 
@@ -79,72 +83,55 @@ class SafetensorsFile:
             header: dict[str, Any] = json.loads(text)
             metadata = header.pop("__metadata__", None)
             self._places = {name: _place(entry) for name, entry in header.items()}
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as reason:
+        except MALFORMED as reason:
             raise DataError(
                 f"{path}: its safetensors header cannot be read ({reason!r}); get it anew"
             ) from reason
         self._data = 8 + length
-        if any(place.stop > size - self._data for place in self._places.values()):
+        if any(start + it.nbytes > size - self._data for it, start in self._places.values()):
             raise DataError(f"{path}: ends before the last of its tensors; get it anew")
-        self.shapes = {name: place.shape for name, place in self._places.items()}
+        self.shapes = {name: header.shape for name, (header, _) in self._places.items()}
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
         """Texts by name that the file has beside its tensors."""
 
     def described(self, name: str) -> TensorHeader:
         """The type and shape of a tensor; KeyError if the file does not have it."""
-        return TensorHeader(self._places[name].dtype, self._places[name].shape)
+        return self._places[name][0]
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, which the file has to have."""
-        place = self._places[name]
-        return self.read_part(name, 0, math.prod(place.shape)).view(place.shape)
+        shape = self.shapes[name]
+        return self.read_part(name, 0, math.prod(shape)).view(shape)
 
     def read_part(self, name: str, start: int, stop: int) -> Tensor:
         """The entries [start, stop) of a tensor, flat; the tensor has to have them.
 
         DataError if the file has become shorter since it was opened.
         """
-        place = self._places[name]
-        size = place.dtype.itemsize
-        assert 0 <= start <= stop and place.start + stop * size <= place.stop, "no such entries"
+        header, first = self._places[name]
+        size = header.dtype.itemsize
+        assert 0 <= start <= stop <= math.prod(header.shape), "no such entries"
         buffer = bytearray((stop - start) * size)
         with self.path.open("rb") as file:
-            file.seek(self._data + place.start + start * size)
+            file.seek(self._data + first + start * size)
             read = file.readinto(buffer)
         if read < len(buffer):
             raise DataError(f"{self.path}: became shorter while it was read; get it anew")
         if not buffer:
-            return torch.empty(0, dtype=place.dtype)
-        return torch.frombuffer(buffer, dtype=place.dtype)
+            return torch.empty(0, dtype=header.dtype)
+        return torch.frombuffer(buffer, dtype=header.dtype)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor's type and shape, and its first byte and the one past its last in the data."""
+def _place(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
+    """A tensor's type and shape and its first byte in the data, by its entry in the header.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def _place(entry: Mapping[str, Any]) -> _Place:
-    """A tensor's place by its entry in the header.
-
-    ValueError, KeyError or TypeError if the entry is malformed or contradicts itself.
+    One of `MALFORMED` if the entry contradicts itself or has another form.
     """
-    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    header = TensorHeader(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
     start, stop = map(int, entry["data_offsets"])
-    if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{shape} of {entry['dtype']} in bytes {start} to {stop}")
-    return _Place(dtype, shape, start, stop)
+    if start < 0 or min(header.shape, default=0) < 0 or stop - start != header.nbytes:
+        raise ValueError(f"{header.shape} of {entry['dtype']} in bytes {start} to {stop}")
+    return header, start
 
 
 class SafetensorsIndex:
@@ -174,7 +161,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     """The file of each tensor; DataError if any is not a safetensors file beside the index."""
     try:
         places: object = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as reason:
+    except MALFORMED as reason:
         raise DataError(
             f"{path}: no index of safetensors files ({type(reason).__name__}); get it anew"
         ) from reason
@@ -279,10 +266,3 @@ def write_safetensors(
 def _contents(tensor: Tensor, tensor_header: TensorHeader) -> memoryview:
     assert tensor_header == TensorHeader(tensor.dtype, tuple(tensor.shape))
     return bytes_of(tensor).numpy().data
-
-
-def index_text(files: Mapping[str, str], total_bytes: int) -> str:
-    """The text of an index: the file of each tensor, and the bytes of all tensors together."""
-    return json.dumps(
-        {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2
-    )

@@ -206,8 +206,10 @@ class NcclGroup:
 
     def close(self) -> None:
         # Torch before 2.6 names the call differently.
-        shut_down = getattr(self._backend, "shutdown", None)
-        (shut_down or getattr(self._backend, "_shutdown", lambda: None))()
+        for name in ("shutdown", "_shutdown"):
+            if hasattr(self._backend, name):
+                getattr(self._backend, name)()
+                return
 
     def _started(self, start: Callable[[], Any]) -> Operation:
         """An operation that runs behind what this group's stream has been given."""

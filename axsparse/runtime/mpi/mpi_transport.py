@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
 from axsparse.runtime.communication import Backoff, Closable, Collective, Link
 from axsparse.runtime.grid import Place
-from axsparse.runtime.launcher import flush_streams
-from axsparse.runtime.process_exit import exit_at_once
+from axsparse.runtime.process_exit import exit_at_once, flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:

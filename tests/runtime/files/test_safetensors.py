@@ -153,11 +153,6 @@ def test_pickles_of_hugging_face_are_refused_with_the_reason(tmp_path: Path) -> 
     )
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match=r"index.json; name a folder that save_pretrained"):
-        open_weights(tmp_path)
-
-
 def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "x.safetensors", TENSORS)
     file = SafetensorsFile(path)
