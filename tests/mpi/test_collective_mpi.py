@@ -35,13 +35,7 @@ class SmallCalls(MpiTransport):
 
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_an_mpi_collective_keeps_the_contract(promise: Callable[[Transport], None]) -> None:
-    with on_mpi() as transport:
-        promise(transport)
-
-
-@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_an_mpi_collective_of_small_calls_keeps_the_contract(
+def test_an_mpi_collective_keeps_the_contract_in_small_calls(
     promise: Callable[[Transport], None],
 ) -> None:
     with on_mpi(SmallCalls) as transport:

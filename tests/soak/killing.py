@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak.status import Status, Told
+from soak.soaked import Status, Told
 from support.mpirun import ENVIRONMENT, mpirun_path
 
 from axsparse.training.checkpoint.checkpoint_folder import (

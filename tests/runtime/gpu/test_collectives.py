@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from axsparse.runtime.rank_order import sum_in_rank_order
 BY_HOSTS = (a_buffer_lives_until_its_operation_is_done,)
 """Ranks meet here while others are in the middle of an operation of theirs."""
 MEMORY, PEER, GROUP = 10_000, 100, 300
+Made = TypeVar("Made", StandInPeer, StandInCommunicator)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -179,7 +181,7 @@ class Counting(StandInConnections):
         self.groups.append(name)
         return self._counted(super().communicator(name, ranks), GROUP)
 
-    def _counted(self, made, nbytes):  # type: ignore[no-untyped-def]
+    def _counted(self, made: Made, nbytes: int) -> Made:
         """Have closing it free its memory."""
         self.free -= nbytes
         close = made.close
@@ -188,7 +190,7 @@ class Counting(StandInConnections):
             close()
             self.free += nbytes
 
-        made.close = closed
+        made.close = closed  # type: ignore[method-assign]  # as a subclass of each would
         return made
 
 
