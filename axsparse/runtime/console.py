@@ -171,16 +171,16 @@ def _launchers(proc: Path) -> list[tuple[int, str]]:
 
     They follow each other without a gap; a wrapper script may stand between them and this process.
     """
-    found: list[tuple[int, str]] = []
+    launchers: list[tuple[int, str]] = []
     _, pid = _name_and_parent(proc / "self")
     while pid > 0:
         name, parent = _name_and_parent(proc / str(pid))
         if name in LAUNCHERS or name in DAEMONS:
-            found.append((pid, name))
-        elif found:
+            launchers.append((pid, name))
+        elif launchers:
             break
         pid = parent
-    return found
+    return launchers
 
 
 def _name_and_parent(process: Path) -> tuple[str, int]:

@@ -66,23 +66,6 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
     assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
 
 
-def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
-    benchmark: ModuleType,
-) -> None:
-    training = tiny(benchmark)
-    least = training.with_(
-        *benchmark.batches(1, benchmark.COMPARED), "pipeline.checkpoint_activations=1"
-    )
-
-    def need(layers: int) -> float:
-        own = benchmark.with_layers(least, layers)
-        totals = [benchmark.planned(own, method).memory.total for method in ("dense", "samo")]
-        return float(sum(totals))
-
-    assert benchmark.both_fit(training, need(2)) is None
-    assert benchmark.both_fit(training, need(2) - 1) == 1
-
-
 def test_a_run_that_fails_and_one_without_time_are_rows(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,17 +82,6 @@ def test_a_run_that_fails_and_one_without_time_are_rows(
     assert (burnt.outcome, burnt.measured) == ("fail", "it burns")
     assert (broken.outcome, broken.measured) == ("fail", "OSError: disk full")
     assert (late.outcome, late.measured) == ("skip", "no time left; name fewer runs")
-
-
-def test_memory_beyond_the_plan_fails(benchmark: ModuleType) -> None:
-    memory = benchmark.planned(tiny(benchmark), "samo").memory
-    expected = memory.total - memory.overhead
-
-    within, beyond = (
-        benchmark.peak_row("x", int(part * expected), memory).outcome for part in (1.09, 1.11)
-    )
-
-    assert (within, beyond) == ("pass", "fail")
 
 
 def test_without_a_gpu_it_ends_with_69(

@@ -163,13 +163,13 @@ class GpuTransport:
     ) -> Communicator:
         """The communicator of these ranks, which has the name of their first group. All their
         groups share it, since each communicator takes memory of the GPU."""
-        found = self._communicators.get(ranks)
-        if found is None:
+        communicator = self._communicators.get(ranks)
+        if communicator is None:
             number = self._groups[ranks] = self._groups.get(ranks, 0) + 1
-            found = connections.communicator(f"{name} {number}", ranks)
-            self._communicators[ranks] = found
-            self._made.append(found)
-        return found
+            communicator = connections.communicator(f"{name} {number}", ranks)
+            self._communicators[ranks] = communicator
+            self._made.append(communicator)
+        return communicator
 
     def _push_while_waiting(self, push: Callable[[], None]) -> None:
         """Have `push` called whenever the rank waits, until this transport is closed."""
