@@ -246,34 +246,6 @@ def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("nccl", "asked", "measured"),
-    [
-        (None, True, ["this torch is built without it"]),
-        ("2.28.9", True, ["NCCL 2.28.9, from 2.30 on only"]),
-        ("2.30.7", False, ["not asked for; --shared-nccl"]),
-        ("2.30.7", True, ["test_nccl_shared_gpu"]),
-    ],
-)
-def test_ranks_share_a_gpu_over_nccl_when_it_can_and_is_asked_to(
-    check: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nccl: str | None,
-    asked: bool,
-    measured: list[str],
-) -> None:
-    monkeypatch.setattr(
-        check, "pytest", lambda _, part, files: ([check.Row(part, "x", "pass", files[0])], None)
-    )
-    seen = {**SEEN, "NCCL": nccl}
-    machine = check.Around(check.Host(), seen, time.monotonic() + 100, tmp_path, asked)
-
-    rows, _ = check.transport(machine)
-
-    assert [row.measured for row in rows] == ["test_transport_gpu", *measured]
-
-
 def test_a_wheel_of_mpich_is_unpacked_beside_and_can_be_started(tmp_path: Path) -> None:
     host_module = load("gpu_host")
     wheel = tmp_path / "mpich-9.9-py3-none-any.whl"

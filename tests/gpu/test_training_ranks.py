@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from gpu import ranks_training
-from gpu.ranks_training import ON_CPU, Case, CaseFailedError, case, joined, train_cases
-from support.mpirun import Finished
+from gpu.ranks_training import ON_CPU, CaseFailedError, case, joined, train_cases
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
 
@@ -52,25 +50,3 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
     for outcome in overflow:
         assert outcome["finite"] == [True, False, True]
         assert outcome["scale"] == 32.0
-
-
-def test_behind_a_case_that_hangs_no_job_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str] = []
-
-    def hang(ranks: int, folder: Path, cases: Sequence[Case], _: object) -> Finished:
-        begun.extend(one["name"] for one in cases)
-        return Finished(-9, "", "", 150.0)
-
-    monkeypatch.setattr(ranks_training, "AT_ONCE", 2)
-    monkeypatch.setattr(ranks_training, "_start", hang)
-
-    outcomes = train_cases(tmp_path, [case(name, (1, 1), SETTINGS) for name in "abc"])
-
-    assert begun == ["a", "b"]
-    assert [str(outcomes[name])[:20] for name in "abc"] == [
-        "a: exit code -9 afte",
-        "b: not begun, since ",
-        "c: not begun, since ",
-    ]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.images import assert_equal_tensors, shapes_of, small_vgg, write_safetensors
+from support.images import assert_equal_tensors, write_safetensors
 from torch import Tensor
 
-from axsparse.models.start_weights import open_weights, start_from
-from axsparse.models.survey import survey
+from axsparse.models.start_weights import open_weights
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files import safetensors
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex, TensorHeader
@@ -57,24 +56,6 @@ def test_a_whole_file_in_a_folder_comes_before_an_index(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", TENSORS)
 
     assert open_weights(tmp_path).path == tmp_path / "model.safetensors"
-
-
-def test_ranks_compare_every_file_of_an_index(tmp_path: Path) -> None:
-    state = {name: torch.zeros(shape) for name, shape in shapes_of(small_vgg()).items()}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {name: f"{len(name)}.safetensors" for name in state}})
-    )
-
-    def start(bias: float) -> str:
-        state["classifier.6.bias"] = torch.full_like(state["classifier.6.bias"], bias)
-        for length in {len(name) for name in state}:
-            part = {name: t for name, t in state.items() if len(name) == length}
-            write_safetensors(tmp_path / f"{length}.safetensors", part)
-        return survey(start_from(small_vgg(), open_weights(tmp_path))).start
-
-    assert start(0) == start(0)
-    assert start(0) != start(1)
 
 
 @pytest.mark.parametrize(
