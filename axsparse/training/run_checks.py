@@ -58,6 +58,15 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
         )
 
 
+START = "start values"
+"""The fact that differs where ranks have drawn modules for themselves."""
+MENDS = {
+    START: "make the modules within `main`, where torch has one seed on all ranks, or call "
+    "torch.manual_seed before you make them"
+}
+"""What helps where a fact differs, if it is not the same start of all ranks."""
+
+
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
     """What must be equal on all ranks: every version, every setting, every layer."""
     settings = {key: str(value) for key, value in flat(config.model_dump()).items()}
@@ -67,7 +76,7 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
         **settings,
         **layers,
         "ties": repr(survey.ties),
-        "start values": survey.start or "drawn from the seed",
+        START: survey.start or "drawn from the seed",
     }
 
 
@@ -82,12 +91,15 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     for fact in facts:
         values = Counter(rank.get(fact, "nothing") for rank in everyone)
         common = values.most_common(1)[0][0]
+        most = "the others have" if len(everyone) > 2 else "rank 0 has"
+        mend = MENDS.get(
+            fact, "start all ranks with the same command, configuration and environment"
+        )
         for number, rank in enumerate(everyone):
             if (has := rank.get(fact, "nothing")) != common:
                 raise ConfigError(
-                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, the "
-                    f"others have {_short(common)}; start all ranks with the same command, "
-                    "configuration and environment"
+                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, {most} "
+                    f"{_short(common)}; {mend}"
                 )
 
 
