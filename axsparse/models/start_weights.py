@@ -20,7 +20,7 @@ from torch import Tensor
 
 from axsparse.models.layer import Model, StartValues
 from axsparse.models.survey import Survey, survey
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -128,15 +128,11 @@ def open_weights(path: str | Path) -> WeightFile:
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(path)
-    try:
+    mend = "name a safetensors file or a state dict of torch's"
+    with reading(f"weights {str(path)!r}:", mend):
         if path.is_dir():
             path = _weights_in(path)
         path.open("rb").close()
-    except OSError as reason:
-        raise MissingInputError(
-            f"weights {str(path)!r}: cannot be read ({reason.strerror}); name a safetensors file "
-            "or a state dict of torch's"
-        ) from reason
     if path.name.endswith(INDEX_SUFFIX):
         return SafetensorsIndex(path)
     if path.suffix == PICKLED:

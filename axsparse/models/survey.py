@@ -169,6 +169,11 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
             raise ConfigError(f"layer {layer.name}: two layers have this name; rename one")
         names.add(layer.name)
         for parameter in layer.parameters:
+            if not parameter.name.isprintable():
+                raise ConfigError(
+                    f"parameter {parameter.name!r}: names are printed and are keys of files; use "
+                    "printable characters"
+                )
             if parameter.name in seen:
                 raise ConfigError(
                     f"parameter {parameter.name}: two parameters have this global name; "

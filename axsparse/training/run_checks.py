@@ -24,10 +24,11 @@ from axsparse.training.checkpoint.compatibility import flat
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
     wanted = loaded.config.transport
-    if wanted == "local" and transport.name != "local":
+    # One process that has loaded MPI needs it as little as one that has not.
+    if wanted == "local" and transport.size > 1:
         raise ConfigError(
-            f"{loaded.where('transport')}: local is for one process without MPI, but "
-            f"{transport.size} MPI ranks are running; choose auto or mpi"
+            f"{loaded.where('transport')}: local is for one process, but {transport.size} ranks "
+            "are running; choose auto or mpi"
         )
     if wanted not in ("auto", "local") and transport.name == "local":
         raise ConfigError(

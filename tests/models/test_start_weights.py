@@ -244,11 +244,11 @@ def header(**entries: object) -> bytes:
         (header(a=1), r"its safetensors header cannot be read \(TypeError"),
         (
             header(a={"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}),
-            r"its safetensors header cannot be read \(KeyError\('F9'\)\); get it anew",
+            r"its safetensors header cannot be read \(KeyError: 'F9'\); get it anew",
         ),
         (
             header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}) + b"1234",
-            r"its safetensors header cannot be read \(ValueError\('\(2,\) of F32 in bytes 0 to 4",
+            r"its safetensors header cannot be read \(ValueError: \(2,\) of F32 in bytes 0 to 4",
         ),
         (
             header(a={"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}) + b"1234567",

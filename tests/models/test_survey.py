@@ -175,6 +175,12 @@ def test_to_look_at_layers_loads_no_compiler() -> None:
 # -- what is refused ------------------------------------------------------------------------
 
 
+def oddly_named() -> nn.Module:
+    module = nn.Linear(3, 4)
+    module.register_parameter("odd\ud800", nn.Parameter(torch.ones(2)))
+    return module
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -249,6 +255,10 @@ def test_to_look_at_layers_loads_no_compiler() -> None:
             model(layer("a"), Layer("b", linear()), ties=[Tie("a.weight", "b.weight")]),
             r"^tie a.weight = b.weight: layer b has no `init`, so that the two uses would start "
             r"differently on two stages; give both layers the same `init`$",
+        ),
+        (
+            model(layer("a", oddly_named)),
+            r"^parameter 'a.odd\\ud800': names are printed and are keys of files; use printable ch",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,15 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, 
 """What reading a JSON text raises that has not the form of a header or an index."""
 
 
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Matches names that JSON can express and neither files nor screens can: those with zero bytes or
+halves of surrogate pairs."""
+NO_PLAIN_FILE = re.compile(rf"[/\\:\0\ud800-\udfff]|(?<!{re.escape(SUFFIX)})\Z")
+"""Matches what is not the name of a safetensors file in the same folder."""
+MOST_SAID = 120
+"""Letters of a reason that is shown."""
+
+
 class SafetensorsFile:
     """One file; its header is read at once, and each tensor when it is asked for."""
 
@@ -80,12 +90,12 @@ class SafetensorsFile:
                 raise DataError(f"{path}: no safetensors file, or cut short; get it anew")
             text = file.read(length)
         try:
-            header: dict[str, Any] = json.loads(text)
+            header: dict[str, Any] = json.loads(text, object_pairs_hook=_named_once)
             metadata = header.pop("__metadata__", None)
             self._places = {name: _place(entry) for name, entry in header.items()}
         except MALFORMED as reason:
             raise DataError(
-                f"{path}: its safetensors header cannot be read ({reason!r}); get it anew"
+                f"{path}: its safetensors header cannot be read ({_said(reason)}); get it anew"
             ) from reason
         self._data = 8 + length
         if any(start + it.nbytes > size - self._data for it, start in self._places.values()):
@@ -120,6 +130,23 @@ class SafetensorsFile:
         if not buffer:
             return torch.empty(0, dtype=header.dtype)
         return torch.frombuffer(buffer, dtype=header.dtype)
+
+
+def _named_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; ValueError for a name that comes twice, or that is no text."""
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if NO_TEXT.search(name) is not None:
+            raise ValueError(f"the name {name!r} is no text")
+        if name in named:
+            raise ValueError(f"the name {name!r} is there twice")
+        named[name] = value
+    return named
+
+
+def _said(reason: Exception) -> str:
+    """What is wrong with a JSON text, in a few words of one line."""
+    return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
@@ -160,10 +187,11 @@ class SafetensorsIndex:
 def _weight_map(path: Path) -> dict[str, str]:
     """The file of each tensor; DataError if any is not a safetensors file beside the index."""
     try:
-        places: object = json.loads(path.read_bytes())["weight_map"]
+        text = path.read_bytes()
+        places: object = json.loads(text, object_pairs_hook=_named_once)["weight_map"]
     except MALFORMED as reason:
         raise DataError(
-            f"{path}: no index of safetensors files ({type(reason).__name__}); get it anew"
+            f"{path}: no index of safetensors files ({_said(reason)}); get it anew"
         ) from reason
     if not isinstance(places, dict):
         raise DataError(
@@ -171,7 +199,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         )
     for name, file in places.items():
         # Path(file).name would not do, since systems differ in what separates folders.
-        if not isinstance(file, str) or not file.endswith(SUFFIX) or set(file) & {*"/\\:\0"}:
+        if not isinstance(file, str) or NO_PLAIN_FILE.search(file) is not None:
             raise DataError(
                 f"{path}: places {name!r} in {file!r}, which is no safetensors file beside it; get "
                 "the index from someone you trust"
