@@ -25,13 +25,10 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import make_device_index
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher
-from axsparse.samo.cuda.launch import Launcher
-from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.cuda.kernels import adamw_step, compress, sgd_step
+from axsparse.samo.cuda.launch import CupyLauncher, Launcher
+from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes

@@ -38,9 +38,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.host.compiled_loops import Loop
-from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.index.pieces import compiled
+from axsparse.samo.index import base as index_mask
+from axsparse.samo.index.base import FullIndex, Index, compiled, make_index
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.training.build import build

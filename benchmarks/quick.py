@@ -120,8 +120,8 @@ def encodings() -> Figures:
     import torch
     from index_encodings import Reading, time_operation
 
-    from axsparse.samo.index import bitmask
-    from axsparse.samo.index.pieces import compiled
+    from axsparse.samo.index import base as bitmask
+    from axsparse.samo.index.base import compiled
 
     torch.set_num_threads(1)
     reading = Reading(compiled)
@@ -179,7 +179,7 @@ def product() -> Figures:
     them."""
     from sparse_products import Case, contenders, measure, over_dense
 
-    from axsparse.samo.host.bf16_loops import has_bf16_loops
+    from axsparse.samo.host.compiled_loops import has_bf16_loops
 
     if not has_bf16_loops():
         return {}

@@ -40,9 +40,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.host.compiled_loops import Loop
-from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index.bitmask import MOVE_BITS
-from axsparse.samo.index.pieces import compiled
+from axsparse.samo.index import base as index_mask
+from axsparse.samo.index.base import MOVE_BITS, compiled
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 

@@ -23,15 +23,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from axsparse.samo.growth_candidates import Candidates, strongest
-from axsparse.samo.host.sampled_product import (
+from axsparse.samo.host.sparse_products import (
     FEWEST_TOKENS,
+    can_multiply,
     can_sample,
     may_be_sparse,
     sampled_product,
+    sparse_input_gradient,
+    sparse_linear,
 )
-from axsparse.samo.host.sparse_linear import can_multiply, sparse_input_gradient, sparse_linear
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.selection import Candidates, strongest
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -85,7 +87,7 @@ class GradientCollector:
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
-                tensor.accumulated, tensor.partials = False, None
+                tensor.accumulated = False
                 tensor.parameter.grad = None
 
     def microbatch(self, *, is_last: bool) -> None:
@@ -176,7 +178,7 @@ class GradientCollector:
                 values_K = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
                 self._sampled[tensor.name] += values_K
             else:
-                layer.accumulate(tensor, dense, is_last=self._is_last)
+                layer.accumulate(tensor, dense)
 
     # -- gradients that are taken out of the backward --------------------------------------
 

@@ -34,7 +34,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
-from axsparse.samo.index.pieces import FEW
+from axsparse.samo.host.compiled_loops import FEW
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
 from axsparse.samo.optim.update import prepare_loops, whole_step

@@ -34,13 +34,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.loss_scale import LossScale
+from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parameter_groups import ParameterGroups
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale

@@ -52,12 +52,10 @@ from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
-from axsparse.samo.optim.loss_scale import LossScale
-from axsparse.samo.optim.optimizer import Optimizer
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.gradient_norm import LossScale
+from axsparse.samo.optim.optimizer import Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.parameter_groups import ParameterGroups, parameter_groups
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 

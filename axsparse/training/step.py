@@ -23,10 +23,9 @@ from axsparse.runtime.errors import TrainingError, everywhere
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
-from axsparse.samo.live_pruning import masks_digest, weights_digest
+from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.learning_rate import learning_rate
+from axsparse.samo.optim.optimizer import Hyper, learning_rate
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import Replicas
 from axsparse.training.checkpoint.manifest import Progress

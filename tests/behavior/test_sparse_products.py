@@ -28,8 +28,8 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.pipeline import layer_runner
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.sampled_product import sampled_product
+from axsparse.samo.host.compiled_loops import has_bf16_loops
+from axsparse.samo.host.sparse_products import sampled_product
 from axsparse.samo.index.base import Index
 from axsparse.training.trainer import Trainer
 

@@ -8,15 +8,14 @@ from support.allocated import peak_of_numpy, peak_of_torch
 from torch import nn
 
 from axsparse.samo.host import host_step
-from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import base as index_mask
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
-from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.lamb import LAMB
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK

@@ -17,7 +17,7 @@ import torch
 from gpu.ranks_training import Case, Outcome
 from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
 from support.by_config import oracle_of
-from support.dense_lamb import lamb
+from support.dense_optimizers import lamb
 from support.oracle import Oracle, adamw, sgd
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor

@@ -13,9 +13,9 @@ from support.allocated import peak_of
 from torch import Tensor, nn
 
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.selection import Candidates, no_candidates, strongest
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState

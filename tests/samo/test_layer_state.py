@@ -19,7 +19,7 @@ from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.live_pruning import masks_digest, prune_in_place
-from axsparse.samo.masks import Masks
+from axsparse.samo.masks import Masks, masks_digest, prune_in_place
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.selection import largest
 

@@ -13,9 +13,9 @@ from support.pretend_gpu import AVAILABLE, pretend
 from torch import Tensor
 
 from axsparse.samo import selection
-from axsparse.samo.growth_candidates import Candidates, strongest
 from axsparse.samo.index.base import make_index
 from axsparse.samo.selection import (
+    Candidates,
     Cut,
     Keys,
     by_magnitude,
@@ -25,6 +25,7 @@ from axsparse.samo.selection import (
     histogram,
     largest,
     select,
+    strongest,
 )
 
 examples = settings(max_examples=150, deadline=None, derandomize=True)

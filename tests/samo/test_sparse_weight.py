@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
-from axsparse.samo.host.sampled_product import FEWEST_TOKENS
+from axsparse.samo.host.sparse_products import FEWEST_TOKENS
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
 

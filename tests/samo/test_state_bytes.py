@@ -33,7 +33,6 @@ from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_lay
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.shards import Replicas
-from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import (
     IndexKind,
     StateBytes,
@@ -43,6 +42,7 @@ from axsparse.samo.state_bytes import (
     index_bytes,
     layer_bytes,
     master_kind,
+    stage_bytes,
     tensor_bytes,
 )
 from axsparse.samo.tensor_state import TensorState

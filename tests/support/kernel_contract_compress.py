@@ -25,8 +25,8 @@ from support.kernel_machine import (
     same_bits,
 )
 
-from axsparse.samo.cuda.compress_kernel import NORM_TOLERANCE, compress, judge
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
+from axsparse.samo.cuda.kernels import NORM_TOLERANCE, compress, judge
 from axsparse.samo.cuda.launch import CHUNK, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials

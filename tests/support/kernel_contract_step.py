@@ -32,11 +32,10 @@ from support.kernel_machine import (
 from torch import Tensor
 
 from axsparse.samo import precision
-from axsparse.samo.cuda.compress_kernel import compress, judge
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind
+from axsparse.samo.cuda.kernels import adamw_step, compress, judge, sgd_step
 from axsparse.samo.cuda.launch import GROUP, TILE, Argument
-from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.optim.optimizer import TensorSlot
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import Encoding, MasterKind

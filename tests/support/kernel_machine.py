@@ -15,15 +15,13 @@ from support import kernel_reference as reference
 from torch import Tensor, nn
 
 from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device_index
+from axsparse.samo.cuda.kernels import adamw_step, sgd_step
 from axsparse.samo.cuda.launch import TILE, Launcher
-from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, MasterKind
 from axsparse.samo.tensor_state import TensorState

@@ -35,8 +35,17 @@ Kind: TypeAlias = "str | tuple[Kind, ...]"
 """The type of an argument: a character of numpy and a number of dimensions, such as `f1`, or `f1A`
 where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
 
-BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Settings of numba by which a loop's object file has that loop alone."""
+FEW = 1 << 15
+"""Up to this number of entries a tensor is moved by numpy: it is as fast there, and a small model
+loads no compiled loops."""
+LENGTHS = (64, 128, 256)
+"""Tokens of the panels of which `sample` of `sparse_product_loops.py` takes the columns."""
+TILE = 64
+"""Tokens whose sums `add_products` keeps in registers."""
+BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
+"""The processor's instructions that loops on bf16 need."""
+MATRIX_FEATURE = "amx-bf16"
+"""That of processors which multiply whole matrices at once."""
 DIGEST = hashlib.sha256().digest_size
 _RESULT = ctypes.create_string_buffer(16)
 """Where loops write that they return nothing."""
@@ -108,6 +117,17 @@ def cpu_features() -> frozenset[str]:
 
         known = binding.get_host_cpu_features().flatten()
     return frozenset(word[1:] for word in known.split(",") if word.startswith("+"))
+
+
+@cache
+def has_bf16_loops() -> bool:
+    """Whether loops on bf16 can be compiled and run here."""
+    return can_compile() and cpu_features() >= BF16_FEATURES
+
+
+def multiplies_matrices() -> bool:
+    """Whether the processor has an instruction for whole matrices of bf16 (AMX)."""
+    return can_compile() and MATRIX_FEATURE in cpu_features()
 
 
 @cache

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding
-from numba import njit, types
+from numba import types
 from numba.core import codegen, config
 from numba.np import numpy_support
 
-from axsparse.samo.host.compiled_loops import BARE, Kind, flat_types
+from axsparse.samo.host.compiled_loops import Kind, flat_types
 
 IDLE = 20.0
 """Seconds without a job after which the process ends."""
@@ -43,7 +43,6 @@ _support: Any = numpy_support
 
 def main() -> None:
     """Compile what is asked for."""
-    importlib.import_module("axsparse.samo.index.numba_intrinsics")
     while select.select([sys.stdin], [], [], IDLE)[0]:
         line = sys.stdin.readline()
         if not line:
@@ -80,8 +79,6 @@ def _write(path: Path, code: bytes) -> None:
 def _object(module: str, name: str, kinds: tuple[Kind, ...], path: Path) -> bytes:
     """The object file of a loop, whose function has the name of the file."""
     loop = getattr(importlib.import_module(module), name)
-    if not hasattr(loop, "inspect_llvm"):
-        loop = njit(nogil=True, error_model="numpy", **BARE)(loop)
     signature = tuple(map(_type, kinds))
     loop.compile(signature)
     source = FREED.sub(

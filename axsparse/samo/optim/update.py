@@ -12,27 +12,26 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.compiled_loops import CompileError, can_compile
-from axsparse.samo.host.host_step import sum_of_squares
-from axsparse.samo.host.sampled_product import sampled_product
-from axsparse.samo.host.sparse_linear import sparse_input_gradient, sparse_linear
-from axsparse.samo.index.base import FullIndex
-from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.pieces import FEW
+from axsparse.samo.cuda import kernels
+from axsparse.samo.host import host_step
+from axsparse.samo.host.compiled_loops import FEW, CompileError, can_compile, has_bf16_loops
+from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
+from axsparse.samo.index.base import FullIndex, MaskIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer, WholeStep
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer, TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
 NONE: Mapping[str, Hyper] = {}
+WholeStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
+"""The whole step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
 # Reason: what every update needs comes first; the others are for some kinds of state only.
@@ -157,17 +156,17 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     The first call of a process that finds loops loads them; the norm has one as well, whatever the
     optimizer.
     """
-    if not layers:
+    if not layers or optimizer.compiled is None:
         return None
     backend = layers[0].backend
     if backend.launch is not None:
-        return optimizer.kernel
+        return partial(kernels.step, optimizer)
     if backend.device.type != "cpu":
         return None
     tensors = [tensor for layer in layers for tensor in layer.owned]
     if not any(tensor.kept > FEW for tensor in tensors):
         return None
-    return optimizer.loop if can_compile() else None
+    return partial(host_step.step, optimizer) if can_compile() else None
 
 
 def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
@@ -187,15 +186,15 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
         for each in {torch.float32, dtype}:
             dense_D = torch.zeros(mask_D.numel(), dtype=each)
             index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-        sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
-        if optimizer.loop is not None:
+        host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
+        if optimizer.compiled is not None:
             master = {"weight": None, "fp32": torch.zeros(2)}.get(
                 types.master, torch.zeros(2, dtype=torch.int16)
             )
             weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
             moments = tuple(torch.zeros(2) for _ in types.moments)
             slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
-            optimizer.loop([slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
+            host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
         if dtype == torch.bfloat16 and has_bf16_loops():
             rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
             weight = torch.zeros(16, 16, dtype=dtype)

@@ -13,13 +13,10 @@ import torch
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher, TorchStream
-from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument
-from axsparse.samo.cuda.step_kernel import adamw_step
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.cuda.kernels import adamw_step, compress
+from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument, CupyLauncher, TorchStream
+from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 
 CPU = torch.device("cpu")
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)

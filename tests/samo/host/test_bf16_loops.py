@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from axsparse.samo.host import bf16_loops
-from axsparse.samo.host.bf16_loops import has_bf16_loops, multiplies_matrices
-from axsparse.samo.host.compiled_loops import can_compile, cpu_features
+from axsparse.samo.host import compiled_loops as bf16_loops
+from axsparse.samo.host.compiled_loops import (
+    can_compile,
+    cpu_features,
+    has_bf16_loops,
+    multiplies_matrices,
+)
 
 ALL = "+avx512bf16,+avx512vbmi2"
 

@@ -150,14 +150,14 @@ def test_loops_on_bf16_are_compiled_for_processors_that_have_the_instructions(
     monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", AVX512)
     jobs: list[tuple[str, str, tuple[Kind, ...]]] = [
-        ("bf16_vectors", "transpose", ("h2", "h2", "int", "int", "int")),
-        ("sampling_loops", "sample", (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int")),
+        ("sparse_product_loops", "transpose", ("h2", "h2", "int", "int", "int")),
+        ("sparse_product_loops", "sample", (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int")),
         (
-            "sparse_linear_loops",
+            "sparse_product_loops",
             "add_products",
             ("h3", ("h1", "int", "int"), ("h2", "h2", "l1"), "f3"),
         ),
-        ("sparse_linear_loops", "put", ("f3", "h2", "h2", "int", "int")),
+        ("sparse_product_loops", "put", ("f3", "h2", "h2", "int", "int")),
     ]
 
     for module, name, kinds in jobs:

@@ -16,16 +16,14 @@ from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import Loop, can_compile
+from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
-from axsparse.samo.index.pieces import FEW
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axsparse.samo.host import sampled_product as module
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.sampled_product import (
+from axsparse.samo.host import sparse_products as module
+from axsparse.samo.host.compiled_loops import FEW, has_bf16_loops
+from axsparse.samo.host.sparse_products import (
     COLUMNS,
     DENSEST,
     MOST_THREADS,
@@ -19,7 +19,6 @@ from axsparse.samo.host.sampled_product import (
     sampled_product,
 )
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.index.pieces import FEW
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
 

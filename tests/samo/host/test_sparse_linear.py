@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axsparse.samo.host import sparse_linear as module
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.sparse_linear import (
+from axsparse.samo.host import sparse_products as module
+from axsparse.samo.host.compiled_loops import has_bf16_loops
+from axsparse.samo.host.sparse_products import (
     DENSEST,
     DENSEST_WITH_AMX,
     DEPTH,

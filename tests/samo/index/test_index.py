@@ -16,11 +16,19 @@ from torch import Tensor, nn
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index.base import FullIndex, Index, Int32Index, make_index
-from axsparse.samo.index.bitmask import MOVE_BITS, MaskIndex
+from axsparse.samo.host.compiled_loops import FEW
+from axsparse.samo.index import base as index_mask
+from axsparse.samo.index.base import (
+    MOVE_BITS,
+    PIECE,
+    FullIndex,
+    Index,
+    Int32Index,
+    MaskIndex,
+    compiled,
+    make_index,
+)
 from axsparse.samo.index.mask_loops import move_bits
-from axsparse.samo.index.pieces import FEW, PIECE, compiled
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
