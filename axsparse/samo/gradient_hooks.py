@@ -135,11 +135,6 @@ class GradientCollector:
         found, self._candidates, self._wanted = self._candidates, {}, {}
         return found
 
-    @property
-    def candidate_bytes(self) -> int:
-        """Bytes of the candidates that are held."""
-        return sum(candidates.nbytes for candidates in self._candidates.values())
-
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:

@@ -398,4 +398,4 @@ def test_growth_candidates_come_of_whole_gradients(
     for _, other in found:
         for name, weight in other.weights.items():
             assert torch.equal(weight, trace.weights[name]), name
-    assert one.parts.collector.candidate_bytes == 0
+    assert one.parts.collector._candidates == {}

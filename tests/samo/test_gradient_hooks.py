@@ -98,10 +98,10 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     alive_at_hook: list[int] = []
     accumulate = LayerState.accumulate
 
-    def watched(self: LayerState, tensor: TensorState, dense: Tensor, *, is_last: bool) -> None:
+    def watched(self: LayerState, tensor: TensorState, dense: Tensor) -> None:
         alive_at_hook.append(sum(reference() is not None for reference in storages))
         storages.append(weakref.ref(dense))
-        accumulate(self, tensor, dense, is_last=is_last)
+        accumulate(self, tensor, dense)
 
     monkeypatch.setattr(LayerState, "accumulate", watched)
     collecting.begin()
@@ -111,8 +111,10 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     assert [reference() for reference in storages] == [None] * 6
 
 
-def test_the_first_gradient_of_a_step_replaces_and_later_ones_add() -> None:
-    built = layers(linear)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_gradient_of_a_step_replaces_and_later_ones_add(dtype: torch.dtype) -> None:
+    """A half accumulator rounds after every microbatch."""
+    built = layers(linear, gradient_dtype=dtype)
     first, second = (dense_gradients(built, seed) for seed in (1, 2))
     collecting = collector(built)
 
@@ -123,24 +125,10 @@ def test_the_first_gradient_of_a_step_replaces_and_later_ones_add() -> None:
     forward(built, 2).backward()
 
     for tensor in built[0].state.tensors:
-        total = (first[tensor.name] + second[tensor.name]).view(-1)
-        assert torch.equal(built[0].state.gradient_of(tensor), total[tensor.index.positions()])
-
-
-def test_a_half_accumulator_rounds_after_every_microbatch() -> None:
-    built = layers(linear, gradient_dtype=torch.bfloat16)
-    first, second = (dense_gradients(built, seed) for seed in (1, 2))
-    collecting = collector(built)
-
-    collecting.begin()
-    forward(built, 1).backward()
-    forward(built, 2).backward()
-
-    tensor = built[0].state.tensor("layer0.weight")
-    at = tensor.index.positions()
-    once = first[tensor.name].view(-1)[at].bfloat16()
-    expected = (once.float() + second[tensor.name].view(-1)[at]).bfloat16()
-    assert torch.equal(built[0].state.gradient_of(tensor), expected)
+        at = tensor.index.positions()
+        once = first[tensor.name].view(-1)[at].to(dtype).float()
+        total = (once + second[tensor.name].view(-1)[at]).to(dtype)
+        assert torch.equal(built[0].state.gradient_of(tensor), total)
 
 
 def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first() -> None:
@@ -222,22 +210,18 @@ def frozen_weight() -> nn.Module:
     return module
 
 
-def test_frozen_parameters_have_no_gradient_and_hold_nothing_up() -> None:
-    built = layers(frozen_weight, linear)
-    reported: list[str] = []
-    collecting = collector(built, lambda layer: reported.append(layer.name))
-
-    collecting.begin()
-    collecting.microbatch(is_last=True)
-    forward(built).backward()
-
-    assert [tensor.name for tensor in built[0].state.tensors] == ["layer0.bias"]
-    assert reported == ["layer1", "layer0"]
-    assert collecting.finish() == []
-
-
-def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begins() -> None:
-    built = layers(linear, nn.Tanh)
+@pytest.mark.parametrize(
+    ("builds", "order"),
+    [
+        ((frozen_weight, linear), ["layer1", "layer0"]),
+        # Without trained parameters, when the last backward begins.
+        ((linear, nn.Tanh), ["layer1", "layer0"]),
+    ],
+)
+def test_what_is_not_trained_has_no_gradient_and_holds_nothing_up(
+    builds: tuple[Callable[[], nn.Module], ...], order: list[str]
+) -> None:
+    built = layers(*builds)
     reported: list[str] = []
     collecting = collector(built, lambda layer: reported.append(layer.name))
 
@@ -247,7 +231,7 @@ def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begi
         forward(built).backward()
         assert collecting.finish() == []
 
-    assert reported == ["layer1", "layer0"] * 2
+    assert reported == order * 2
 
 
 def test_compression_is_timed_tensor_by_tensor_and_says_which_microbatch_is_the_last() -> None:
@@ -276,8 +260,7 @@ def test_a_closed_collector_leaves_gradients_alone() -> None:
     assert all(tensor.parameter.grad is not None for tensor in built[0].state.tensors)
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 1)])
-def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]) -> None:
+def test_training_ends_with_layers_that_have_no_parameters() -> None:
     model = Model(
         [
             Layer("flat", nn.Flatten),
@@ -289,7 +272,7 @@ def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]
     )
     config = tiny_config(train={"steps": 2})
 
-    ranks = train_in_process(*grid, model, config, vector_data())
+    ranks = train_in_process(3, 2, model, config, vector_data())
 
     assert all(len(trace.losses) == 2 for _, trace in ranks)
 
@@ -369,9 +352,6 @@ def test_the_squares_of_a_stage_are_summed_by_two_launches(kernels: EmulatedLaun
     built = layers(*[linear] * 8, backend=Backend(torch.device("cpu"), kernels))
     states = [layer.state for layer in built]
     microbatches(built, 2)
-    for state in states:
-        for tensor in state.tensors:
-            tensor.partials = None  # as replicas leave it, which have added to the gradient
     kernels.launched.clear()
 
     partials = norm_partials(states, [tensor.name for state in states for tensor in state.owned])

@@ -50,7 +50,7 @@ def same(ours: Candidates, theirs: Candidates) -> bool:
 # -- the choice -------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data(), NUMELS, st.sampled_from(KINDS))
 def test_the_strongest_pruned_positions_are_those_that_sorting_finds(
     data: st.DataObject, numel: int, kind: IndexKind
@@ -79,14 +79,6 @@ def test_lists_add_to_what_is_there_in_their_order() -> None:
 
     assert found.positions.tolist() == [1, 2]
     assert found.sums.tolist() == [0.0, 1.25]
-
-
-def test_kept_positions_never_win_however_large_their_gradient() -> None:
-    index = make_index(torch.tensor([True, False, True, False]))
-
-    found = strongest(torch.tensor([9.0, 0.0, math.inf, 0.0]), (), index, 2)
-
-    assert found.positions.tolist() == [1, 3]
 
 
 def test_kept_positions_never_win_in_tensors_of_many_blocks() -> None:
@@ -140,17 +132,6 @@ MASK = random_mask(3, 600, 0.1).view(20, 30)
 INDEX = make_index(MASK.view(-1))
 
 
-def test_nothing_is_picked_unless_asked_for() -> None:
-    layer = layer_of(MASK)
-    collector = collecting(layer)
-
-    collector.begin()
-    backward(layer, random(1, 20, 30))
-
-    assert collector.candidate_bytes == 0
-    assert collector.harvested() == {}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_of_one_microbatch_the_candidates_are_the_strongest_and_the_kept_ones_are_summed(
     dtype: torch.dtype,
@@ -162,8 +143,8 @@ def test_of_one_microbatch_the_candidates_are_the_strongest_and_the_kept_ones_ar
     collector.begin()
     backward(layer, gradient)
 
-    assert collector.candidate_bytes == 40 * 8
     found = collector.harvested()["w"]
+    assert found.nbytes == 40 * 8
     assert torch.equal(
         found.positions.long(), by_sorting(gradient.view(-1).float(), MASK.view(-1), 40)
     )
@@ -199,7 +180,6 @@ def test_a_new_step_forgets_the_candidates_and_a_harvest_ends_with_what_it_gave(
     backward(layer, random(1, 20, 30))
 
     collector.begin()
-    assert collector.candidate_bytes == 0
     backward(layer, random(2, 20, 30))
     second = collector.harvested()["w"]
     collector.begin()
@@ -222,31 +202,12 @@ def test_each_use_of_a_tied_weight_has_candidates_of_its_own() -> None:
     assert same(found["v"], strongest(random(2, 600), (), INDEX, 40))
 
 
-def test_what_is_not_finite_never_wins() -> None:
-    layer, gradient = layer_of(MASK, dtype=torch.float16), random(1, 20, 30).half()
-    bad = (~MASK).nonzero()[::50]
-    gradient[bad[:, 0], bad[:, 1]] = torch.inf
-    gradient[bad[0, 0], bad[0, 1]] = torch.nan
-    collector = collecting(layer)
-
-    collector.harvest({"w": 500})
-    collector.begin()
-    backward(layer, gradient)
-    backward(layer, gradient)
-
-    positions = collector.harvested()["w"].positions
-    assert not set((bad[:, 0] * 30 + bad[:, 1]).tolist()) & set(positions.tolist())
-
-
 # -- how good, and at what cost ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [8, 32])
-def test_candidates_as_many_as_kept_entries_find_most_of_what_the_whole_gradient_would(
-    microbatches: int,
-) -> None:
+def test_candidates_as_many_as_kept_entries_find_most_of_what_the_whole_gradient_would() -> None:
     """Entries of unequal scale, as in networks, and noise of every microbatch beside a mean."""
-    numel = 20_000
+    numel, microbatches = 20_000, 16
     mask = random_mask(1, numel, 0.1)
     index, moved = make_index(mask), round(0.3 * int(mask.sum()))
     scale = random(2, numel).exp()

@@ -27,7 +27,7 @@ from axsparse.samo.tensor_state import TensorState
 
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-examples = settings(max_examples=40, deadline=None, derandomize=True)
+examples = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -149,16 +149,9 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(half: bool) -> No
     assert layer.owned_gradient.data_ptr() == layer.gradient.data_ptr()
     assert alias.offset == owner.kept + 3
     assert layer.live_bytes() == formula(layer, half=half)
-
-
-def test_a_layer_of_aliases_alone_has_nothing_to_reduce() -> None:
-    owner = tensor_state("a", (4, 5), FullIndex(20), half=True)
-    alias = tensor_state("b", (4, 5), FullIndex(20), half=True, owner=owner)
-
-    layer = layer_state([alias], half=True)
-
-    assert layer.owned_gradient.numel() == 0
-    assert layer.live_bytes() == StateBytes(gradient=40)
+    aliases_alone = layer_state([alias], half=half)
+    assert aliases_alone.owned_gradient.numel() == 0
+    assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * (2 if half else 4))
 
 
 @pytest.mark.parametrize("kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
@@ -171,11 +164,6 @@ def test_blocks_cover_all_kept_entries_in_order(kept: int) -> None:
         [*range(0, kept, BLOCK), *range(BLOCK, kept, BLOCK), *([kept] if kept else [])]
     )
     assert all(0 < stop - start <= BLOCK for start, stop in bounds)
-
-
-def test_asking_for_a_tensor_of_another_layer_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        filled_layer({}, half=False).tensor("elsewhere")
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -287,16 +275,6 @@ def test_an_alias_follows_its_remasked_owner_by_refitting(half: bool, same_layer
     assert not alias.weight_D[~mask].any()
     for layer in {own, following}:
         assert layer.live_bytes() == formula(layer, half=half)
-
-
-def test_frozen_parameters_cost_their_weight_only() -> None:
-    frozen = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
-
-    layer = LayerState(
-        "layer", [], StateTypes(torch.float32, "fp32", ("exp_avg",)), frozen=[frozen]
-    )
-
-    assert layer.live_bytes() == StateBytes(weight=20)
 
 
 # -- launches -------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ Adding an index encoding:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch import Tensor
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     INT32_LIMIT,
     MASK_BLOCK,
@@ -41,9 +41,6 @@ from axsparse.samo.state_bytes import (
 DIVIDE, DIVIDE_BITS, MOVE_BITS = (
     Loop("axsparse.samo.index.mask_loops", name) for name in ("divide", "divide_bits", "move_bits")
 )
-PIECE = 65_536
-"""Entries that are decoded at a time, for some hundred kB: kept ones, or dense ones where bits are
-decoded. So temporaries do not grow with the tensor."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by its bytes."""
 
@@ -124,7 +121,10 @@ class Int32Index:
         return dense_D.index_select(0, self._positions[start:stop])
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        _scatter(dense_D, self._positions[start : start + values_K.numel()].split(PIECE), values_K)
+        positions = self._positions[start : start + values_K.numel()]
+        # In blocks, since index_copy_ takes positions of int64: half the time of index_put_.
+        for some, values in zip(positions.split(BLOCK), values_K.split(BLOCK), strict=True):
+            dense_D.index_copy_(0, some.long(), values)
 
     def positions(self) -> Tensor:
         return self._positions.long()
@@ -143,7 +143,8 @@ class MaskIndex:
     """A bit for each dense entry, the lowest of a byte first, and the number of kept entries before
     each block.
 
-    Without a compiler numpy reads the bits, which takes some four times as long.
+    Without a compiler numpy decodes positions, which takes some four times as long, and 8 bytes for
+    each entry that moves.
     """
 
     on_device = None
@@ -158,21 +159,20 @@ class MaskIndex:
         self.nbytes = self._bits.nbytes + self._offsets.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
+        if not self._has_loop():
+            return dense_D.index_select(0, self._decoded(start, stop))
         gathered_K = dense_D.new_empty(stop - start)
-        if not self._move(dense_D, gathered_K, start, into_dense=False):
-            at = 0
-            for positions in self._pieces(start, stop):
-                part = gathered_K[at : at + positions.numel()]
-                torch.index_select(dense_D, 0, positions, out=part)
-                at += positions.numel()
+        self._move(dense_D, gathered_K, start, into_dense=False)
         return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        if not self._move(dense_D, values_K, start, into_dense=True):
-            _scatter(dense_D, self._pieces(start, start + values_K.numel()), values_K)
+        if self._has_loop():
+            self._move(dense_D, values_K, start, into_dense=True)
+        else:
+            dense_D.index_copy_(0, self._decoded(start, start + values_K.numel()), values_K)
 
     def positions(self) -> Tensor:
-        return torch.cat([*self._pieces(0, self.kept), torch.empty(0, dtype=torch.int64)])
+        return self._decoded(0, self.kept)
 
     def csr(self, width: int) -> tuple[Array, Array]:
         """As `Int32Index.csr`."""
@@ -189,14 +189,11 @@ class MaskIndex:
         last = np.searchsorted(offsets, offsets.dtype.type(stop), side="left")
         return range(int(first), int(last))
 
-    def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> bool:
-        """Move values by a compiled loop; False, having done nothing, if it is not worth one or
-        there is none.
+    def _has_loop(self) -> bool:
+        return self._numel > FEW and can_compile()
 
-        Loops check nothing, so this does.
-        """
-        if self._numel <= FEW or not can_compile():
-            return False
+    def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
+        """Move values by a compiled loop, which checks nothing, so that this does."""
         assert dense_D.dtype == values_K.dtype, f"{dense_D.dtype} and {values_K.dtype}"
         assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
         assert values_K.ndim == 1, f"{values_K.ndim} dimensions"
@@ -208,46 +205,29 @@ class MaskIndex:
         before = start - int(self._offsets[block])
         word = block * (MASK_BLOCK // MASK_WORD)
         MOVE_BITS(self._words(), word, before, dense, values, int(into_dense))
-        return True
 
-    def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The positions of the kept entries [start, stop), int64, a piece at a time."""
-        bits, offsets = self._bits.numpy(), self._offsets.numpy()
+    def _decoded(self, start: int, stop: int) -> Tensor:
+        """The positions of the kept entries [start, stop), int64."""
         blocks = self._blocks_of(start, stop)
-        for block in blocks[:: PIECE // MASK_BLOCK]:
-            until = min(block + PIECE // MASK_BLOCK, blocks.stop)
-            before, after = int(offsets[block]), int(offsets[until])
-            packed = bits[block * MASK_BLOCK // 8 : until * MASK_BLOCK // 8]
-            kept = np.unpackbits(packed, bitorder="little").view(np.bool_)
-            positions = np.flatnonzero(kept)
-            positions = positions[max(start, before) - before : min(stop, after) - before]
-            yield torch.from_numpy(positions + block * MASK_BLOCK)
+        packed = self._bits.numpy()[blocks.start * MASK_BLOCK // 8 : blocks.stop * MASK_BLOCK // 8]
+        kept = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        before = int(self._offsets[blocks.start])
+        positions = np.flatnonzero(kept)[start - before : stop - before]
+        positions += blocks.start * MASK_BLOCK
+        return torch.from_numpy(positions)
 
 
 def _block_offsets(mask_D: Tensor) -> Tensor:
     """The number of kept entries before each block of dense positions, and at the end that of all,
     `(blocks + 1,)`; int32 where that fits, otherwise int64."""
     mask = mask_D.numpy()
+    complete = mask[: mask.size // MASK_BLOCK * MASK_BLOCK].reshape(-1, MASK_BLOCK)
     before = np.zeros(-(-mask.size // MASK_BLOCK) + 1, dtype=np.int64)
-    assert PIECE % MASK_BLOCK == 0
-    for start in range(0, mask.size, PIECE):  # reduceat converts all of its input to integers
-        part = mask[start : start + PIECE]
-        counts = np.add.reduceat(part, np.arange(0, part.size, MASK_BLOCK), dtype=np.int64)
-        before[start // MASK_BLOCK + 1 :][: counts.size] = counts
+    before[1 : len(complete) + 1] = complete.sum(1)
+    if complete.size < mask.size:
+        before[-1] = mask[complete.size :].sum()
     np.cumsum(before, out=before)
     return torch.from_numpy(before.astype(np.int32) if fits_int32(int(before[-1])) else before)
-
-
-def _scatter(
-    dense_D: Tensor, pieces: Iterator[Tensor] | tuple[Tensor, ...], values_K: Tensor
-) -> None:
-    """Write values to the positions of the pieces, which are in the order of the values."""
-    at = 0
-    for positions in pieces:
-        part = values_K[at : at + positions.numel()]
-        # Half the time of index_put_, which takes int32 but converts it as well.
-        dense_D.index_copy_(0, positions.long(), part)
-        at += positions.numel()
 
 
 def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple[Array, Array]:

@@ -324,7 +324,7 @@ def test_of_equal_weights_the_higher_positions_go_and_of_equal_gradients_the_low
     assert counts == {"w": count}
     assert torch.equal(tensor.index.positions(), expected)
     assert not regrowth.is_armed
-    assert collector.candidate_bytes == 0
+    assert collector._candidates == {}
 
 
 def test_the_gradients_of_replicas_are_added_in_rank_order() -> None:
@@ -369,7 +369,7 @@ def test_dense_tensors_stay_dense() -> None:
     collector.begin()
     layer.tensor("w").parameter.sum().backward()
 
-    assert collector.candidate_bytes == 0
+    assert collector._candidates == {}
     assert regrowth.regrow(1) == {"w": 0}
 
 

@@ -46,10 +46,11 @@ SPECIAL = torch.tensor(
 
 def stepped(layer: LayerState, optimizer: Optimizer, hyper: Hyper, *, loop: bool) -> None:
     """One step, by the loop or by the functions, whatever the sizes."""
-    runs = mock.Mock(wraps=optimizer.loop)
-    watched = replace(optimizer, loop=runs)
-    with mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62):
-        update([layer], watched, hyper, 0.3)
+    with (
+        mock.patch.object(host_step, "step", wraps=host_step.step) as runs,
+        mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62),
+    ):
+        update([layer], optimizer, hyper, 0.3)
     assert bool(runs.call_count) is loop
 
 
@@ -174,14 +175,16 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
     assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
 
 
-def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() -> None:
-    layer = dense_layer(FEW, STATES[0])
-    loop = mock.Mock()
+def test_small_models_rules_without_a_loop_and_all_without_numba_are_stepped_by_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = dense_layer(FEW, STATES[0]), dense_layer(FEW + 1, STATES[0])
 
-    update([layer], replace(ADAMW, loop=loop), HYPER, 0.3)
-    update([dense_layer(FEW + 1, STATES[0])], replace(ADAMW, loop=None), HYPER, 0.3)
-
-    loop.assert_not_called()
+    assert update_module.whole_step([few], ADAMW) is None
+    assert update_module.whole_step([many], replace(ADAMW, compiled=None)) is None
+    assert update_module.whole_step([many], ADAMW) is not None
+    monkeypatch.setattr(update_module, "can_compile", lambda: False)
+    assert update_module.whole_step([many], ADAMW) is None
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
@@ -201,12 +204,6 @@ def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state:
         layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
-
-
-def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_module, "can_compile", lambda: False)
-
-    assert update_module.whole_step([dense_layer(FEW + 1, STATES[1])], ADAMW) is None
 
 
 def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
