@@ -120,13 +120,12 @@ def encodings() -> Figures:
     import torch
     from index_encodings import Reading, time_operation
 
-    from axsparse.samo.index import base as bitmask
-    from axsparse.samo.index.base import compiled
+    from axsparse.samo.index import base
 
     torch.set_num_threads(1)
-    reading = Reading(compiled)
+    reading = Reading()
     found = {}
-    with mock.patch.object(bitmask, "compiled", reading):
+    with mock.patch.object(base, "can_compile", reading):
         for operation in ("gather", "scatter"):
             times = time_operation(reading, torch.bfloat16, operation, None, 16)
             best = "mask, numba" if "mask, numba" in times else "mask, numpy"

@@ -104,18 +104,3 @@ def test_settings_of_no_parameter_are_refused(key: str, entry: str, message: str
 
     with pytest.raises(ConfigError, match=message):
         run(1, 1, config)
-
-
-def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:
-    plain, heavy = (
-        config_of({"name": "sgd", "momentum": momentum}, precision="bf16")
-        for momentum in (0.0, 0.9)
-    )
-
-    bytes_of = [
-        train_in_process(1, 1, tiny_gpt(c), c, token_data())[0][0].state_bytes()
-        for c in (plain, heavy)
-    ]
-
-    assert bytes_of[0].optimizer == 0
-    assert bytes_of[1].optimizer == bytes_of[1].master

@@ -18,7 +18,6 @@ from support.kernel_machine import (
     FP16,
     FP32,
     HYPER,
-    MOMENTUM_CASE,
     NUMBERS,
     PROMISES,
     RULES,
@@ -48,7 +47,6 @@ from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.optimizer import TensorSlot
-from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     MASK_BLOCK,
@@ -259,34 +257,6 @@ def tensors_of_any_size_and_density_are_stepped(
     ADAMW_CASE.device([slot], HYPER, FACTOR)
 
     by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
-    same_state(slot, layer)
-
-
-@promise(ENCODED)
-def a_tile_of_which_all_is_kept_is_stepped_whole(machine: Machine, kind: Encoding) -> None:
-    mask = random_mask(BLOCK + 3 * TILE, 0.1)
-    for tile in (0, 5, BLOCK // TILE - 1, BLOCK // TILE + 1):
-        mask[tile * TILE : (tile + 1) * TILE] = True
-    layer = fresh_layer(mask, (BF16, BF16, "fp32"), 1)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    slot = slot_of(machine, machine.index(mask, kind), layer)
-
-    MOMENTUM_CASE.device([slot], HYPER, FACTOR)
-
-    by_numpy(layer, MOMENTUM_CASE, HYPER, FACTOR)
-    same_state(slot, layer)
-
-
-@promise(RULES)
-def a_step_is_the_one_of_the_cpu(machine: Machine, rule: Case) -> None:
-    mask = random_mask(3 * TILE, 0.3)
-    layer = fresh_layer(mask, (BF16, FP32, "fp32"), rule.moments)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    slot = slot_of(machine, machine.index(mask, "mask"), layer)
-
-    rule.device([slot], HYPER, FACTOR)
-    update([layer], rule.torch, HYPER, FACTOR)
-
     same_state(slot, layer)
 
 

@@ -223,6 +223,7 @@ def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_compiled_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    numel = 0
     monkeypatch.setattr(base, "FEW", FEW)
     monkeypatch.setattr(base, "can_compile", lambda: asked.append(numel))
 
