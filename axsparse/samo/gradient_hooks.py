@@ -213,10 +213,8 @@ class GradientCollector:
         if tensor.name in self._wanted or len(rows) < FEWEST_TOKENS or not can_sample(tensor):
             return False
         values_K = sampled_product(outer, rows, tensor.index)
-        if tensor.name in self._sampled:
-            self._sampled[tensor.name] += values_K
-        else:
-            self._sampled[tensor.name] = values_K
+        before = self._sampled.get(tensor.name)
+        self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
         return True
 
     def _complete(self, layer: LayerState, tensor: TensorState) -> None:

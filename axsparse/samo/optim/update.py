@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -54,8 +54,7 @@ def update(
     one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
-    undecayed = replace(hyper, weight_decay=0.0)
-    step = _Step(optimizer, hyper, undecayed, own, gradient_factor, whole_step(layers, optimizer))
+    step = _Step(layers, optimizer, (hyper, own), gradient_factor)
     statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
@@ -63,25 +62,26 @@ def update(
             updated(layer)
 
 
-@dataclass(frozen=True)
 class _Step:
-    """One step of one optimizer, for any tensors."""
+    """One step of one optimizer, for any tensors of some layers."""
 
-    optimizer: Optimizer
-    hyper: Hyper
-    undecayed: Hyper
-    """The settings for tensors that do not decay."""
-    own: Mapping[str, Hyper]
-    """The settings of tensors that have their own, by name."""
-    gradient_factor: float
-    whole: WholeStep | None
-    """Does the whole step of some tensors; None: the optimizer's functions do it in blocks."""
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        optimizer: Optimizer,
+        settings: tuple[Hyper, Mapping[str, Hyper]],
+        gradient_factor: float,
+    ) -> None:
+        """`settings` are those of all tensors, and those that some have of their own, by name."""
+        self.optimizer = optimizer
+        self.hyper, self.own = settings
+        self.undecayed = replace(self.hyper, weight_decay=0.0)
+        self.gradient_factor = gradient_factor
+        self.whole = whole_step(layers, optimizer)
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
-        own = self.own.get(tensor.name)
-        if own is not None:
-            return own
-        return self.hyper if tensor.decays else self.undecayed
+        usual = self.hyper if tensor.decays else self.undecayed
+        return self.own.get(tensor.name, usual)
 
     def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
         gradient_K = layer.gradient_of(tensor)[start:stop]

@@ -146,12 +146,6 @@ def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
     """Runs no kernel."""
 
 
-def counting_seven(kernel: str, blocks: int, *arguments: Argument) -> None:
-    counts = arguments[2]
-    assert isinstance(counts, torch.Tensor)
-    counts.fill_(7)
-
-
 @pytest.mark.parametrize(
     ("kind", "limit", "why"),
     [
@@ -165,7 +159,7 @@ def test_what_int32_cannot_number_or_count_is_refused(
     monkeypatch.setattr(memory, "INT32_LIMIT", limit)
 
     with pytest.raises(ConfigError, match=why):
-        make_device_index(counting_seven, torch.zeros(10, dtype=torch.bool), kind)
+        make_device_index(nothing, torch.arange(10) < 7, kind)
 
 
 def full_slot(**changes: Any) -> TensorSlot:
