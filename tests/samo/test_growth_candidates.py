@@ -68,14 +68,16 @@ def test_the_strongest_pruned_positions_are_those_that_sorting_finds(
 
 
 def test_lists_add_to_what_is_there_in_their_order() -> None:
-    """In fp32, 1e8 + 1 − 1e8 is 0 and not 1."""
+    """In fp32, 1e8 + 1 − 1e8 is 0 and not 1; an empty list adds nothing."""
     index = make_index(torch.tensor([True, False, False, False]))
     one, other = (
         Candidates(torch.tensor([1, 2], dtype=torch.int32), torch.tensor([value, 0.5]))
         for value in (1.0, -1e8)
     )
 
-    found = strongest(torch.tensor([7.0, 1e8, 0.25, 0.0]), (one, other), index, 2)
+    found = strongest(
+        torch.tensor([7.0, 1e8, 0.25, 0.0]), (one, other, no_candidates(4, 2)), index, 2
+    )
 
     assert found.positions.tolist() == [1, 2]
     assert found.sums.tolist() == [0.0, 1.25]
@@ -88,17 +90,6 @@ def test_kept_positions_never_win_in_tensors_of_many_blocks() -> None:
     found = strongest(1.0 + mask, (), make_index(mask), BLOCK)
 
     assert torch.equal(found.positions.long(), (~mask).nonzero().view(-1))
-
-
-def test_an_empty_list_changes_nothing() -> None:
-    mask = random_mask(1, 50)
-    count = int((~mask).sum()) // 2
-    alone = strongest(random(2, 50), (), make_index(mask), count)
-
-    beside = strongest(random(2, 50), (no_candidates(50, count),), make_index(mask), count)
-
-    assert same(alone, beside)
-    assert no_candidates(50, count).nbytes == alone.nbytes == 8 * count
 
 
 # -- in the backward --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_construction import build_layers as build_layers_with
+from axsparse.samo.precision import round_to
 from axsparse.samo.selection import largest
 
 
@@ -116,33 +117,26 @@ def test_a_layer_starts_from_seed_and_name_and_leaves_torchs_generator(
     assert not torch.equal(both["a.weight"], other["a.weight"])
 
 
-def test_what_a_module_set_itself_is_kept_frozen_or_not() -> None:
+@pytest.mark.parametrize("init", [None, random_init])
+def test_what_is_frozen_gets_its_start_value_and_is_never_pruned(init: InitFunction | None) -> None:
     def build() -> nn.Module:
-        module = nn.Linear(3, 2)
+        module = nn.Linear(4, 2)
         nn.init.constant_(module.weight, 0.5)
+        module.weight.requires_grad_(False)
         nn.init.constant_(module.bias, 2.0)
-        module.bias.requires_grad_(False)
         return module
 
-    (built,) = build_layers_with([Layer("a", build)], {}, options(half=True))
+    (built,) = build_layers([Layer("a", build, init=init)], {}, options(half=True))
 
     weight, bias = built.module.get_parameter("weight"), built.module.get_parameter("bias")
-    assert (weight.dtype, weight.unique().tolist()) == (torch.bfloat16, [0.5])
-    assert (bias.dtype, bias.tolist(), bias.requires_grad) == (torch.bfloat16, [2.0, 2.0], False)
-    assert [tensor.name for tensor in built.state.tensors] == ["a.weight"]
-    assert built.state.frozen == (bias,)
-
-
-def test_frozen_parameters_get_their_start_values_and_are_never_pruned() -> None:
-    def build() -> nn.Module:
-        module = nn.Linear(4, 4)
-        module.weight.requires_grad_(False)
-        return module
-
-    (built,) = build_layers([Layer("a", build, init=random_init)], {}, options())
-
-    start = random_init("weight", (4, 4), keyed_generator(1, "a.weight", "init"))
-    assert torch.equal(built.module.get_parameter("weight"), start)
+    drawn = random_init("weight", (2, 4), keyed_generator(1, "a.weight", "init"))
+    start = torch.full((2, 4), 0.5) if init is None else drawn
+    assert torch.equal(weight, round_to(start, torch.bfloat16))
+    assert init is not None or bias.tolist() == [2.0, 2.0]
+    assert bias.dtype == torch.bfloat16
+    assert (weight.requires_grad, bias.requires_grad) == (False, True)
+    assert [tensor.name for tensor in built.state.tensors] == ["a.bias"]
+    assert built.state.frozen == (weight,)
 
 
 @pytest.mark.parametrize(
@@ -201,23 +195,6 @@ def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> 
     assert other.alias_of is None
     assert torch.equal(one.parameter, other.parameter)
     assert torch.equal(one.index.positions(), other.index.positions())
-
-
-def test_two_uses_within_one_layer_share_one_storage() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4, bias=False)
-            self.two = nn.Linear(4, 4, bias=False)
-
-    layer = Layer("a", Twice, init=random_init)
-
-    (built,) = build_layers([layer], {"a.two.weight": "a.one.weight"}, options())
-
-    one, other = built.state.tensor("a.one.weight"), built.state.tensor("a.two.weight")
-    assert other.alias_of is one
-    assert other.parameter.data_ptr() == one.parameter.data_ptr()
-    assert bool(other.parameter.any())
 
 
 def test_uses_of_other_shapes_are_no_tie() -> None:

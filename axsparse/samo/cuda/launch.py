@@ -182,7 +182,7 @@ class CupyLauncher:
             except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
                 raise ConfigError(
                     "samo: CuPy cannot compile kernels for this GPU ("
-                    f"{_first_line(error)}); {_compiler()} has to be "
+                    f"{_first_line(error)}); {_needed()[0]} has to be "
                     "installed, with CuPy or by the site's CUDA or ROCm module"
                 ) from error
             self._kernels[name] = found
@@ -190,35 +190,30 @@ class CupyLauncher:
 
 
 def _import_cupy() -> Any:
-    major = (torch.version.cuda or "12").partition(".")[0]
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
         raise ConfigError(
             f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
-            f"{cupy_package(torch.version.cuda)}"
+            f"{_needed()[1]}"
         ) from error
     # Builds for ROCm may have no newer version; they take streams the older way.
     if torch.version.hip is None and not hasattr(cupy.cuda.Stream, "from_external"):
         raise ConfigError(
             f"samo: CuPy {cupy.__version__} cannot take torch's streams, as it can from 14 on; "
-            f"pip install 'cupy-cuda{major}x>=14'"
+            f"{_needed()[1]}"
         )
     return cupy
 
 
-def cupy_package(cuda: str | None) -> str:
-    """How to get the CuPy that fits a torch of this CUDA; None: a torch of ROCm, or of none."""
-    if cuda is None and torch.version.hip is not None:
-        major = ".".join(torch.version.hip.split(".")[:2])
-        return f"install CuPy's build for ROCm {major}"
-    return f"pip install cupy-cuda{(cuda or '12').partition('.')[0]}x"
-
-
-def _compiler() -> str:
-    if torch.version.hip is not None:
-        return f"hiprtc of ROCm {torch.version.hip}"
-    return f"NVRTC of CUDA {torch.version.cuda}"
+def _needed() -> tuple[str, str]:
+    """What compiles kernels for the GPUs of this torch, and how to get the CuPy that fits."""
+    hip, cuda = torch.version.hip, torch.version.cuda
+    if cuda is None and hip is not None:
+        release = ".".join(hip.split(".")[:2])
+        return f"hiprtc of ROCm {hip}", f"install CuPy's build for ROCm {release}"
+    major = (cuda or "12").partition(".")[0]
+    return f"NVRTC of CUDA {cuda}", f"pip install 'cupy-cuda{major}x>=14'"
 
 
 def _first_line(error: Exception) -> str:

@@ -67,15 +67,6 @@ def test_without_a_gpu_it_says_so_and_ends_with_69(
     assert "no CUDA device is here" in capsys.readouterr().out
 
 
-def test_a_density_that_is_none_is_refused(
-    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.parse(["--density", "1"])
-
-    assert "--density 1.0: has to lie between 0 and 1" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")
 def test_everything_that_it_measures_runs_and_has_a_bound(
     benchmark: ModuleType, tmp_path: Path

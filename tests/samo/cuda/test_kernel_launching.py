@@ -112,7 +112,7 @@ def test_a_compiler_that_is_missing_or_fails_is_said_at_once_in_one_line(
 @pytest.mark.parametrize(
     ("cuda", "hip", "mend"),
     [
-        ("13.0", None, "pip install cupy-cuda13x"),
+        ("13.0", None, "pip install 'cupy-cuda13x>=14'"),
         (None, "7.0.51831", "install CuPy's build for ROCm 7.0"),
     ],
 )
