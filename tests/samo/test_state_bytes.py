@@ -94,8 +94,15 @@ class Pair(nn.Module):
 
 def make_model(name: str) -> Model:
     if name in ("tied", "untied"):
-        sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 50}
-        return gpt(GptConfig(**sizes, sequence_length=12, tie_embeddings=name == "tied"), 12)
+        config = GptConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_heads=2,
+            sequence_length=12,
+            vocab_size=50,
+            tie_embeddings=name == "tied",
+        )
+        return gpt(config, 12)
     ties: list[Tie] = []
     if name == "frozen":
         layers = [Layer("a", partial(Pair, frozen=True), init=random_init)]
