@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import mmap
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -144,6 +145,30 @@ def cache_folder() -> Path:
         mine = tempfile.mkdtemp(prefix="axsparse-loops-")
         atexit.register(shutil.rmtree, mine, ignore_errors=True)
         return Path(mine)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time is in here; all at once where the file system has no locks."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_together(what: str, use: Callable[[], None]) -> None:
+    """Call `use`, which calls some loops; `what` names them and their types.
+
+    Of processes that do so at once, such as the ranks of a machine, one has the loops compiled,
+    and the others wait and find them.
+    """
+    done = cache_folder() / _key("", "prepared", (what,))
+    if not done.exists():
+        with alone(cache_folder() / "preparing"):
+            if not done.exists():
+                use()
+                done.touch()
+    use()
 
 
 @cache

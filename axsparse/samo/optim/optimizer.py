@@ -4,7 +4,17 @@
 functions for each. So an optimizer knows nothing of masks, half precision, sharding or devices: it
 sees 1-D fp32 tensors, be they all entries of a dense tensor or the kept entries of a pruned one.
 
-Adding an optimizer:
+An `Optimizer` of a user's own trains by `ax.build(…, optimizer=…)`, and needs none of the steps
+below: a sign of the gradient without weight decay, say, is
+
+    def apply(block, statistics, hyper):
+        block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
+
+    SIGN_SGD = ax.Optimizer(
+        moments=(), update_moments=lambda block, hyper: None, statistics=None, apply=apply
+    )
+
+Adding an optimizer to the package:
   1. Write `samo/optim/<name>.py` with the functions and one `Optimizer` (`adamw.py` is elementwise,
      `lamb.py` needs sums over whole tensors). The recurrence stands in its module docstring.
   2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
@@ -21,16 +31,6 @@ Adding an optimizer:
      `tests/samo/cuda/test_kernels_emulated.py` must pass; the loop goes into
      `samo/host/step_loops.py`, and `tests/samo/host/test_host_step.py` holds it against the
      functions.
-
-The names of moments are names in files: mask, master, value and buffer are taken. An example, the
-sign of the gradient without weight decay:
-
-    def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
-        block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
-
-    SIGN_SGD = Optimizer(
-        moments=(), update_moments=lambda block, hyper: None, statistics=None, apply=apply
-    )
 """
 
 from __future__ import annotations
@@ -39,14 +39,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig, ScheduleConfig
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.launch import check
 from axsparse.samo.index.base import Index
 from axsparse.samo.state_bytes import MasterKind
+
+TAKEN = ("mask", "master", "value", "buffer")
+"""Names that the tensors of a checkpoint have already."""
+LearningRate: TypeAlias = Callable[[int], float]
+"""A schedule of a user's own: from the number of a step, counted from 0, to its learning rate."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,16 @@ class Optimizer:
     """The same rule as machine code. None if there is none: then the functions above are called on
     every device."""
 
+    def __post_init__(self) -> None:
+        """ConfigError for moments that a checkpoint could not name."""
+        names = [*self.moments] if isinstance(self.moments, tuple) else [repr(self.moments)]
+        for name in names:
+            if not str(name).isidentifier() or name in TAKEN or names.count(name) > 1:
+                raise ConfigError(
+                    f"optimizer: the moment {name!r} is no name for a tensor of a checkpoint; give "
+                    f"a tuple of different names, and other ones than {', '.join(TAKEN)}"
+                )
+
 
 def optimizer_of(settings: OptimizerConfig) -> Optimizer:
     """The optimizer of a configuration, which the file of its name makes."""
@@ -194,3 +211,18 @@ def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_ste
         "constant": 1.0,
     }
     return peak * (final_ratio + (1 - final_ratio) * shapes[schedule.decay])
+
+
+def own_learning_rate(function: LearningRate, step: int) -> float:
+    """What a user's function gives for a step; ConfigError if that is no learning rate."""
+    given = function(step)
+    try:
+        rate = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"learning_rate: the function gave {given!r} for step {step}; return a finite number "
+            "of at least 0"
+        )
+    return rate

@@ -21,7 +21,13 @@ from torch import Tensor
 from axsparse.runtime.communication import Op
 from axsparse.samo.cuda import kernels
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import FEW, CompileError, can_compile, has_bf16_loops
+from axsparse.samo.host.compiled_loops import (
+    FEW,
+    CompileError,
+    can_compile,
+    compile_together,
+    has_bf16_loops,
+)
 from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
 from axsparse.samo.index.base import FullIndex, MaskIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
@@ -169,37 +175,44 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     return partial(host_step.step, optimizer) if can_compile() else None
 
 
-def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
-    """Begin to load the loops for weights of a type and their state, in a thread of its own: if no
-    run has compiled them before, that takes seconds in which this one is built and reads data."""
-    arguments = (dtype, types, optimizer)
-    threading.Thread(target=_use_loops, args=arguments, name="loops", daemon=True).start()
+def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> threading.Thread:
+    """Begin to load the loops for weights of a type and their state, in the thread that is
+    returned: if no run has compiled them before, that takes seconds in which this one reads data
+    and is built. Of the ranks of a machine one compiles them."""
+    rule = "" if optimizer.compiled is None else optimizer.compiled.name
+
+    def prepare() -> None:
+        with suppress(CompileError):  # who needs a loop that cannot be compiled is told so
+            if can_compile():
+                use = partial(_use_loops, dtype, types, optimizer)
+                compile_together(f"{dtype} {types} {rule}", use)
+
+    thread = threading.Thread(target=prepare, name="loops", daemon=True)
+    thread.start()
+    return thread
 
 
 def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
-    """Call every loop once, on a few zeros. Who needs a loop that cannot be compiled is told so."""
-    if not can_compile():
-        return
-    with suppress(CompileError):
-        mask_D = torch.arange(FEW + 1) % 2 == 0
-        index = MaskIndex(mask_D)
-        for each in {torch.float32, dtype}:
-            dense_D = torch.zeros(mask_D.numel(), dtype=each)
-            index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-        host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
-        if optimizer.compiled is not None:
-            master = {"weight": None, "fp32": torch.zeros(2)}.get(
-                types.master, torch.zeros(2, dtype=torch.int16)
-            )
-            weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
-            moments = tuple(torch.zeros(2) for _ in types.moments)
-            slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
-            host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
-        if dtype == torch.bfloat16 and has_bf16_loops():
-            rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
-            weight = torch.zeros(16, 16, dtype=dtype)
-            sparse_input_gradient(sparse_linear(rows, weight, None), weight)
-            sampled_product(rows, rows, MaskIndex(few))
+    """Call every loop once, on a few zeros."""
+    mask_D = torch.arange(FEW + 1) % 2 == 0
+    index = MaskIndex(mask_D)
+    for each in {torch.float32, dtype}:
+        dense_D = torch.zeros(mask_D.numel(), dtype=each)
+        index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
+    host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
+    if optimizer.compiled is not None:
+        master = {"weight": None, "fp32": torch.zeros(2)}.get(
+            types.master, torch.zeros(2, dtype=torch.int16)
+        )
+        weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
+        moments = tuple(torch.zeros(2) for _ in types.moments)
+        slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
+        host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
+    if dtype == torch.bfloat16 and has_bf16_loops():
+        rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
+        weight = torch.zeros(16, 16, dtype=dtype)
+        sparse_input_gradient(sparse_linear(rows, weight, None), weight)
+        sampled_product(rows, rows, MaskIndex(few))
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:

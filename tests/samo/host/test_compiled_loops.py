@@ -22,6 +22,7 @@ from axsparse.samo.host.compiled_loops import (
     _Helper,
     cache_folder,
     can_compile,
+    compile_together,
     cpu_features,
     has_bf16_loops,
     multiplies_matrices,
@@ -96,6 +97,21 @@ def test_ranks_that_start_at_once_share_one_file(
     assert sorted(each.name for each in folder.iterdir()) == [path.name, "lock"]
     monkeypatch.setattr(compiled_loops, "_key", lambda *_: key)
     assert_divides(divide())
+
+
+def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
+    found: list[bool] = []
+
+    def use() -> None:
+        found.append(any(folder.glob("prepared_*")))
+        assert_divides(divide())
+
+    with ThreadPoolExecutor(3) as ranks:
+        for each in [ranks.submit(compile_together, "loops", use) for _ in range(3)]:
+            each.result()
+    compile_together("loops", use)
+
+    assert found == [False] + [True] * 4  # the one that compiled uses them as well
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_by_one_of_the_process(
