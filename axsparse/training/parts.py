@@ -116,8 +116,7 @@ def assemble(
     place, config, transport = run.place, run.config, placement.transport
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
-    column = place.grid.column(place.stage)
-    planned = replica_exchanges(state.layers, run.dtype)
+    column, planned = place.grid.column(place.stage), replica_exchanges(state.layers, run.dtype)
     gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
     ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
