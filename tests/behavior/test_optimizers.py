@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,14 @@ def test_a_run_goes_on_with_its_own_optimizer_and_with_no_other(tmp_path: Path) 
         (
             {"learning_rate": lambda step: torch.nan},
             r"learning_rate: the function gave nan for step 0; return a finite number of at least",
+        ),
+        (
+            {"learning_rate": lambda step: 1 / step},
+            "learning_rate: the function raised ZeroDiv",
+        ),
+        (
+            {"optimizer": replace(SIGNS, apply=lambda block, statistics, hyper: block.master + 1)},
+            "optimizer: apply returned Tensor, of which nothing is done; change the tensors of the",
         ),
         ({"learning_rate": lambda step: "fast"}, "learning_rate: the function gave 'fast' for st"),
         (

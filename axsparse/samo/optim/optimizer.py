@@ -215,7 +215,13 @@ def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_ste
 
 def own_learning_rate(function: LearningRate, step: int) -> float:
     """What a user's function gives for a step; ConfigError if that is no learning rate."""
-    given = function(step)
+    try:
+        given = function(step)
+    except Exception as reason:  # whatever it is, it is the user's
+        raise ConfigError(
+            f"learning_rate: the function raised {type(reason).__name__} for step {step} "
+            f"({reason}); return a finite number of at least 0"
+        ) from reason
     try:
         rate = float(given)
     except (TypeError, ValueError, RuntimeError):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda import kernels
 from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import (
@@ -89,6 +90,10 @@ class _Step:
         usual = self.hyper if tensor.decays else self.undecayed
         return self.own.get(tensor.name, usual)
 
+    def update_moments(self, block: Block, hyper: Hyper) -> None:
+        change: Callable[..., object] = self.optimizer.update_moments
+        refuse_result("update_moments", change(block, hyper))
+
     def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
         gradient_K = layer.gradient_of(tensor)[start:stop]
         return Block(
@@ -120,7 +125,7 @@ class _Step:
             for tensor in layer.owned:
                 for start, stop in layer.shares.blocks(tensor, layer.shares.held):
                     block = self.read(layer, tensor, start, stop)
-                    optimizer.update_moments(block, self.hyper_of(tensor))
+                    self.update_moments(block, self.hyper_of(tensor))
                     part = optimizer.statistics(block, self.hyper_of(tensor))
                     each[tensor.name][start // BLOCK] = part
         replicas = layers[0].shares.replicas
@@ -150,9 +155,19 @@ class _Step:
         for start, stop in layer.shares.blocks(tensor, layer.shares.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:
-                self.optimizer.update_moments(block, hyper)
-            self.optimizer.apply(block, statistics, hyper)
+                self.update_moments(block, hyper)
+            apply: Callable[..., object] = self.optimizer.apply
+            refuse_result("apply", apply(block, statistics, hyper))
             layer.optimizer_state.write_master(tensor, start, block.master)
+
+
+def refuse_result(function: str, result: object) -> None:
+    """ConfigError if a function of a user's own returned what it should have written."""
+    if result is not None:
+        raise ConfigError(
+            f"optimizer: {function} returned {type(result).__name__}, of which nothing is done; "
+            "change the tensors of the block in place, and return nothing"
+        )
 
 
 def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
