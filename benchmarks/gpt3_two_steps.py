@@ -37,8 +37,7 @@ from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 
 CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2

@@ -36,8 +36,8 @@ from axsparse.pruning.methods.regrowth import moved_entries
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
 from axsparse.samo.index.base import Index
+from axsparse.samo.selection import Candidates, no_candidates, strongest
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer

@@ -37,10 +37,9 @@ from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.host.compiled_loops import Loop
-from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.host.compiled_loops import can_compile
+from axsparse.samo.index import base
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.index.pieces import compiled
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.training.build import build
@@ -64,17 +63,16 @@ Times: TypeAlias = dict[str, list[float]]
 
 @dataclass
 class Reading:
-    """Stands in for `compiled`: how the variant in turn is read."""
+    """Stands in for `can_compile`: how the variant in turn is read."""
 
-    compiled: Callable[[Loop], Loop | None]
     variant: str = "int32"
 
-    def __call__(self, loop: Loop) -> Loop | None:
-        return self.compiled(loop) if VARIANTS[self.variant][1] else None
+    def __call__(self) -> bool:
+        return VARIANTS[self.variant][1] and can_compile()
 
     def variants(self) -> list[str]:
         """Those that this environment can run."""
-        installed = self.compiled(index_mask.MOVE_BITS) is not None
+        installed = can_compile()
         return [name for name, (_, needs_numba) in VARIANTS.items() if installed or not needs_numba]
 
 
@@ -264,7 +262,7 @@ def main() -> None:
     host = machine()
     print(json.dumps(host))
     print(f"{'':14}   {'ms':^26}   {'ratio to int32':^26}   {'extra ms':^26}")
-    reading = Reading(compiled)
+    reading = Reading()
     cases: dict[str, Callable[[], Times]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for operation in ("gather", "scatter"):
@@ -285,7 +283,7 @@ def main() -> None:
         cases[title] = partial(time_steps, reading, precision, tokens, arguments.steps)
     results = {}
     with (
-        mock.patch.object(index_mask, "compiled", reading),
+        mock.patch.object(base, "can_compile", reading),
     ):
         for title, measure in cases.items():
             results[title] = summary(measure())

@@ -120,13 +120,12 @@ def encodings() -> Figures:
     import torch
     from index_encodings import Reading, time_operation
 
-    from axsparse.samo.index import bitmask
-    from axsparse.samo.index.pieces import compiled
+    from axsparse.samo.index import base
 
     torch.set_num_threads(1)
-    reading = Reading(compiled)
+    reading = Reading()
     found = {}
-    with mock.patch.object(bitmask, "compiled", reading):
+    with mock.patch.object(base, "can_compile", reading):
         for operation in ("gather", "scatter"):
             times = time_operation(reading, torch.bfloat16, operation, None, 16)
             best = "mask, numba" if "mask, numba" in times else "mask, numpy"
@@ -179,7 +178,7 @@ def product() -> Figures:
     them."""
     from sparse_products import Case, contenders, measure, over_dense
 
-    from axsparse.samo.host.bf16_loops import has_bf16_loops
+    from axsparse.samo.host.compiled_loops import has_bf16_loops
 
     if not has_bf16_loops():
         return {}

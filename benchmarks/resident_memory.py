@@ -10,7 +10,7 @@ Twice: with glibc's malloc as a run sets it, which gives freed blocks of 1 MiB a
 once while it builds, and keeps those below 32 MiB while it trains; and with the environment's
 threshold of 1 MiB for all of it, so that what torch has freed is always the system's again.
 
-Predicted, with nothing fitted: the state (`samo/stage_bytes.py`); the activations of a
+Predicted, with nothing fitted: the state (`samo/state_bytes.py`); the activations of a
 microbatch; and what one layer's backward has in hand, the largest dense gradient included.
 For T tokens a microbatch, width h, V words and L blocks in bf16, in bytes:
 
@@ -46,8 +46,7 @@ from axsparse.pruning.targets import find_targets
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 

@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,8 @@ from axsparse.observe.phases import Phases
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.host.compiled_loops import Loop
-from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index.bitmask import MOVE_BITS
-from axsparse.samo.index.pieces import compiled
+from axsparse.samo.host.compiled_loops import can_compile
+from axsparse.samo.index import base
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
@@ -72,13 +70,12 @@ VARIANTS = {
 
 @dataclass
 class Reading:
-    """Stands in for `compiled`: without numba where the variant in turn goes without."""
+    """Stands in for `can_compile`: without numba where the variant in turn goes without."""
 
-    compiled: Callable[[Loop], Loop | None]
     numba: bool = True
 
-    def __call__(self, loop: Loop) -> Loop | None:
-        return self.compiled(loop) if self.numba else None
+    def __call__(self) -> bool:
+        return self.numba and can_compile()
 
 
 @dataclass
@@ -185,9 +182,9 @@ def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def run(names: Sequence[str], layers: int, rounds: int) -> dict[str, dict[str, object]]:
     """Train all variants in turn."""
-    reading = Reading(compiled)
+    reading = Reading()
     with (
-        mock.patch.object(index_mask, "compiled", reading),
+        mock.patch.object(base, "can_compile", reading),
     ):
         trainers = {name: make_trainer(VARIANTS[name].samo, layers) for name in names}
         rows = {name: Row() for name in names}
@@ -209,14 +206,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     wanted = {DENSE, *arguments.variants.split(",,")}
-    installed = compiled(MOVE_BITS) is not None
+    installed = can_compile()
     names = [
         n
         for n, v in VARIANTS.items()
         if n in wanted and (installed or not v.numba or "index" not in v.samo)
     ]
 
-    host = {**machine(), "without numba": compiled(MOVE_BITS) is None}
+    host = {**machine(), "without numba": not can_compile()}
     rows = run(names, arguments.layers, arguments.rounds)
     show(rows)
     host["load at the end"] = [round(value, 2) for value in os.getloadavg()]

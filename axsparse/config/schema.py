@@ -16,6 +16,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
 from axsparse.config.section import Auto, BrokenRule, Count, Fraction, FromList, Rate, Section
 
+SMALLEST_NORMAL = 2.0**-126
+"""The smallest number of fp32 that no processor takes as 0."""
 ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
 
@@ -331,6 +333,17 @@ class OptimizerConfig(Section):
     """Weight decays of some parameters, such as `embed.*=0`, vectors included."""
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
+
+    @model_validator(mode="after")
+    def _is_computed_in_fp32(self) -> OptimizerConfig:
+        for key, value, usual in (("eps", self.eps, "1e-8"), ("clip_norm", self.clip_norm, "1")):
+            if 0 < value < SMALLEST_NORMAL:
+                raise BrokenRule(
+                    key,
+                    f"{value:g} is 0 in fp32, in which steps are computed, or nearly 0; set at "
+                    f"least {SMALLEST_NORMAL:.2g}, {usual} say",
+                )
+        return self
 
     @model_validator(mode="after")
     def _looks_ahead_by_momentum(self) -> OptimizerConfig:

@@ -26,8 +26,7 @@ from torch import Tensor
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Backoff, Collective, Op, Work
 from axsparse.runtime.rank_order import store_sum_in_rank_order
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.ties import StageTie
+from axsparse.samo.layer_state import LayerState, StageTie
 
 PIECE = 1 << 24
 """The most entries in a piece of a weight that two stages share. It is often the largest tensor,
@@ -148,10 +147,10 @@ class GradientSync:
             if tie.pair is None:
                 first, second = tie.uses
                 parts = [first.gradient, second.gradient]
-                store_sum_in_rank_order(parts, first.gradient_to_change())
+                store_sum_in_rank_order(parts, first.gradient)
             else:
                 (use,) = tie.uses
-                gradient, offset = use.gradient_to_change(), use.tensor.offset
+                gradient, offset = use.gradient, use.tensor.offset
                 for part in pieces(gradient.numel()):
                     work = tie.pair.start(Op.ALL_REDUCE, gradient[part.start : part.stop])
                     within = range(offset + part.start, offset + part.stop)

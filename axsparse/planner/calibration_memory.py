@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo
 from axsparse.pruning.input_statistics import METHODS
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""

@@ -32,7 +32,7 @@ from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]

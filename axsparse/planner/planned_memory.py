@@ -14,7 +14,7 @@ from axsparse.planner.run_workload import configured_schedule, workload
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.runtime.grid import Grid
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 

@@ -15,8 +15,7 @@ from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
 from axsparse.samo.precision import accumulates_in_half
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import IndexKind, StateFormat
+from axsparse.samo.state_bytes import IndexKind, StateFormat, stage_bytes
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that

@@ -9,7 +9,7 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import Survey
 from axsparse.pruning.distribution import match
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.loss_scale import LossScale
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.gradient_norm import LossScale
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parameter_groups import ParameterGroups
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
@@ -67,6 +66,8 @@ class Parts:
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
     optimizer: Optimizer
+    learning_rate: LearningRate | None
+    """A schedule of the user's own; None for that of the configuration."""
     groups: ParameterGroups
     """The parameters that have learning rates and weight decays of their own."""
     offload: Offload | None
@@ -148,6 +149,7 @@ def assemble(
             [layer.module for layer in state.layers], state.options.replicas
         ),
         optimizer=run.optimizer,
+        learning_rate=run.learning_rate,
         groups=run.groups,
         offload=_offload(config, placement, states),
         loss_scale=loss_scale(config),

@@ -39,7 +39,7 @@ from axsparse.runtime.process_memory import (
     resident_memory_bytes,
 )
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher
+from axsparse.samo.cuda.launch import CupyLauncher
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 

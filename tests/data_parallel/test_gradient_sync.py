@@ -29,9 +29,8 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
 from axsparse.samo.tensor_state import TensorState
-from axsparse.samo.ties import StageTie, Use
 
 NUMEL, KEPT = 20, 6
 

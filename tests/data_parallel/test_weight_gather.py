@@ -27,8 +27,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import survey
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
 WIDTH = 510

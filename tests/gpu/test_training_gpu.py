@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gpu.ranks_training import ON_CPU, Case, CaseFailedError, Outcome, case, joined, train_cases
-from support.dense_lamb import lamb
+from support.dense_optimizers import lamb
 from support.oracle import Oracle, adamw, sgd
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor

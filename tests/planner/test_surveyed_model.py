@@ -14,8 +14,7 @@ from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 MODEL = SurveyedModel(
     name="four layers",

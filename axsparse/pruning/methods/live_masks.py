@@ -15,8 +15,7 @@ from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Place
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.live_pruning import kept_positions, prune_in_place
-from axsparse.samo.masks import Masks, Shape, Weight
+from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
 from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
 from axsparse.samo.tensor_state import TensorState
 

@@ -21,7 +21,7 @@ from axsparse.pruning.methods.regrowth import (
 )
 from axsparse.pruning.methods.rewind import Rewinding
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.ties import StageTie
+from axsparse.samo.layer_state import StageTie
 
 
 def choose_masking(

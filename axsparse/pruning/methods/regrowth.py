@@ -19,12 +19,10 @@ from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.selection import by_magnitude, largest
+from axsparse.samo.layer_state import LayerState, StageTie
+from axsparse.samo.selection import Candidates, by_magnitude, largest, no_candidates, strongest
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
-from axsparse.samo.ties import StageTie
 
 
 class DynamicSparsity:

@@ -34,7 +34,7 @@ from axsparse.pruning.methods.regrowth import (
 )
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo import growth_candidates as growth
+from axsparse.samo import selection
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
@@ -104,7 +104,7 @@ def test_with_room_for_all_candidates_the_choice_is_that_of_the_whole_gradient(
 
 def test_positions_that_need_64_bits_travel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = run(config_of(), GRADIENT, (1, 2))
-    monkeypatch.setattr(growth, "fits_int32", lambda numel: False)
+    monkeypatch.setattr(selection, "fits_int32", lambda numel: False)
 
     for (_, ours), (_, theirs) in zip(run(config_of(), GRADIENT, (1, 2)), reference, strict=True):
         assert_bitwise(ours, theirs)
@@ -324,7 +324,7 @@ def test_of_equal_weights_the_higher_positions_go_and_of_equal_gradients_the_low
     assert counts == {"w": count}
     assert torch.equal(tensor.index.positions(), expected)
     assert not regrowth.is_armed
-    assert collector.candidate_bytes == 0
+    assert collector._candidates == {}
 
 
 def test_the_gradients_of_replicas_are_added_in_rank_order() -> None:
@@ -369,7 +369,7 @@ def test_dense_tensors_stay_dense() -> None:
     collector.begin()
     layer.tensor("w").parameter.sum().backward()
 
-    assert collector.candidate_bytes == 0
+    assert collector._candidates == {}
     assert regrowth.regrow(1) == {"w": 0}
 
 

@@ -1,16 +1,35 @@
-"""LAMB word for word from the paper (You et al. 2020, algorithm 2), dense and in fp64."""
+"""Dense optimizers that the package's are held against: torch's, and LAMB from its paper."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig
 
 
+def nearest_root(values: Tensor) -> Tensor:
+    """The root in fp64 is near enough that rounding it once more gives the nearest number."""
+    return values.double().sqrt_().to(values.dtype)
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """torch's AdamW with square roots that are rounded to the nearest number, as the package takes
+    them. On CPUs torch has them from MKL, whose roots differ from these on some processors."""
+
+    def step(self, closure: Any = None) -> Any:
+        with mock.patch.object(Tensor, "sqrt", nearest_root):
+            return super().step(closure)
+
+
 class DenseLamb(torch.optim.Optimizer):
-    """Knows nothing of masks: what is zero, with a zero gradient, stays so and adds to no norm."""
+    """LAMB word for word from the paper (You et al. 2020, algorithm 2), in fp64.
+
+    It knows nothing of masks: what is zero, with a zero gradient, stays so and adds to no norm.
+    """
 
     def __init__(self, groups: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
