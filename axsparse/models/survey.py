@@ -12,6 +12,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import get_args
 
 import torch
@@ -186,8 +188,8 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
     ties = _ties(model, seen)
     if model.start is None:
         _check_tied_starts(model, layers, ties)
-        return Survey(layers, ties, loss_logits=model.loss_logits)
-    return Survey(layers, ties, model.start.fingerprint, model.loss_logits)
+    start = "" if model.start is None else model.start.fingerprint
+    return Survey(layers, ties, start, model.loss_logits)
 
 
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -205,6 +207,20 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
             "first layer gets"
         )
     return made
+
+
+def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) -> list[str]:
+    """The names that match any of the patterns, in the order of `names`.
+
+    A pattern may contain `*`, `?` and `[…]`; case counts, and `*` matches dots, too. `where` is
+    the key of the patterns, and their file if known. Raises ConfigError for a pattern that matches
+    no name, or as the message says, `none`.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
+            raise ConfigError(f"{where}: {pattern!r} matches {none}; nearest: {nearest}")
+    return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
 
 
 def costs_text(surveyed: Survey) -> str:
@@ -262,7 +278,10 @@ def _module_of(layer: Layer) -> nn.Module:
         try:
             module = _built(layer)
             # A module with memory, despite the meta device, may be the same one in every call.
-            again = _built(layer) if _has_memory(module) else None
+            has_memory = isinstance(module, nn.Module) and any(
+                not parameter.is_meta for parameter in module.parameters()
+            )
+            again = _built(layer) if has_memory else None
         except Exception as reason:
             raise ConfigError(
                 f"layer {layer.name}: its build raised {type(reason).__name__}: "
@@ -301,10 +320,6 @@ def _built(layer: Layer) -> nn.Module:
         if layer.init is not None:
             raise
         return layer.build()
-
-
-def _has_memory(module: object) -> bool:
-    return isinstance(module, nn.Module) and not all(p.is_meta for p in module.parameters())
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
@@ -347,20 +362,18 @@ def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[
         for parameter in info.parameters
     }
     for second, first in ties.items():
-        uses = (owners[first], owners[second])
-        if uses[0] is uses[1]:
+        one, other = owners[first], owners[second]
+        if one is other or (one.init is not None and one.init is other.init):
             continue
-        if None not in (uses[0].init, uses[1].init) and uses[0].init is not uses[1].init:
-            raise ConfigError(
-                f"tie {first} = {second}: layers {uses[0].name} and {uses[1].name} have two "
-                "different `init`s, so that the uses would start differently; give both the same"
-            )
-        for layer in uses:
-            if layer.init is None:
-                raise ConfigError(
-                    f"tie {first} = {second}: layer {layer.name} has no `init`, so that the two "
-                    "uses would start differently on two stages; give both layers the same `init`"
-                )
+        bare = next((layer.name for layer in (one, other) if layer.init is None), None)
+        why = (
+            f"layers {one.name} and {other.name} have two different `init`s, so that the uses "
+            "would start differently; give both the same"
+            if bare is None
+            else f"layer {bare} has no `init`, so that the two uses would start differently on two "
+            "stages; give both layers the same `init`"
+        )
+        raise ConfigError(f"tie {first} = {second}: {why}")
 
 
 def refuse_parameters(layer: Layer, module: nn.Module) -> None:

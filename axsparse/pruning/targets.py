@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from axsparse.config.schema import Config, PruningConfig, prunes
-from axsparse.models.survey import Survey
-from axsparse.pruning.distribution import kept_counts, match
-from axsparse.pruning.pattern import check_pattern, parse_pattern
+from axsparse.models.survey import Survey, match
+from axsparse.pruning.distribution import (
+    check_pattern,
+    crowded_groups,
+    kept_counts,
+    parse_pattern,
+)
 from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
-from axsparse.runtime.errors import ConfigError
-from axsparse.samo.masks import Shape
+from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.samo.masks import Shape, Weight
 
 FROM_START = frozenset(
     ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "set", "rigl")
 )
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
+NOTHING_PRUNABLE = "no tensor that could be pruned"
+"""What a pattern of names matches that matches nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
         and len(parameter.shape) >= 2
         and (layer.kind == "block" or pruning.include == "all")
     }
-    excluded = set(match(pruning.exclude, list(trained), "pruning.exclude"))
+    excluded = set(match(pruning.exclude, list(trained), "pruning.exclude", NOTHING_PRUNABLE))
     shapes = {name: shape for name, shape in trained.items() if name not in excluded}
     if not shapes and prunes(pruning) and pruning.ticket is None:
         raise ConfigError(
@@ -98,7 +108,8 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     own = {}
     for entry in pruning.layers:
         pattern, own_sparsity = _parse_own_sparsity(entry)
-        own.update(dict.fromkeys(match([pattern], list(shapes), "pruning.layers"), own_sparsity))
+        names = match([pattern], list(shapes), "pruning.layers", NOTHING_PRUNABLE)
+        own.update(dict.fromkeys(names, own_sparsity))
     sparsity = pruning.sparsity
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
@@ -138,3 +149,69 @@ def _parse_own_sparsity(entry: str) -> tuple[str, float]:
             "write it like block0.*=0.5"
         )
     return pattern.strip(), sparsity
+
+
+# -- zeros of loaded weights, which is how other tools leave a pruned model -------------
+
+TOLERANCE = 0.01
+"""How far `pruning.sparsity`, with which runs are planned, may be from the sparsity found."""
+
+
+@dataclass(frozen=True)
+class ZeroMasks:
+    """Masks that keep every entry that is not zero. Tensors without zeros stay dense."""
+
+    kept: Mapping[str, int]
+
+    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
+        assert within is None, "zeros are looked for once, in weights that nobody has pruned here"
+        mask: Tensor = weight().view(-1) != 0
+        assert mask.numel() == math.prod(shape) and int(mask.sum()) == self.kept[name], name
+        return mask
+
+
+def masks_of_zeros(
+    targets: Targets,
+    pruning: PruningConfig,
+    values: Iterable[tuple[str, Callable[[], Tensor]]],
+    total: Callable[[Tensor], Tensor],
+) -> ZeroMasks:
+    """The masks of the zeros in the weights of all stages; ConfigError, on all ranks alike, where
+    the zeros are not what the settings say.
+
+    `values` has, by name, functions that give the initial weights of the tensors that count on
+    this rank, one at a time. `total` sums a vector of integers over all ranks, which call this
+    together.
+    """
+    pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
+    numbers = {name: number for number, name in enumerate(targets.shapes)}
+    counts = torch.zeros(2, len(numbers), dtype=torch.int64)
+    for name, value in values:
+        if name in numbers:
+            stays = value() != 0
+            crowded = 0 if pattern is None else crowded_groups(stays, *pattern)
+            counts[:, numbers[name]] = torch.tensor([int(stays.sum()), crowded])
+            del stays
+    kept, crowded_in = total(counts.view(-1)).view(2, -1).tolist()
+    sparsity = 1 - sum(kept) / sum(map(math.prod, targets.shapes.values()))
+    problem = ""
+    for name, groups in zip(numbers, crowded_in, strict=True):
+        if pattern is not None and groups and not problem:
+            problem = (
+                f"pruning.pattern: {pruning.pattern}, but {groups} groups of {pattern[1]} in "
+                f"{name} have more than {pattern[0]} entries that are not zero; leave the pattern "
+                "out, or name the tensor in pruning.exclude"
+            )
+    if sparsity == 0:
+        problem = (
+            "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; "
+            "load weights that were pruned, or choose magnitude"
+        )
+    elif pattern is None and abs(sparsity - pruning.sparsity) > TOLERANCE:
+        problem = (
+            f"pruning.sparsity: {pruning.sparsity:g}, with which the run was planned, but "
+            f"{sparsity:.4f} of the loaded weights is zero; set it to {sparsity:.2f}"
+        )
+    if problem:
+        raise everywhere(ConfigError(problem))
+    return ZeroMasks(dict(zip(numbers, kept, strict=True)))

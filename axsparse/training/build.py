@@ -26,7 +26,7 @@ from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
-from axsparse.pruning.zero_masks import find_zeros
+from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import text_of_first, together
@@ -368,8 +368,7 @@ def _first_masks(
     )
     total = partial(stage_total, run.place, transport)
     if run.config.pruning.method == "zeros":
-        found = find_zeros(run.targets, run.criterion.pattern, values, total)
-        return together(transport, lambda: found.masks(run.config.pruning))
+        return masks_of_zeros(run.targets, run.config.pruning, values, total)
     return masks_of_start(run.targets, run.criterion, values, total)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Layer, Model, as_tuple
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.survey import FLOPS_PER_BYTE, costs_text, survey, with_costs
 from axsparse.runtime.errors import ConfigError
@@ -229,24 +229,36 @@ def test_an_example_that_is_none_is_refused(
         survey(replace(model(example=True), example=example))
 
 
-class Returns(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, made: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self._made = made
-
-    def forward(self, x: Tensor) -> object:
-        return self._made(x)
+# -- what a layer may return ----------------------------------------------------------------
 
 
-def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
-    listed, paired = run(Returns(lambda x: [x + 1, x]), 4), run(Returns(lambda x: (x + 1, x)), 4)
+def inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor + 1
 
-    assert listed == paired
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (torch.view_as_complex, "a complex"),
+        (Tensor.to_sparse, "a sparse"),
+        (lambda pair: torch.nested.nested_tensor([pair, pair[:1]]), "a nested"),
+        (lambda pair: torch.quantize_per_tensor(pair, 0.1, 0, torch.qint8), "a qint8"),
+        (inference, "an inference-mode"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_does_not_travel_is_refused(made: Callable[[Tensor], Tensor], what: str) -> None:
+    pair = torch.zeros(2)
+
+    with pytest.raises(ConfigError, match=rf"layer a: its forward returned {what} tensor, which"):
+        as_tuple("a", (pair, made(pair)))
 
 
-def test_what_is_no_tensor_is_refused() -> None:
-    told = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
-    with pytest.raises(ConfigError, match=told):
-        run(Returns(lambda x: {"x": x}), 4)
+def test_a_list_of_tensors_is_as_good_as_a_tuple_and_another_thing_is_refused() -> None:
+    pair = [torch.zeros(2), torch.ones(2)]
+
+    assert all(map(torch.equal, as_tuple("a", pair), as_tuple("a", tuple(pair))))
+    said = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
+    with pytest.raises(ConfigError, match=said):
+        as_tuple("a", {"x": pair[0]})

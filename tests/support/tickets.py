@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.pruning.ticket.ticket_manifest import hash_of
+from axsparse.pruning.ticket.ticket_reader import hash_of
 from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport

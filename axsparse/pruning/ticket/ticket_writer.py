@@ -14,8 +14,14 @@ from torch import Tensor
 
 from axsparse.models.survey import Survey
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.ticket.ticket_manifest import TicketManifest, hash_of, make_manifest
-from axsparse.pruning.ticket.ticket_reader import count_kept, pack, packed_header
+from axsparse.pruning.ticket.ticket_reader import (
+    TicketManifest,
+    count_kept,
+    hash_of,
+    make_manifest,
+    pack,
+    packed_header,
+)
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.exchange import gather_texts, together
@@ -68,8 +74,11 @@ def write_ticket(
         if transport.rank != 0:
             deque(bits, maxlen=0)
             return
+        headers = {name: packed_header(entry) for name, entry in manifest.tensors.items()}
         try:
-            _write(path, manifest, bits)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_path(path) as unfinished:
+                write_safetensors(unfinished, headers, bits, manifest.metadata())
         except OSError as reason:
             deque(bits, maxlen=0)  # takes part in the other ranks' exchanges to the end
             raise OutputError(
@@ -85,14 +94,14 @@ def _collect_manifest(
     origin: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
 ) -> tuple[dict[str, int], TicketManifest]:
     """The rank that has each tensor, and the manifest, which is written before the bits."""
-    found = {}
+    own = {}
     for name, mask in here.items():
         packed = pack(mask())
-        found[name] = (count_kept(packed), hash_of(packed.numpy().data))
+        own[name] = (count_kept(packed), hash_of(packed.numpy().data))
         del packed  # frees it before the next mask is made
     owners: dict[str, int] = {}
     summaries = {}
-    texts = gather_texts(transport.world, transport.backoff, json.dumps(found))
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(own))
     for rank, text in enumerate(texts):
         for name, summary in json.loads(text).items():
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
@@ -125,17 +134,6 @@ def _bits(
             assert hash_of(packed.numpy().data) == entry.hash, f"{name}: its mask has changed"
         yield packed
         del packed
-
-
-def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_path(path) as unfinished:
-        write_safetensors(
-            unfinished,
-            {name: packed_header(entry) for name, entry in manifest.tensors.items()},
-            bits,
-            manifest.metadata(),
-        )
 
 
 def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:

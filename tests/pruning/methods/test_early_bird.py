@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.pruning import mask_distance as early_bird
 from axsparse.pruning.distribution import kept_entries
-from axsparse.pruning.mask_distance import Judgement, MaskConvergence, Metric, SearchState
+from axsparse.pruning.methods.early_bird import Judgement, MaskConvergence, Metric
 from axsparse.samo.selection import largest
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -77,19 +76,15 @@ def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
 
 
 @examples
-@given(st.integers(1, 40), st.integers(1, 5), st.data())
-def test_packed_masks_differ_where_masks_do(numel: int, chunk: int, data: st.DataObject) -> None:
+@given(st.integers(1, 40), st.data())
+def test_packed_masks_differ_where_masks_do(numel: int, data: st.DataObject) -> None:
     bits = st.lists(st.booleans(), min_size=numel, max_size=numel).map(torch.tensor)
     before, after = data.draw(bits), data.draw(bits)
     one = search()
     one.compare("w", before)
     one.judge(0, 0, numel, 1)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(early_bird, "CHUNK", chunk)
-        mismatched = one.compare("w", after)
-
-    assert mismatched == int((before != after).sum())
+    assert one.compare("w", after) == int((before != after).sum())
 
 
 def test_masks_are_kept_as_one_bit_an_entry() -> None:
@@ -97,7 +92,7 @@ def test_masks_are_kept_as_one_bit_an_entry() -> None:
 
     one.compare("w", mask_of([0, 9], 1001).view(7, 11, 13))
 
-    (packed,) = one.state().masks.values()
+    (packed,) = one.masks.values()
     assert packed.dtype == torch.uint8
     assert packed.numel() == 126
     assert np.unpackbits(packed.numpy(), bitorder="little").nonzero()[0].tolist() == [0, 9]
@@ -138,19 +133,6 @@ def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_
     assert outcomes("churn") == ["search"] * 12
 
 
-def test_constant_weights_keep_the_exact_count_and_settle() -> None:
-    one = search()
-    keep = kept_entries(1003, 0.9)
-
-    def mask() -> Tensor:
-        return largest(torch.full((1003,), 0.5), keep)
-
-    found = [judge([one], EVERY * at, {"w": mask()})[0] for at in range(6)]
-
-    assert mask().nonzero().view(-1).tolist() == list(range(keep))
-    assert found[-1] == Judgement("draw", 0.0, 0.0)
-
-
 def test_stages_that_share_their_sums_judge_as_one_does_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(500, generator=generator) for name in "abc"}
@@ -189,21 +171,22 @@ def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
     assert one.due(2 * EVERY)
 
 
-@pytest.mark.parametrize("max_steps", [70, 79])
-def test_without_a_draw_the_last_round_says_so(max_steps: int) -> None:
-    one = search(max_steps=max_steps)
+@pytest.mark.parametrize(
+    ("max_steps", "churns", "last"),
+    [(70, [50] * 8, "exhausted"), (79, [50] * 8, "exhausted"), (50, [0] * 6, "draw")],
+)
+def test_the_last_round_draws_or_says_that_it_is_the_last(
+    max_steps: int, churns: list[int], last: str
+) -> None:
+    outcomes = play(search(max_steps=max_steps), churns)
 
-    assert play(one, [50] * 8) == ["search"] * 7 + ["exhausted"]
-
-
-def test_a_mask_that_settles_in_the_last_round_is_drawn() -> None:
-    assert play(search(max_steps=50), [0] * 6)[-1] == "draw"
+    assert outcomes == ["search"] * (len(churns) - 1) + [last]
 
 
 def test_masks_that_keep_nothing_have_settled() -> None:
     found = search(max_steps=50)
 
-    outcomes = [found.judge(10 * step, 0, 100, 0).outcome for step in range(6)]
+    outcomes = [found.judge(EVERY * step, 0, 100, 0).outcome for step in range(6)]
 
     assert outcomes == ["search"] * 5 + ["draw"]
 
@@ -213,54 +196,3 @@ def test_a_search_needs_room_for_a_draw() -> None:
 
     with pytest.raises(AssertionError, match="no draw would be possible"):
         MaskConvergence(interval=100, start_step=200, max_steps=699)
-
-
-# -- checkpoints ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", range(1, 9))
-def test_a_search_resumed_in_mid_queue_draws_at_the_same_step(stop: int) -> None:
-    exchanged = [0, 4, 9, 2, 1, 0, 0, 1, 0, 0]  # out of ten kept entries; churns 0.4, 0.9, 0.2, …
-    kept = list(range(10))
-    rounds = []
-    for count in exchanged:
-        kept = kept[count:] + [(kept[-1] + 1 + more) % 100 for more in range(count)]
-        rounds.append({"w": mask_of(kept)})
-
-    def outcomes(one: MaskConvergence, numbers: Iterable[int]) -> list[Judgement]:
-        return [judge([one], EVERY * at, rounds[at])[0] for at in numbers]
-
-    whole = outcomes(search(threshold=0.25), range(10))
-    first, second = search(threshold=0.25), search(threshold=0.25)
-    before = outcomes(first, range(stop))
-    second.restore(first.state())
-    assert not second.due(EVERY * (stop - 1))
-    after = outcomes(second, range(stop, 10))
-
-    assert before + after == whole
-    assert [judgement.outcome for judgement in whole].index("draw") == 7
-
-
-def test_a_state_taken_earlier_does_not_move_with_the_search() -> None:
-    one = search()
-    judge([one], 0, {"w": mask_of(range(10))})
-    judge([one], EVERY, {"w": mask_of(range(5, 15))})
-    state = one.state()
-    packed = state.masks["w"].clone()
-
-    judge([one], 2 * EVERY, {"w": mask_of(range(20, 30))})
-
-    assert torch.equal(state.masks["w"], packed)
-    assert (state.queue, state.last_step) == ([0.5], EVERY)
-
-
-def test_two_searches_restored_from_one_state_do_not_meet() -> None:
-    state = SearchState({"w": torch.zeros(13, dtype=torch.uint8)}, [0.2], 0)
-    one, other = search(), search()
-    one.restore(state)
-    other.restore(state)
-
-    judge([one], EVERY, {"w": mask_of(range(10))})
-
-    assert other.state().queue == [0.2]
-    assert not bool(other.state().masks["w"].any())

@@ -1,4 +1,4 @@
-"""What other tools leave as zeros in a model becomes its mask, in every layout."""
+"""Which tensors are pruned, by their names, and by the zeros that other tools leave in a model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support.hf import SMALL_LLAMA, write_llama
-from support.runs import tiny_config, token_data, train_in_process
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
+from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pruning.pattern import crowded_groups
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.errors import ConfigError
 
 DENSE = "block1.mlp.down.weight"
@@ -118,10 +119,43 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
     )
 
 
-def test_groups_are_counted_along_the_inputs() -> None:
-    stays = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+# -- names ----------------------------------------------------------------------------------
 
-    assert crowded_groups(stays, 2, 4) == 1
-    assert crowded_groups(stays, 1, 2) == 2
-    assert crowded_groups(stays.view(3, 4, 1, 1), 2, 4) == 1
-    assert crowded_groups(stays.t().reshape(2, 2, 3), 1, 2) == 2
+
+def prunable(**pruning: Any) -> list[str]:
+    config = tiny_config(pruning=pruning)
+    return list(find_targets(survey(tiny_gpt(config)), config.pruning).shapes)
+
+
+def test_patterns_mean_tensors_by_their_global_names() -> None:
+    assert prunable(exclude=["block0.*", "*.fc?.weight"]) == [
+        "block1.attention.qkv.weight",
+        "block1.attention.proj.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pruning", "said"),
+    [
+        (
+            {"exclude": ["block0.*", "block1.attn.qkv.weight"]},
+            "pruning.exclude: 'block1.attn.qkv.weight' matches no tensor that could be pruned; "
+            "nearest: block1.attention.qkv.weight, block0.attention.qkv.weight, "
+            "block1.attention.proj.weight",
+        ),
+        ({"exclude": ["BLOCK*"]}, "pruning.exclude: 'BLOCK*' matches no tensor that could be"),
+        *(
+            (
+                {"layers": [entry]},
+                f"pruning.layers: {entry!r} is not pattern=sparsity with a sparsity from 0 to "
+                "below 1; write it like block0.*=0.5",
+            )
+            for entry in ("block0.*", "=0.5", "block0.*=1", "block0.*=half")
+        ),
+    ],
+)
+def test_an_entry_that_means_no_tensor_is_refused(pruning: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prunable(**pruning)
+
+    assert str(refused.value).startswith(said)
