@@ -146,18 +146,15 @@ class Tracer:
         inputs = {_storage(tensor) for tensor in self._flow}
         # References, so that no storage is freed and its identity used again.
         kept: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept.setdefault(_storage(tensor), tensor)
-            return tensor
-
         before = self._flow
         calls = _Calls()
         try:
             with (
                 preserved_rng(),
                 FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
-                saved_tensors_hooks(keep, lambda tensor: tensor),
+                saved_tensors_hooks(
+                    lambda tensor: kept.setdefault(_storage(tensor), tensor), lambda tensor: tensor
+                ),
                 calls,
             ):
                 outputs = module(*before)

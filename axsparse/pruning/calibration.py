@@ -9,8 +9,7 @@ on that of replicas. `input_statistics` has the methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -128,16 +127,20 @@ class Calibration:
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
-        wanted = {
+        linears = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
             if name in self.targets.shapes
         }
-        with _statistics(METHODS[self.method], wanted) as gathered:
-            if wanted:
-                for inputs in flow:
-                    module(*inputs)
-        for name, linear in wanted.items():
+        gathered = {
+            name: METHODS[self.method](linear.in_features, linear.weight.device)
+            for name, linear in linears.items()
+        }
+        seen = {linear: _adding(linear, gathered[name]) for name, linear in linears.items()}
+        with forwards_in_place(seen):
+            for inputs in flow if linears else ():
+                module(*inputs)
+        for name, linear in linears.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
@@ -189,33 +192,23 @@ class Calibration:
 
 
 def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers within a layer, by the global names of their weights."""
+    """The linear layers within a layer, by the global names of their weights.
+
+    A class with a forward of its own may multiply another input than it gets.
+    """
     return {
         ".".join(part for part in (layer, path, "weight") if part): child
         for path, child in module.named_modules()
-        if isinstance(child, nn.Linear)
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
     }
 
 
-@contextmanager
-def _statistics(
-    method: Callable[[int, torch.device], InputStatistics], modules: Mapping[str, nn.Linear]
-) -> Iterator[dict[str, InputStatistics]]:
-    """While it lasts, the inputs of each module are added to statistics of its own."""
-    gathered = {
-        name: method(linear.in_features, linear.weight.device) for name, linear in modules.items()
-    }
+def _adding(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
+    """The forward of a module that also adds its inputs to statistics."""
+    forward = linear.forward
 
-    def watched(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
-        forward = linear.forward
+    def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
+        statistics.add(input.reshape(-1, input.shape[-1]))
+        return forward(input)
 
-        def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
-            statistics.add(input.reshape(-1, input.shape[-1]))
-            return forward(input)
-
-        return add_and_call
-
-    with forwards_in_place(
-        {linear: watched(linear, gathered[name]) for name, linear in modules.items()}
-    ):
-        yield gathered
+    return add_and_call

@@ -121,10 +121,8 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
 
 def starts_pruned(config: Config, targets: Targets | None, ticket: Ticket | None) -> bool:
     """Whether state is built compressed; otherwise it is dense until the first pruning."""
-    pruning = config.pruning
-    if targets is None:
-        return False
-    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+    at_start = config.pruning.at_step == 0 and config.pruning.method in FROM_START
+    return targets is not None and (ticket is not None or at_start)
 
 
 def kept_at_start(

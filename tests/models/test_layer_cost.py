@@ -24,32 +24,38 @@ def run(module: nn.Module, *shape: int, dtype: torch.dtype = FP32) -> tuple[floa
     return Tracer((torch.zeros(SAMPLES, *shape),), dtype).run("a", module)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> None:
-    flops, activations = run(nn.Linear(5, 7), 3, 5, dtype=dtype)
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], torch.dtype, int, tuple[int, int]]] = {
+    "linear": (nn.Linear(5, 7), (3, 5), FP32, 2 * 3 * 5 * 7, (3 * 5, 3 * 7)),
+    "linear, half": (nn.Linear(5, 7), (3, 5), BF16, 2 * 3 * 5 * 7, (3 * 5, 3 * 7)),
+    "convolution": (
+        nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        (3, 8, 8),
+        FP32,
+        2 * (3 * 3 * 3) * 4 * (4 * 4),
+        (3 * 8 * 8, 4 * 4 * 4),
+    ),
+}
 
-    size = dtype.itemsize
-    assert flops == 2 * 3 * 5 * 7
+
+@pytest.mark.parametrize(("module", "shape", "dtype", "flops", "sizes"), CASES.values(), ids=CASES)
+def test_linear_layers_and_convolutions_keep_nothing_beside_their_inputs(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    flops: int,
+    sizes: tuple[int, int],
+) -> None:
+    inputs, outputs = (dtype.itemsize * size for size in sizes)
+
+    counted, activations = run(module, *shape, dtype=dtype)
+
+    assert counted == flops
     assert activations == Activations(
-        inputs=3 * 5 * size,
+        inputs=inputs,
         saved=0,
-        outputs=3 * 7 * size,
-        widest=3 * 7 * size,
-        deferred=3 * (5 + 7) * size,
-        weight_flops=flops,
-    )
-
-
-def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
-    flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
-
-    assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
-    assert activations == Activations(
-        inputs=4 * 3 * 8 * 8,
-        saved=0,
-        outputs=4 * 4 * 4 * 4,
-        widest=4 * 4 * 4 * 4,
-        deferred=4 * (3 * 8 * 8 + 4 * 4 * 4),
+        outputs=outputs,
+        widest=outputs,
+        deferred=inputs + outputs,
         weight_flops=flops,
     )
 
@@ -141,8 +147,9 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("settings", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize(
+    ("settings", "dtype"), [*zip(ATTENTIONS.values(), [FP32, BF16] * 3, strict=False)]
+)
 def test_attention_keeps_what_it_keeps_on_a_cpu(
     settings: dict[str, Any], dtype: torch.dtype
 ) -> None:

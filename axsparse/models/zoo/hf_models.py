@@ -22,7 +22,8 @@ such as OpenAI's, leave out the prefix. A tied head is stored as the embedding o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,19 +119,13 @@ LLAMA = HfFamily(
 )
 
 
-FAMILIES = (LLAMA, GPT2)
-
-
-def family_of(parameters: Iterable[str]) -> HfFamily | None:
+def family_of(parameters: Collection[str]) -> HfFamily | None:
     """The family whose models have parameters of these global names; None if there is none."""
-    names = list(parameters)
-    for family in FAMILIES:
-        try:
-            for name in names:
+    for family in (LLAMA, GPT2):
+        with suppress(KeyError):
+            for name in parameters:
                 family.named(name)
-        except KeyError:
-            continue
-        return family
+            return family
     return None
 
 

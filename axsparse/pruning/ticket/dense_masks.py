@@ -16,8 +16,8 @@ from torch import Tensor
 from axsparse.models.start_weights import WeightFile, unchanged
 from axsparse.models.survey import Survey
 from axsparse.models.zoo.hf_models import family_of
-from axsparse.pruning.ticket.ticket_reader import Ticket, TicketManifest
-from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.pruning.ticket.ticket_reader import Ticket, TicketManifest, TicketOrigin
+from axsparse.pruning.ticket.ticket_writer import write_ticket
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid

@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,37 +115,48 @@ class TicketManifest(_Strict):
         return {MANIFEST_KEY: text, HASH_KEY: hash_of(text.encode())}
 
 
+@dataclass(frozen=True)
+class TicketOrigin:
+    """Where the masks of a ticket come from; equal on all ranks."""
+
+    algorithm: str
+    """The run's `pruning.method`."""
+    step: int
+    """Steps done so far."""
+    seed: int
+    """The run's seed."""
+    parameters: Mapping[str, Shape]
+    """All parameters of the model, in model order."""
+    pruned: Mapping[str, Shape]
+    """The pruned ones, in the same order; a tied weight once, by its first use."""
+
+
 def make_manifest(
-    *,
-    algorithm: str,
-    step: int,
-    seed: int,
-    parameters: Mapping[str, Shape],
-    tensors: Mapping[str, tuple[Shape, int, str]],
-    version: str = __version__,
+    origin: TicketOrigin, masks: Mapping[str, tuple[int, str]], version: str = __version__
 ) -> TicketManifest:
     """The manifest of a ticket, with all computed values.
 
-    `tensors` has the shape, the number of kept entries and the hash of each pruned tensor by
-    global name. Both mappings are in model order.
+    `masks` has the number of kept entries and the hash of each pruned tensor by global name.
     """
-    entries = {
-        name: Entry(shape=shape, kept=kept, sparsity=_sparsity(kept, math.prod(shape)), hash=bits)
-        for name, (shape, kept, bits) in tensors.items()
-    }
-    kept = sum(entry.kept for entry in entries.values())
-    numel = sum(entry.numel for entry in entries.values())
+    tensors = {}
+    for name, shape in origin.pruned.items():
+        kept, bits = masks[name]
+        sparsity = _sparsity(kept, math.prod(shape))
+        tensors[name] = Entry(shape=shape, kept=kept, sparsity=sparsity, hash=bits)
     return TicketManifest(
         version=FORMAT,
-        algorithm=algorithm,
-        step=step,
-        seed=seed,
+        algorithm=origin.algorithm,
+        step=origin.step,
+        seed=origin.seed,
         axsparse=version,
-        sparsity=_sparsity(kept, numel),
-        hash=_hash_of_json([[name, entry.shape, entry.hash] for name, entry in entries.items()]),
-        tensors=entries,
-        model_hash=_hash_of_json(list(parameters.items())),
-        parameters=dict(parameters),
+        sparsity=_sparsity(
+            sum(entry.kept for entry in tensors.values()),
+            sum(entry.numel for entry in tensors.values()),
+        ),
+        hash=_hash_of_json([[name, entry.shape, entry.hash] for name, entry in tensors.items()]),
+        tensors=tensors,
+        model_hash=_hash_of_json(list(origin.parameters.items())),
+        parameters=dict(origin.parameters),
     )
 
 
@@ -188,13 +200,12 @@ def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
                 f"{path}: prunes {name!r} of shape {entry.shape}, which is no parameter of the "
                 "model that it names; get the ticket anew"
             )
+    entries, parameters = manifest.tensors, manifest.parameters
+    pruned = {name: entry.shape for name, entry in entries.items()}
     computed = make_manifest(
-        algorithm=manifest.algorithm,
-        step=manifest.step,
-        seed=manifest.seed,
-        parameters=manifest.parameters,
-        tensors={name: (e.shape, e.kept, e.hash) for name, e in manifest.tensors.items()},
-        version=manifest.axsparse,
+        TicketOrigin(manifest.algorithm, manifest.step, manifest.seed, parameters, pruned),
+        {name: (entry.kept, entry.hash) for name, entry in entries.items()},
+        manifest.axsparse,
     )
     if computed != manifest:
         odd = [key for key, value in computed if value != getattr(manifest, key)]
@@ -318,7 +329,9 @@ def pack(mask_D: Tensor) -> Tensor:
 
 def count_kept(packed: Tensor) -> int:
     """How many entries a packed mask keeps."""
-    return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in packed.split(_PIECE))
+    return sum(
+        int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in packed.split(_PIECE)
+    )
 
 
 def _damage(packed: Tensor, entry: Entry) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from axsparse.models.survey import Survey
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.ticket.ticket_reader import (
     TicketManifest,
+    TicketOrigin,
     count_kept,
     hash_of,
     make_manifest,
@@ -28,24 +28,7 @@ from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.grid import Place
-from axsparse.samo.masks import Shape
 from axsparse.samo.tensor_state import TensorState
-
-
-@dataclass(frozen=True)
-class TicketOrigin:
-    """Where the masks of a ticket come from; equal on all ranks."""
-
-    algorithm: str
-    """The run's `pruning.method`."""
-    step: int
-    """Steps done so far."""
-    seed: int
-    """The run's seed."""
-    parameters: Mapping[str, Shape]
-    """All parameters of the model, in model order."""
-    pruned: Mapping[str, Shape]
-    """The pruned ones, in the same order; a tied weight once, by its first use."""
 
 
 def write_ticket(
@@ -107,14 +90,7 @@ def _collect_manifest(
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
             owners[name], summaries[name] = rank, summary
     assert owners.keys() == origin.pruned.keys(), owners.keys() ^ origin.pruned.keys()
-    tensors = {name: (shape, *summaries[name]) for name, shape in origin.pruned.items()}
-    return owners, make_manifest(
-        algorithm=origin.algorithm,
-        step=origin.step,
-        seed=origin.seed,
-        parameters=origin.parameters,
-        tensors=tensors,
-    )
+    return owners, make_manifest(origin, summaries)
 
 
 def _bits(

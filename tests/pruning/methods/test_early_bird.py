@@ -35,16 +35,11 @@ def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
     return mask
 
 
-def judge(searches: Iterable[MaskConvergence], step: int, masks: Round) -> list[Judgement]:
-    """One round over stages: each has its share of the tensors, and the integers are summed."""
-    searches = list(searches)
-    mismatched = sum(
-        searches[number % len(searches)].compare(name, mask)
-        for number, (name, mask) in enumerate(masks.items())
-    )
+def judge(one: MaskConvergence, step: int, masks: Round) -> Judgement:
+    mismatched = sum(one.compare(name, mask) for name, mask in masks.items())
     total = sum(mask.numel() for mask in masks.values())
     kept = sum(int(mask.sum()) for mask in masks.values())
-    return [one.judge(step, mismatched, total, kept) for one in searches]
+    return one.judge(step, mismatched, total, kept)
 
 
 def play(one: MaskConvergence, churns: Iterable[int], start: int = 0) -> list[str]:
@@ -66,7 +61,7 @@ def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
         {"a": mask_of(range(2, 12)), "b": mask_of(range(50, 60), 60)},  # all of b
     ]
 
-    found = [judge([one], EVERY * number, masks)[0] for number, masks in enumerate(rounds)]
+    found = [judge(one, EVERY * number, masks) for number, masks in enumerate(rounds)]
 
     assert found == [
         Judgement("search", None, None),
@@ -127,30 +122,10 @@ def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_
 
     def outcomes(metric: Metric) -> list[str]:
         one = search(metric)
-        return [judge([one], EVERY * at, round_)[0].outcome for at, round_ in enumerate(masks)]
+        return [judge(one, EVERY * at, round_).outcome for at, round_ in enumerate(masks)]
 
     assert outcomes("hamming")[5] == "draw"
     assert outcomes("churn") == ["search"] * 12
-
-
-def test_stages_that_share_their_sums_judge_as_one_does_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(500, generator=generator) for name in "abc"}
-    rounds = []
-    for at in range(15):
-        for weight in weights.values():
-            weight += torch.randn(500, generator=generator) * 0.5**at
-        rounds.append({name: largest(weight.abs(), 50) for name, weight in weights.items()})
-
-    def played(stages: int) -> list[list[Judgement]]:
-        searches = [search() for _ in range(stages)]
-        return [judge(searches, EVERY * at, masks) for at, masks in enumerate(rounds)]
-
-    alone = [judgement for (judgement,) in played(1)]
-
-    assert "draw" in [judgement.outcome for judgement in alone[6:]]
-    for stages in (2, 3, 4):  # one of the four has no tensor
-        assert played(stages) == [[judgement] * stages for judgement in alone]
 
 
 # -- when it looks, and when it gives up ----------------------------------------------------

