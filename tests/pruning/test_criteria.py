@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from axsparse.pruning.pattern import n_of_m
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.distribution import kept_entries
+from axsparse.pruning.distribution import kept_entries, n_of_m
 from axsparse.runtime.errors import ConfigError
 
 

@@ -118,8 +118,11 @@ def test_the_loss_at_the_start_is_that_of_chance() -> None:
         gpt(config(), 10),
         llama(
             LlamaConfig(
-                **{"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_key_value_heads": 2},
-                **{"head_dim": 10, "intermediate_size": 36, "vocab_size": 50},
+                num_layers=2,
+                hidden_size=24,
+                num_heads=4,
+                num_key_value_heads=2,
+                vocab_size=50,
                 qkv_bias=True,
                 qk_norm=True,
             ),

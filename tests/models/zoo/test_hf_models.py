@@ -199,6 +199,7 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
         pruning={"sparsity": 0.7},
         precision="bf16",
         samo={"shard_optimizer": True},
+        batch={"microbatch_size": 3},
         train={"steps": 2},
     )
     model, family = ours_from(tmp_path / "start"), family_of(kind)
@@ -399,10 +400,10 @@ def test_folders_of_other_models_and_damaged_ones_are_refused(
 
 def test_settings_of_a_llama_that_are_not_those_of_its_folder_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, SMALL_LLAMA, rope_theta=20.0)
-    settings = beside(tmp_path, **SMALL_LLAMA.model_dump(exclude={"weights"}))
+    settings = {**SMALL_LLAMA.model_dump(), "weights": str(tmp_path), "from": None}
 
     with pytest.raises(ConfigError, match=r"not of model\.rope_theta 10000\.0; set"):
-        ours_from(tmp_path, **settings)
+        ours_from(tmp_path, model=settings)
 
 
 def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) -> None:
