@@ -355,34 +355,32 @@ def configured(folder: Path, text: str) -> None:
 
 QKV, POSITIONS = "transformer.h.1.attn.c_attn.weight", "transformer.wpe.weight"
 CROSS = "transformer.h.0.crossattention.c_attn.weight"
+OTHER_SETTINGS: list[tuple[str, Any]] = [
+    ("model_type", "llama"),
+    ("activation_function", "relu"),
+    ("activation_function", ["gelu"]),
+    ("layer_norm_epsilon", 1e-6),
+    ("scale_attn_weights", False),
+    ("scale_attn_by_inverse_layer_idx", True),
+    ("add_cross_attention", True),
+    ("n_inner", 64),
+]
+OTHER_TENSORS: list[tuple[str, dict[str, Any]]] = [
+    ("a tensor less", {QKV: None}),
+    ("another shape, turned", {QKV: torch.zeros(32, 97)}),
+    ("another shape", {POSITIONS: torch.zeros(12, 31)}),
+    ("more dimensions", {QKV: torch.zeros(32, 3, 32)}),
+    ("two tensors more", {CROSS: torch.zeros(1), "score.weight": torch.zeros(1)}),
+    ("a bias more", {"transformer.h.0.attn.c_attn.biases": torch.zeros(1)}),
+    ("another head", {"lm_head.weight": torch.ones(VOCABULARY, 32)}),
+]
 Damage = Callable[[Path], object]
 WRONG: dict[str, Damage] = {
     **{
-        f"{key} {value}": partial(saved, model=GPT, **{key: value})
-        for key, value in (
-            ("model_type", "llama"),
-            ("activation_function", "relu"),
-            ("activation_function", ["gelu"]),
-            ("layer_norm_epsilon", 1e-6),
-            ("scale_attn_weights", False),
-            ("scale_attn_by_inverse_layer_idx", True),
-            ("add_cross_attention", True),
-            ("n_inner", 64),
-        )
+        f"{key} {value}": partial(saved, model=GPT, **{key: value}) for key, value in OTHER_SETTINGS
     },
     "other sizes": partial(saved, model=GPT, n_head=4, n_layer=12, tie_word_embeddings=False),
-    **{
-        case: partial(saved, model=GPT, changed=changed)
-        for case, changed in (
-            ("a tensor less", {QKV: None}),
-            ("another shape, turned", {QKV: torch.zeros(32, 97)}),
-            ("another shape", {POSITIONS: torch.zeros(12, 31)}),
-            ("more dimensions", {QKV: torch.zeros(32, 3, 32)}),
-            ("two tensors more", {CROSS: torch.zeros(1), "score.weight": torch.zeros(1)}),
-            ("a bias more", {"transformer.h.0.attn.c_attn.biases": torch.zeros(1)}),
-            ("another head", {"lm_head.weight": torch.ones(VOCABULARY, 32)}),
-        )
-    },
+    **{case: partial(saved, model=GPT, changed=changed) for case, changed in OTHER_TENSORS},
     "cut short": cut_short,
     "half a config.json": partial(configured, text="{"),
     "a list": partial(configured, text="[]"),
