@@ -31,6 +31,17 @@ FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
+MULTIPLYING = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+"""Modules whose weights are matrices that multiply what passes through; these are pruned by
+default."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -41,6 +52,8 @@ class ParameterInfo:
     shape: tuple[int, ...]
     trained: bool
     """Whether it requires a gradient."""
+    multiplies: bool = True
+    """Whether it is a weight of a linear, convolution, recurrent or attention module."""
 
     @property
     def numel(self) -> int:
@@ -251,8 +264,15 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
         )
     module = _module_of(layer)
     _check_module(layer, module)
+    weights = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, MULTIPLYING)
+        for name, parameter in child.named_parameters(recurse=False)
+        if "bias" not in name
+    }
     parameters = tuple(
-        ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
+        ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad, id(p) in weights)
         for name, p in module.named_parameters()
     )
     buffers = tuple(

@@ -17,6 +17,7 @@ from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
@@ -84,7 +85,11 @@ def make_recorder(
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    for line in (*placement.table, *lines, *filter(None, [note])):
+    pruned: list[str] = []
+    if run.targets is not None:
+        kept = run.targets.kept() if run.ticket is None else run.ticket.kept
+        pruned = pruning_lines(survey, run.targets, config.pruning, kept)
+    for line in (*placement.table, *lines, *filter(None, [note]), *pruned):
         console.line(line)
     file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)

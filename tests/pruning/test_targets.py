@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support.hf import SMALL_LLAMA, write_llama
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
-from torch import Tensor
+from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor, nn
 
 from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pruning.targets import find_targets
+from axsparse.pruning.targets import find_targets, pruning_lines
 from axsparse.runtime.errors import ConfigError
 
 DENSE = "block1.mlp.down.weight"
@@ -119,6 +119,21 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
     )
 
 
+def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path) -> None:
+    name = "block0.attention.o.weight"
+    before = write_llama(
+        folder, lambda one, tensor: tensor.zero_() if one == name else pruned(one, tensor)
+    )
+    config = config_of(folder, sparsity=0.42)
+
+    [(trainer, trace)] = train_in_process(1, 1, model_of(config), config, token_data())
+
+    kept = {t.name: t.kept for layer in trainer.parts.layers for t in layer.state.owned}
+    assert not before[name].any()
+    assert kept[name] == before[name].numel()
+    assert trace.weights[name].all()
+
+
 # -- names ----------------------------------------------------------------------------------
 
 
@@ -132,6 +147,82 @@ def test_patterns_mean_tensors_by_their_global_names() -> None:
         "block1.attention.qkv.weight",
         "block1.attention.proj.weight",
     ]
+
+
+class Vision(nn.Module):
+    """What a vision transformer has in a block, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls = nn.Parameter(torch.zeros(1, 1, 8))
+        self.pos = nn.Parameter(torch.zeros(1, 5, 8))
+        self.experts = nn.Parameter(torch.zeros(2, 8, 8))
+        self.embedding = nn.Embedding(5, 8)
+        self.proj = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        self.recurrent = nn.LSTM(8, 8)
+        self.convolution = nn.Conv1d(8, 8, 3)
+
+
+VISION = survey(
+    Model([Layer("a", Vision), Layer("b", lambda: nn.Linear(8, 3), kind="head")], summed_loss)
+)
+MULTIPLYING = [
+    "a.proj.weight",
+    "a.attention.in_proj_weight",
+    "a.attention.out_proj.weight",
+    "a.recurrent.weight_ih_l0",
+    "a.recurrent.weight_hh_l0",
+    "a.convolution.weight",
+]
+OTHERS = ["a.cls", "a.pos", "a.experts", "a.attention.bias_k", "a.attention.bias_v"]
+OTHERS += ["a.embedding.weight"]
+
+
+@pytest.mark.parametrize(
+    ("pruning", "added"),
+    [
+        ({}, []),
+        ({"layers": ["a.*=0.5"]}, []),
+        ({"layers": ["a.experts=0.5"]}, ["a.experts"]),
+        ({"layers": ["b.*=0.5"]}, ["b.weight"]),
+        ({"include": "all"}, [*OTHERS, "b.weight"]),
+        ({"include": "all", "exclude": ["a.pos"]}, [*(set(OTHERS) - {"a.pos"}), "b.weight"]),
+    ],
+)
+def test_by_default_only_weights_that_multiply_are_pruned(
+    pruning: dict[str, Any], added: list[str]
+) -> None:
+    config = tiny_config(pruning=pruning)
+
+    targets = find_targets(VISION, config.pruning)
+
+    assert set(targets.shapes) == {*MULTIPLYING, *added}
+    order = [
+        p.name for layer in VISION.layers for p in layer.parameters if p.name in targets.shapes
+    ]
+    assert list(targets.shapes) == order
+
+
+def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> None:
+    pruning = tiny_config(pruning={"exclude": ["a.proj.weight"]}).pruning
+    targets = find_targets(VISION, pruning)
+
+    assert pruning_lines(VISION, targets, pruning, targets.kept()) == [
+        "pruned: 5 tensors, 960 of 1,467 entries, of which 191 stay",
+        "dense: a.cls, a.pos, a.experts, a.attention.bias_k, a.attention.bias_v, "
+        "a.embedding.weight (of no linear, convolution, recurrent or attention module; "
+        "pruning.layers may name them) · a.proj.weight (named in pruning.exclude) · 7 vectors · "
+        "b.weight (in a layer of kind head; pruning.include: all prunes them)",
+    ]
+
+
+def test_a_model_of_which_nothing_multiplies_has_nothing_to_prune() -> None:
+    model = Model([Layer("a", lambda: nn.Embedding(5, 8))], summed_loss)
+
+    with pytest.raises(ConfigError, match=r"no block of this model has a weight of a linear, conv"):
+        find_targets(survey(model), tiny_config().pruning)
 
 
 @pytest.mark.parametrize(
