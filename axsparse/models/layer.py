@@ -145,6 +145,23 @@ class Model:
     nothing."""
 
 
+def odd_values(tensor: Tensor, *, trained: bool) -> str:
+    """What keeps a tensor from being the start values of a parameter; empty if nothing does.
+
+    What is not trained may be infinite, such as a mask of scores.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        return f"a {'quantized' if tensor.is_quantized else kind} tensor, not dense numbers"
+    if not tensor.is_floating_point():
+        return f"{str(tensor.dtype).removeprefix('torch.')}, not real floating-point numbers"
+    # The sum of numbers is a number, in 64 bits without overflow; it takes no memory beside.
+    summable = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    if trained and not summable.sum(dtype=torch.float64).isfinite():
+        return "not finite: it has NaN or infinities"
+    return ""
+
+
 class StartValues(Protocol):
     """Start values for all parameters of a model, in place of those that its layers draw.
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Model, StartValues
+from axsparse.models.layer import Model, StartValues, odd_values
 from axsparse.models.survey import Survey, match, survey
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files.safetensors import (
@@ -113,6 +113,12 @@ class TorchFile:
                 f"{path}: holds other things than tensors by name; save a state dict: "
                 "torch.save(model.state_dict(), path)"
             )
+        for name, value in loaded.items():
+            if value.is_nested or value.layout != torch.strided or value.is_meta:
+                kind = "meta" if value.is_meta else "nested" if value.is_nested else "sparse"
+                raise DataError(
+                    f"{path}: {name!r} is a {kind} tensor; save dense tensors with their values"
+                )
         self._tensors: Mapping[str, Tensor] = loaded
         self.shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
 
@@ -129,6 +135,9 @@ def open_weights(path: str | Path) -> WeightFile:
     try:
         if path.is_dir():
             path = _weights_in(path)
+        # To open a pipe would wait for its writer, deaf to signals.
+        if path.exists() and not path.is_file():
+            raise OSError(0, "not a regular file")
         path.open("rb").close()
     except OSError as reason:
         raise MissingInputError(
@@ -185,6 +194,8 @@ class FromFile:
     """Global name → name in the file, for every tensor that the file contains."""
     convert: Convert
     fingerprint: str
+    trained: Mapping[str, bool]
+    """Whether a parameter is trained, by its global name."""
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
@@ -193,10 +204,18 @@ class FromFile:
     """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
+        """DataError for a parameter whose values in the file are no finite real numbers."""
         there = self.names.get(name)
-        if there is not None:
-            return self.convert(name, self.file.read(there))
-        return None if self.without is None else self.without.read(name)
+        if there is None:
+            return None if self.without is None else self.without.read(name)
+        tensor = self.file.read(there)
+        odd = odd_values(tensor, trained=self.trained[name]) if name in self.trained else ""
+        if odd:
+            raise DataError(
+                f"{self.file.path}: {there!r} is {odd}; mend the file, or let {name} of the model "
+                f"begin anew (model.new: [{name}], in Python new=)"
+            )
+        return self.convert(name, tensor)
 
     def note(self) -> str:
         """What begins anew, for the user; empty if nothing does."""
@@ -268,7 +287,8 @@ def start_from(
     digest = f"{file.path.name} {fingerprint(*file.files)}"
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
-    start = FromFile(file, names, convert, digest, tuple(fresh), unused, model.start)
+    trained = {p.name: p.trained for layer in surveyed.layers for p in layer.parameters}
+    start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
 
 

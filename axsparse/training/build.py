@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,8 @@ from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
@@ -309,9 +310,27 @@ def _build_state(
             return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
     built = together(transport, construct)
+    _compare_draws(options.draws, transport)
     # Loads the compiled loops, if any, before the memory beside the state is measured.
     whole_step([layer.state for layer in built], run.optimizer)
     return StageState(built, options)
+
+
+def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
+    """ConfigError on all ranks alike if two of them have drawn other start values for a weight."""
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(draws))
+    first: dict[str, tuple[int, int]] = {}
+    for rank, text in enumerate(texts):
+        for name, digest in json.loads(text).items():
+            known, other = first.setdefault(name, (digest, rank))
+            if known != digest:
+                raise everywhere(
+                    ConfigError(
+                        f"start values of {name}: ranks {other} and {rank} have drawn different "
+                        "ones; draw them from torch's generators, which are seeded alike, and not "
+                        "from one of your own"
+                    )
+                )
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:

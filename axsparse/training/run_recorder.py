@@ -85,14 +85,18 @@ def make_recorder(
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    pruned: list[str] = []
-    if run.targets is not None:
-        kept = run.targets.kept() if run.ticket is None else run.ticket.kept
-        pruned = pruning_lines(survey, run.targets, config.pruning, kept)
-    for line in (*placement.table, *lines, *filter(None, [note]), *pruned):
+    for line in (*placement.table, *lines, *filter(None, [note]), *_pruned(run)):
         console.line(line)
     file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _pruned(run: RunSpec) -> list[str]:
+    """What is pruned, and what stays dense."""
+    if run.targets is None:
+        return []
+    kept = run.targets.kept() if run.ticket is None else run.ticket.kept
+    return pruning_lines(run.survey, run.targets, run.config.pruning, kept)
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.images import (
+    CLASSES,
     assert_equal_tensors,
     buffers_of,
     image_config,
@@ -39,7 +41,7 @@ from axsparse.models.start_weights import FromFile, fingerprint, open_weights, s
 from axsparse.models.survey import survey
 from axsparse.models.zoo.image_models import torchvision_name
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError, ConfigError, DataError
+from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 
@@ -231,6 +233,19 @@ WRONG: dict[str, tuple[str, object]] = {
     "other bytes than its shape": ("w.safetensors", header(a=entry("F32", [2], 0, 4)) + b"1234"),
     "cut short": ("w.safetensors", header(a=entry("F32", [1], 4, 8)) + b"1234567"),
     "nested": ("w.pt", {"model": {"a": torch.zeros(1)}, "epoch": 3}),
+    **{
+        f"{what} for numbers": ("w.pt", small_state(**{"classifier.6.bias": tensor}))
+        for what, tensor in (
+            ("integers", torch.zeros(CLASSES, dtype=torch.int8)),
+            ("truths", torch.ones(CLASSES, dtype=torch.bool)),
+            ("complex numbers", torch.zeros(CLASSES, dtype=torch.complex64)),
+            ("NaN", torch.full((CLASSES,), torch.nan)),
+            ("infinities", torch.tensor([torch.inf, -torch.inf, *[0.0] * (CLASSES - 2)])),
+            ("an infinity in bf16", torch.full((CLASSES,), torch.inf).bfloat16()),
+            ("a sparse tensor", torch.zeros(CLASSES).to_sparse()),
+            ("a meta tensor", torch.zeros(CLASSES, device="meta")),
+        )
+    },
     "a tensor less": ("w.pt", small_state(**{"features.5.bias": None})),
     "two tensors more": (
         "w.pt",
@@ -250,11 +265,40 @@ def test_files_that_are_no_weights_of_the_model_are_refused(
     elif contents is not None:
         torch.save(contents, tmp_path / name)
 
-    said = refusal(
-        lambda: start_from(small_vgg(), open_weights(tmp_path / name)), AxsparseError, tmp_path
+    assert refusal(lambda: begun(tmp_path / name), AxsparseError, tmp_path) == line
+
+
+def begun(path: Path) -> None:
+    """Start a model at a file, as far as its weights are read."""
+    model = start_from(small_vgg(), open_weights(path))
+    assert model.start is not None
+    for name in survey(model).shapes:
+        model.start.read(name)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "w.safetensors")
+
+    with pytest.raises(
+        MissingInputError, match=r"cannot be read \(not a regular file\); name a saf"
+    ):
+        open_weights(tmp_path / "w.safetensors")
+
+
+def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
+    mask = {"a.weight": torch.full((2, 2), -torch.inf), "b.weight": torch.ones(1, 2)}
+    model = Model(
+        [
+            Layer("a", lambda: nn.Linear(2, 2, bias=False).requires_grad_(False)),
+            Layer("b", lambda: nn.Linear(2, 1, bias=False)),
+        ],
+        summed_loss,
     )
 
-    assert said == line
+    start = start_from(model, open_weights(save(tmp_path / "w.pt", mask))).start
+
+    assert start is not None
+    assert_equal_tensors({name: start.read(name) for name in mask}, mask)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("kind", ["a module", "text"])

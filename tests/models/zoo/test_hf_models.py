@@ -397,10 +397,13 @@ def test_folders_of_other_models_and_damaged_ones_are_refused(
 
 
 def test_settings_of_a_llama_that_are_not_those_of_its_folder_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, SMALL_LLAMA, rope_theta=20.0)
+    saved(tmp_path, SMALL_LLAMA)
     settings = {**SMALL_LLAMA.model_dump(), "weights": str(tmp_path), "from": None}
+    settings["rope_theta"] = 5.0
 
-    with pytest.raises(ConfigError, match=r"not of model\.rope_theta 10000\.0; set"):
+    with pytest.raises(
+        ConfigError, match=r"of model\.rope_theta 5\.0; set model\.rope_theta to 10"
+    ):
         ours_from(tmp_path, model=settings)
 
 
