@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
+SECONDS = 5.0
+"""Between two lines that say how far it is."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class Calibration:
     options: StateOptions
     place: Place
     transport: Transport
+    loss: Callable[[Tensors], float]
+    """The loss of each target of the first microbatch, of the outputs of the last layer; called on
+    the last stage."""
+    says: Callable[[str], None] = lambda _: None
+    """Shows the user how far it is."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see."""
@@ -110,24 +118,43 @@ class Calibration:
         masks = CalibratedMasks(kept, self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
-        flow = [self._prepared(inputs) for inputs in samples]
+        # The first microbatch also passes through the layers as they were, for the loss before.
+        flow = [self._prepared(inputs) for inputs in (*samples, *samples[:1])]
         if not self.place.is_first:
-            flow = self._received(link, len(samples))
+            flow = self._received(link, len(flow))
+        *pruned, dense = flow
         with torch.no_grad():
-            for layer in self.layers:
-                self._pass(layer, flow, masks)
+            progress = Progress(self.says)
+            for number, layer in enumerate(self.layers):
+                progress.show(
+                    f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
+                    f"{len(self.layers)}, {len(pruned)} microbatches of samples"
+                )
+                dense = self._pass(layer, pruned, dense, masks)
+            if self.place.is_last:
+                before, after = self.loss(dense), self.loss(pruned[0])
+                self.says(
+                    f"{self.method}: loss of the first microbatch {before:.4f} before, "
+                    f"{after:.4f} after"
+                )
         if not self.place.is_last:
-            for number, tensors in enumerate(flow):
+            for number, tensors in enumerate((*pruned, dense)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
         return masks
 
-    def _pass(self, layer: Layer, flow: list[Tensors], masks: CalibratedMasks) -> None:
-        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs."""
+    def _pass(
+        self, layer: Layer, flow: list[Tensors], dense: Tensors, masks: CalibratedMasks
+    ) -> Tensors:
+        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs.
+
+        Returns what the layer makes of `dense` with the weights from before.
+        """
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
-        linears = {
+        dense = _outputs(layer, module, dense)
+        linears: dict[str, nn.Linear] = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
             if name in self.targets.shapes
@@ -136,15 +163,18 @@ class Calibration:
             name: METHODS[self.method](linear.in_features, linear.weight.device)
             for name, linear in linears.items()
         }
-        seen = {linear: _adding(linear, gathered[name]) for name, linear in linears.items()}
-        with forwards_in_place(seen):
+        # No name is left for these forwards, which hold the statistics.
+        with forwards_in_place(
+            {one: _adding(one, gathered[name]) for name, one in linears.items()}
+        ):
             for inputs in flow if linears else ():
                 module(*inputs)
         for name, linear in linears.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
-            flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
+            flow[number] = _outputs(layer, module, inputs)
+        return dense
 
     def _prune(
         self,
@@ -189,6 +219,24 @@ class Calibration:
             if len(flow) < count:
                 backoff.pause()
         return flow
+
+
+class Progress:
+    """Shows the first of several texts, and later ones when some seconds have passed."""
+
+    def __init__(self, says: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
+        self._says = says
+        self._clock = clock
+        self._shown = -SECONDS
+
+    def show(self, text: str) -> None:
+        if self._clock() - self._shown >= SECONDS:
+            self._shown = self._clock()
+            self._says(text)
+
+
+def _outputs(layer: Layer, module: nn.Module, inputs: Tensors) -> Tensors:
+    return tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
 
 
 def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:

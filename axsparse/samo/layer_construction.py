@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
+from axsparse.models.layer import BLOCK, Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
@@ -203,7 +203,8 @@ def _skeleton(
                 "from"
             )
         made = given.float().contiguous()
-        digest = int(made.view(-1).view(torch.int32).sum(dtype=torch.int64))
+        bits = made.view(-1).view(torch.int32).split(BLOCK)
+        digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
         drawn_as = owner if init is not None else full
         if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
             raise ConfigError(

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
@@ -297,7 +298,8 @@ def _build_state(
         prepare_loops(options.dtype, options.types, run.optimizer)
     masks: Masks | None
     if checkpoint is None:
-        masks = _first_masks(run, own, options, transport, data)
+        is_shown = run_dir is not None and place.replica == 0
+        masks = _first_masks(run, own, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT changes weights as well.
@@ -310,14 +312,27 @@ def _build_state(
             return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
     built = together(transport, construct)
-    _compare_draws(options.draws, transport)
+    _compare_draws(options.draws if place.replica == 0 else {}, transport)
     # Loads the compiled loops, if any, before the memory beside the state is measured.
     whole_step([layer.state for layer in built], run.optimizer)
     return StageState(built, options)
 
 
+def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> float:
+    """The loss of each target of the first microbatch of calibration samples."""
+    size = min(run.config.pruning.calibration_samples, run.config.batch.microbatch_size)
+    batch = replace(data.training, global_batch_size=size, replica=0, g_data=1).training(0)
+    [microbatch] = batch.microbatches
+    targets = microbatch.targets
+    assert targets is not None, "the last stage reads targets"
+    return float(run.model.loss(*outputs, targets.to(outputs[0].device))) / batch.num_targets
+
+
 def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
-    """ConfigError on all ranks alike if two of them have drawn other start values for a weight."""
+    """ConfigError on all ranks alike if two stages have drawn other start values for a weight.
+
+    `draws` are those of a replica; the first step compares replicas.
+    """
     texts = gather_texts(transport.world, transport.backoff, json.dumps(draws))
     first: dict[str, tuple[int, int]] = {}
     for rank, text in enumerate(texts):
@@ -354,9 +369,16 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
 
 
 def _first_masks(
-    run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport, data: Data
+    run: RunSpec,
+    own: Sequence[Layer],
+    options: StateOptions,
+    transport: Transport,
+    data: Data,
+    *,
+    is_shown: bool,
 ) -> Masks | None:
-    """The masks that state is built with; None where it starts dense.
+    """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
+    says how far its calibration is.
 
     Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
     meanwhile ends the job.
@@ -375,6 +397,8 @@ def _first_masks(
             options,
             run.place,
             transport,
+            partial(_loss_of_first, run, data),
+            says=partial(print, flush=True) if is_shown else lambda _: None,
         )
         together(transport, calibration.check)
         samples = data.training.first(run.config.pruning.calibration_samples)

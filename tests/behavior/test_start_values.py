@@ -10,7 +10,7 @@ import torch
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
-from axsparse.models.layer import InitFunction, Layer, Model
+from axsparse.models.layer import InitFunction, Layer, Model, Tie
 from axsparse.runtime.errors import ConfigError
 
 OWN = torch.Generator()
@@ -46,13 +46,6 @@ def model_of(init: InitFunction) -> Model:
             "and not from one of your own",
         ),
         (
-            from_its_own,
-            (1, 2),
-            {"sparsity": 0.0},
-            "start values of block.weight: ranks 0 and 1 have drawn different ones; draw them from "
-            "torch's generators, which are seeded alike, and not from one of your own",
-        ),
-        (
             not_a_number,
             (1, 1),
             {"sparsity": 0.0},
@@ -79,6 +72,25 @@ def test_values_that_cannot_be_trusted_are_refused(
         train_in_process(*layout, model_of(init), config, vector_data())
 
     assert str(refused.value) == said
+
+
+def test_a_tied_weight_that_two_stages_draw_apart_is_refused() -> None:
+    layers = [
+        Layer(name, partial(nn.Linear, 16, 16, bias=False), kind="embedding", init=from_its_own)
+        for name in ("a", "b")
+    ]
+    model = Model(layers, lambda output, _: output.float().sum(), [Tie("a.weight", "b.weight")])
+    config = tiny_config(
+        pruning={"sparsity": 0.0}, batch={"global_batch_size": 2, "microbatch_size": 2}
+    )
+
+    with pytest.raises(ConfigError) as refused:
+        train_in_process(2, 1, model, config, vector_data())
+
+    assert str(refused.value) == (
+        "start values of a.weight: ranks 0 and 1 have drawn different ones; draw them from torch's "
+        "generators, which are seeded alike, and not from one of your own"
+    )
 
 
 def test_torchs_global_generators_may_be_drawn_from() -> None:
