@@ -199,7 +199,7 @@ def _skeleton(
         odd = odd_values(given, trained=trained[name])
         if odd:
             raise ConfigError(
-                f"start value of {full}: {odd}; mend the layer's init or build, or what it starts "
+                f"parameter {full}: its start value is {odd}; mend the layer's init or build, or what it starts "
                 "from"
             )
         made = given.float().contiguous()

@@ -341,8 +341,8 @@ def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
             if known != digest:
                 raise everywhere(
                     ConfigError(
-                        f"start values of {name}: ranks {other} and {rank} have drawn different "
-                        "ones; draw them from torch's generators, which are seeded alike, and not "
+                        f"parameter {name}: ranks {other} and {rank} have drawn different start "
+                        "values; draw them from torch's generators, which are seeded alike, and not "
                         "from one of your own"
                     )
                 )
