@@ -18,6 +18,7 @@ _PLACES = {
     "ticket show": ("axsparse.cli.ticket", "show_parser"),
     "ticket import": ("axsparse.cli.ticket", "import_parser"),
     "ticket export": ("axsparse.cli.ticket", "export_parser"),
+    "prune": ("axsparse.cli.prune", "parser"),
     "checkpoint": ("axsparse.cli.checkpoint", "parser"),
     "generate": ("axsparse.cli.generate", "parser"),
     "evaluate": ("axsparse.cli.evaluate", "parser"),

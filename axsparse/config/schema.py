@@ -166,12 +166,14 @@ class PruningConfig(Section):
     """`2:4` keeps 2 of every 4 consecutive inputs of each output, for sparse tensor cores; it
     replaces `sparsity`."""
     include: Literal["blocks", "all"] = "blocks"
-    """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
+    """`blocks`: weights of linear, convolution, recurrent and attention modules in the blocks;
+    `all`: every matrix, embeddings and output head as well."""
     exclude: Annotated[tuple[str, ...], FromList] = ()
     """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
     layers: Annotated[tuple[str, ...], FromList] = ()
     """Sparsities of some parameters, such as `block0.*=0.5`; if several patterns fit a name, the
-    last one counts. All other parameters have `sparsity`."""
+    last one counts. All other parameters have `sparsity`. A pattern that fits nothing which is
+    pruned anyway, such as `*.pos=0.5`, adds the matrices that it fits."""
     at_step: Annotated[int, Field(ge=0)] = 0
     """Steps before the first pruning, or before the search of early-bird begins (which also waits
     for the end of the warm-up). With 0, a method that needs nothing but weights prunes while the

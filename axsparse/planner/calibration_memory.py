@@ -56,7 +56,8 @@ class CalibrationPlan:
         """The memory of a stage of these layers; `kept` and `stored` are those of its state.
 
         A layer stands there dense and without moments. It has the activations of all samples, the
-        statistics of all of its matrices, and works on one of these at a time.
+        statistics of all of its matrices, and works on one of these at a time. One microbatch is
+        there twice, since it also passes through the layers as they were before.
         """
         method, dense = METHODS[self.method], replace(stored, moments=0, replicas=1)
         drawn, fixed, passing = 0.0, [], []
@@ -68,10 +69,11 @@ class CalibrationPlan:
             statistics = sum(method.held(p.shape[1]) for p in matrices)
             working = max((self._working(p.shape, kept[p.name]) for p in matrices), default=0)
             fixed.append(there + statistics + working)
-            passing.append(0.0)
+            twice = max(costs.inputs, costs.outputs)
+            passing.append(twice)
             # The samples pass while statistics are gathered, and once more when they are gone.
             fixed.append(there + statistics)
-            passing.append(costs.saved + costs.outputs)
+            passing.append(twice + costs.saved + costs.outputs)
             for matrix in matrices:
                 changed = stored.weight_bytes * kept[matrix.name] if method.changes_weights else 0
                 drawn += matrix.numel / 8 + changed

@@ -17,6 +17,7 @@ from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
@@ -84,10 +85,18 @@ def make_recorder(
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    for line in (*placement.table, *lines, *filter(None, [note])):
+    for line in (*placement.table, *lines, *filter(None, [note]), *_pruned(run)):
         console.line(line)
     file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _pruned(run: RunSpec) -> list[str]:
+    """What is pruned, and what stays dense."""
+    if run.targets is None:
+        return []
+    kept = run.targets.kept() if run.ticket is None else run.ticket.kept
+    return pruning_lines(run.survey, run.targets, run.config.pruning, kept)
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:

@@ -39,11 +39,11 @@ class Shaped(nn.Module):
         return torch.tanh(out).flatten(1)
 
 
-class Transposed(nn.Module):
+class Transposed(nn.Linear):
     """A linear map whose weight lies in memory column by column."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, bias=False)
         self.weight = nn.Parameter(torch.empty(outputs, inputs).t())
         assert not self.weight.is_contiguous()
 

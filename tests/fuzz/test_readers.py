@@ -42,8 +42,7 @@ from axsparse.config.load import load_config, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import bundled_clusters, load_cluster
-from axsparse.pruning.ticket.ticket_manifest import hash_of
-from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.pruning.ticket.ticket_reader import hash_of, open_ticket
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
 from axsparse.training.checkpoint.compatibility import refuse_other_settings
