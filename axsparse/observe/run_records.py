@@ -43,15 +43,6 @@ class LayerShare:
     numel: int
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """A checkpoint of a run."""
-
-    step: int
-    nbytes: int | None
-    """Of all files; None if its manifest cannot be read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunView:
     """All that a report tells of one run; whatever a run has not is empty."""
@@ -68,7 +59,8 @@ class RunView:
     layers: Sequence[LayerShare] = ()
     layers_from: str = ""
     """The checkpoint or ticket that `layers` are from."""
-    checkpoints: Sequence[SavedStep] = ()
+    checkpoints: Sequence[tuple[int, int | None]] = ()
+    """The step of each, and the bytes of its files; None if its manifest cannot be read."""
     plan: Bars | None = None
     """The planned memory of a rank of each stage."""
     notes: Sequence[str] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import pickle
 import re
@@ -20,8 +22,8 @@ from support.preparing import LINE, make_library, outputs, requested, run
 from axsparse.data import preparation
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
-from axsparse.data.whole_files import locked
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.files.run_lock import FileLock
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:
@@ -485,6 +487,19 @@ def test_a_folder_with_other_tokens_is_never_overwritten(
 
 def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
+    lock = FileLock(tmp_path / "o" / ".lock")
 
-    with locked(tmp_path / "o"), pytest.raises(OutputError, match="is being prepared by another"):
+    with pytest.raises(OutputError, match="is being prepared by another"):
         run(requested(library, tmp_path / "o"))
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_told_of(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    assert "no locks on this file system" in run(requested(library, tmp_path / "o"))[1]

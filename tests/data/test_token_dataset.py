@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 
 from axsparse.data.batches import Batches
-from axsparse.data.token_dataset import token_datasets
-from axsparse.data.token_file import SAMPLED_BYTES, DtypeName, dtype_for, sample_digest, stored
-from axsparse.data.whole_files import digest_of
+from axsparse.data.token_file import (
+    SAMPLED_BYTES,
+    DtypeName,
+    digest_of,
+    dtype_for,
+    sample_digest,
+    stored,
+    token_datasets,
+)
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 

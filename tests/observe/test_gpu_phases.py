@@ -12,8 +12,7 @@ from support.standin_device import Hardware, StandInDevice
 
 from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
 from axsparse.observe.phases import PHASES, Phases
-from axsparse.observe.trace_file import Span, read
-from axsparse.observe.trace_recorder import TraceRecorder
+from axsparse.observe.trace_file import Span, TraceRecorder, read
 from axsparse.observe.watchdog.activity import Activity
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.grid import Grid

@@ -15,12 +15,12 @@ from support.records import STEP_RECORD
 from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
-    MetricsFile,
     PlanRecord,
     StepRecord,
     perplexity,
 )
 from axsparse.observe.phases import PHASES
+from axsparse.observe.sinks import MetricsFile
 from axsparse.runtime.errors import OutputError
 
 FIELDS = [

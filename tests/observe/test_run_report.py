@@ -12,9 +12,14 @@ from support.pages import body_of, figure_of, rows_of, step_line, words_of
 
 from axsparse.observe.charts import Curve, Lines
 from axsparse.observe.phases import PHASES
-from axsparse.observe.run_charts import memory_charts, phase_chart, run_picture, training_charts
-from axsparse.observe.run_records import LayerShare, RunView, SavedStep, read_records
-from axsparse.observe.run_report import report_page
+from axsparse.observe.run_records import LayerShare, RunView, read_records
+from axsparse.observe.run_report import (
+    memory_charts,
+    phase_chart,
+    picture_charts,
+    report_page,
+    training_charts,
+)
 from axsparse.observe.trace_file import Span
 
 EVIL = "<script>alert('x')</script>&\"--"
@@ -59,7 +64,7 @@ def complete(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
         spans=spans,
         layers=[LayerShare("embed", 50, 50), LayerShare("block0", 10, 100)],
         layers_from="after step 40",
-        checkpoints=[SavedStep(40, 7_700_000), SavedStep(20, None)],
+        checkpoints=[(40, 7_700_000), (20, None)],
         notes=["a note"],
     )
 
@@ -170,7 +175,7 @@ def test_runs_of_other_models_have_other_metrics(tmp_path: Path) -> None:
 
     assert [len(first), first[0]] == [len(second), "plain"]
     assert "25.00 %" in second and "25.00 %" not in first
-    titles = [chart.title for chart in run_picture(runs)]
+    titles = [chart.title for chart in picture_charts(runs)]
     assert titles[0].startswith("loss") and titles[-1] == "seconds of a step"
 
 
