@@ -123,12 +123,6 @@ def test_every_second_training_image_is_mirrored(tmp_path: Path) -> None:
     assert 70 < flipped < 130
 
 
-def test_the_same_sample_looks_different_in_every_epoch(tmp_path: Path) -> None:
-    path = ramp(tmp_path, 64, 64)
-
-    assert len({pixels_of(path, 8, (0, epoch, 5)).tobytes() for epoch in range(10)}) == 10
-
-
 @pytest.mark.parametrize("size", [(512, 256), (256, 512), (256, 256), (100, 80), (1, 300)])
 def test_validation_sees_the_middle(size: tuple[int, int], tmp_path: Path) -> None:
     path = ramp(tmp_path, *size)
