@@ -13,7 +13,7 @@ from support.standin_device import Hardware, StandInDevice
 from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
 from axsparse.observe.phases import PHASES, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport

@@ -10,7 +10,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.activity import Activity, Task
+from axsparse.observe.watchdog.watchdog import Activity, Task
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
