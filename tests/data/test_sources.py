@@ -79,7 +79,7 @@ def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
 
 
 def test_images_are_opened_as_the_settings_say(root: Path) -> None:
-    found = []
+    found: list[torch.Tensor] = []
     for seed in (3, 4):
         data = open_datasets(load_config(None, [*IMAGES, f"data.path={root}", f"seed={seed}"]))
         assert isinstance(data.training, ImageFolder)

@@ -15,7 +15,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
-from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
+from axsparse.observe.banner import ModelLayout, banner
 from axsparse.runtime.grid import Grid
 
 
@@ -44,8 +44,9 @@ def lines(
                 stages,
                 grid or Grid(2, 2),
                 "mpi (MPICH 4.2)",
+                dense_bytes=4_000_000,
+                live_bytes=live_bytes,
             ),
-            ModelStateSize(dense=4_000_000, live=live_bytes),
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
             planned=planned,

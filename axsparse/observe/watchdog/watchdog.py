@@ -132,8 +132,8 @@ class Watchdog:
         end_job: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` is in seconds. `end_job(code)` ends the whole job, from any thread. The report is
-        written beside the folder of `heartbeats`, in the run directory."""
+        """`timeout` is in seconds. `end_job(code)` ends the whole job, from any thread. The report
+        is written beside the folder of `heartbeats`, in the run directory."""
         self._heartbeats = heartbeats
         self._activity = activity
         self._place = place

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.clock import Clock
 
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
@@ -24,14 +25,6 @@ from axsparse.runtime.local.local_world import LocalWorld
 
 TIMEOUT = 20.0
 """With this timeout a watchdog looks once a second."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 500.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Waits:
@@ -134,12 +127,13 @@ def test_a_run_is_left_alone_as_long_as_any_rank_gets_on(job: Job) -> None:
     assert job.run(200) == 200
 
 
-def test_a_rank_that_gets_on_slowly_is_left_alone(job: Job) -> None:
-    job.do("waits", "waits", "hangs")
+@pytest.mark.parametrize("others", ["waits", "hangs"])
+def test_what_one_rank_does_now_and_then_counts_as_progress(job: Job, others: str) -> None:
+    job.do("waits", "waits", others)
 
     for _ in range(6):
         job.run(18)
-        job.ranks[2].activity.beat()
+        job.ranks[2].activity.beat()  # also of a thread that writes
 
     assert job.left == []
 
@@ -212,16 +206,6 @@ def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
 
     assert job.run(int(4.9 * TIMEOUT)) == int(4.9 * TIMEOUT)
     assert job.run(100) < TIMEOUT
-
-
-def test_what_a_thread_writes_counts_as_progress(job: Job) -> None:
-    job.do("waits", "waits", "waits")
-
-    for _ in range(10):
-        job.run(15)
-        job.ranks[1].activity.beat()
-
-    assert job.left == []
 
 
 def test_ranks_that_all_wait_are_told_of_as_such(
@@ -329,30 +313,21 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     )
 
 
-def test_on_a_full_disk_what_is_known_is_told(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: HeartbeatFolder) -> bool:
+    def fail(*_: object) -> bool:
         raise OSError
 
+    job = Job(tmp_path, g_inter=1)
+    job.run(3)
+    job.do("hangs")
     monkeypatch.setattr(HeartbeatFolder, "claim", fail)
-    job.do("waits", "hangs", "waits")
+    monkeypatch.setattr(HeartbeatFolder, "write_stacks", fail)
 
     assert job.run(100) < 1.5 * TIMEOUT
 
     assert job.left[0][1] == 70
-    assert "error: rank 1 (stage 1, replica 0): hangs in other of step 7" in capsys.readouterr().err
-
-
-def test_a_rank_by_itself_is_watched_as_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = Job(tmp_path, g_inter=1)
-    job.run(3)
-    job.do("hangs")
-
-    assert job.run(100) < 1.5 * TIMEOUT
-
     assert "error: rank 0 (stage 0, replica 0): hangs in other of step 7" in capsys.readouterr().err
 
 
