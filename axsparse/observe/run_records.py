@@ -108,7 +108,9 @@ def read_records(path: Path) -> RunRecords:
         raise MissingInputError(
             f"{path}: has no record yet; wait for the first step, or name another run"
         )
-    return RunRecords(**{kind: _in_order(found) for kind, found in kinds.items()}, is_cut=is_cut)
+    return RunRecords(
+        **{kind: sorted(of_kind, key=step_of) for kind, of_kind in kinds.items()}, is_cut=is_cut
+    )
 
 
 _KEYS = {
@@ -118,10 +120,6 @@ _KEYS = {
     "plans": "predicted_peak_memory_bytes",
 }
 """A key that only this kind of record has."""
-
-
-def _in_order(records: Sequence[Record]) -> list[Record]:
-    return sorted(records, key=step_of)
 
 
 def _record(line: bytes) -> Record:

@@ -136,7 +136,7 @@ class Trainer:
             with explained(
                 parts.place.rank,
                 lambda: (
-                    f"{parts.activity.action or parts.activity.task} of step {parts.activity.step}"
+                    f"{parts.phases.action or parts.activity.task} of step {parts.activity.step}"
                 ),
                 parts.state_bytes,
                 parts.recorder.predicted_memory_bytes,

@@ -70,9 +70,10 @@ class Activity:
         """The step under way or, in a task between two steps, the number of steps done."""
         self.steps = 0
         """Steps that this process has finished."""
-        self._phases = phases
-        self._backoff = backoff
-        self._awaited = awaited
+        self.phases = phases
+        self.backoff = backoff
+        """Pauses while the rank waits for others."""
+        self.awaited = awaited
         self._beats = 0
 
     def at(self, task: Task, step: int) -> None:
@@ -87,27 +88,7 @@ class Activity:
     @property
     def beats(self) -> int:
         """Grows with every piece of work; waiting and looking for messages are not work."""
-        return self._beats + self._phases.worked
-
-    @property
-    def pauses(self) -> int:
-        """A count that grows while the rank waits for others."""
-        return self._backoff.pauses
-
-    @property
-    def phase(self) -> str:
-        """The phase under way."""
-        return self._phases.current
-
-    @property
-    def action(self) -> str:
-        """The forward or backward pass under way, such as "F3"; empty if there is none."""
-        return self._phases.action
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """The messages that the rank needs to go on."""
-        return tuple(self._awaited())
+        return self._beats + self.phases.worked
 
 
 @dataclass
@@ -147,7 +128,7 @@ class Watchdog:
         self._looked_at = clock()
         self._beats = activity.beats
         self._progress_at = 0.0
-        self._pauses = activity.pauses
+        self._pauses = activity.backoff.pauses
         self._written = 0
         self._watched: dict[int, _Peer] = {}
         self._has_stacks = False
@@ -223,7 +204,7 @@ class Watchdog:
         # If more time has passed, this process or the whole job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
-        beats, pauses = activity.beats, activity.pauses
+        beats, pauses = activity.beats, activity.backoff.pauses
         if beats != self._beats:
             self._beats, self._progress_at = beats, self._time
         waits, self._pauses = pauses != self._pauses, pauses
@@ -234,9 +215,9 @@ class Watchdog:
             waits=waits,
             task=activity.task,
             step=activity.step,
-            phase=activity.phase,
-            action=activity.action,
-            awaited=activity.awaited,
+            phase=activity.phases.current,
+            action=activity.phases.action,
+            awaited=tuple(activity.awaited()),
             host=socket.gethostname(),
             process=os.getpid(),
         )
