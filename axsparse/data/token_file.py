@@ -116,7 +116,8 @@ def dtype_for(vocab_size: int) -> DtypeName:
 
 def stored(dtype: DtypeName) -> np.dtype[np.unsignedinteger]:
     """The numpy type of ids in a file: little-endian on every machine."""
-    return np.dtype(dtype).newbyteorder("<")
+    little_endian: np.dtype[np.unsignedinteger] = np.dtype(dtype).newbyteorder("<")
+    return little_endian
 
 
 def digest_of(path: Path) -> str:
