@@ -111,7 +111,7 @@ class PartedDataset(Samples, Protocol):
     and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
 
     A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
-    `axsparse.data.images.image_folder.ImageFolder` is one.
+    `axsparse.data.images.ImageFolder` is one.
     """
 
     def start(

@@ -10,6 +10,8 @@ from functools import partial
 from html import escape
 
 from axsparse.observe.charts import (
+    PHASE_COLOURS,
+    SERIES_COLOURS,
     Areas,
     Bars,
     Chart,
@@ -17,13 +19,15 @@ from axsparse.observe.charts import (
     Lines,
     Timeline,
     chart_html,
+    html_table,
+    legend,
+    page,
     picture,
     thinned,
 )
 from axsparse.observe.metrics import perplexity
 from axsparse.observe.phases import PHASES
 from axsparse.observe.run_records import Record, RunView, number, step_of
-from axsparse.observe.web_page import PHASE_COLOURS, SERIES_COLOURS, html_table, legend, page
 from axsparse.runtime.console import Unit, format_bytes, format_count
 
 GENERATOR = "axsparse report"

@@ -14,7 +14,7 @@ from support.mpirun import Finished, run_mpirun
 
 from axsparse.config.load import load_config
 from axsparse.data.dataset import ArrayDataset, TokenDataset
-from axsparse.data.images.image_folder import ImageFolder
+from axsparse.data.images import ImageFolder
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError

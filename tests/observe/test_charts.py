@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from axsparse.observe.charts import (
+    PHASE_COLOURS,
+    SERIES_COLOURS,
     Areas,
     Bars,
     Chart,
@@ -25,6 +28,7 @@ from axsparse.observe.charts import (
 )
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span
+from axsparse.planner.memory_picture import MEMORY_COLOURS
 
 EVIL = "<script>alert('x')</script>&\"--> $x^2$ 名"
 
@@ -182,3 +186,33 @@ def test_a_picture_has_a_panel_for_each_chart() -> None:
     assert made.startswith(b"\x89PNG") and b"axsparse test" in made[:500]
     width, height = (int.from_bytes(made[at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1500, 1050)
+
+
+# -- pages ----------------------------------------------------------------------------------
+
+
+def lightness(colour: str) -> float:
+    """L* of CIELAB: 0 is black, 100 is white."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return 116 * float(light ** (1 / 3)) - 16
+
+
+@pytest.mark.parametrize(
+    "colours",
+    [[*PHASE_COLOURS.values()], [*MEMORY_COLOURS.values()], [*SERIES_COLOURS]],
+    ids=["phases", "memory", "series"],
+)
+def test_neighbours_differ_in_lightness_and_all_differ_from_both_backgrounds(
+    colours: list[str],
+) -> None:
+    assert len(set(colours)) == len(colours)
+    for one, other in pairwise(colours):
+        assert abs(lightness(one) - lightness(other)) >= 15, (one, other)
+    for colour in colours:
+        assert 35 < lightness(colour) < 85, colour
+
+
+def test_every_phase_has_a_colour_in_the_order_of_phases() -> None:
+    assert tuple(PHASE_COLOURS) == PHASES
