@@ -56,7 +56,7 @@ svg { font-family: system-ui, sans-serif; stroke-linejoin: round; display: block
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
 """
 """Of pictures and their legends; pages of others that show them need it, too."""
-STYLE = """
+PAGE_STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ddd; --soft: #666; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e4e4; --paper: #16181d; --rule: #3a3d44; --soft: #a2a6ad; }
@@ -460,7 +460,7 @@ def page(title: str, lines: Iterable[str], generator: str) -> str:
             f'<meta name="generator" content="{escape(generator)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}{PICTURE_STYLE}</style></head><body>",
+            f"<style>{PAGE_STYLE}{PICTURE_STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             *lines,
             "</body></html>",
