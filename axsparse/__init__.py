@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from axsparse.data.dataset import Datasets as Datasets
     from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
+    from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
     from axsparse.models.layer import Tie as Tie
@@ -56,6 +57,7 @@ _HOMES = {
     "count_top1": "axsparse.models.layer",
     "export": "axsparse.training.export.checkpoint_export",
     "from_sequential": "axsparse.models.sequential",
+    "from_torch": "axsparse.data.torch_dataset",
     "load": "axsparse.training.export.checkpoint_export",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",

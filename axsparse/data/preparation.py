@@ -516,17 +516,28 @@ def _refuse_empty(progress: Progress) -> None:
     documents = sum(progress.documents.values())
     if documents == 0:
         first = f"; the first: {progress.examples[0]}" if progress.examples else ""
+        mend = "name UTF-8 text files or JSONL files with --jsonl-field"
+        if "token ids instead of text" in progress.left_out:
+            mend = (
+                "token ids need no preparation: give them to ax.TokenDataset in Python, as "
+                "docs/howto/own-data.md shows, or name the field of the text with --jsonl-field"
+            )
         raise DataError(
-            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); name "
-            "UTF-8 text files or JSONL files with --jsonl-field"
+            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); {mend}"
         )
     for split, count in progress.documents.items():
         if count == 0:
             raise DataError(
-                f"{split}: none of the {documents} documents is left for it; give "
-                "--validation-fraction another value, mark documents by --split-documents, or "
-                "name validation files by --validation"
+                f"{split}: none of the {_count(documents, 'document')} is left for it; "
+                f"{_fraction_for(documents)}mark documents by --split-documents, or name "
+                "validation files by --validation"
             )
+
+
+def _fraction_for(documents: int) -> str:
+    """Advice on how large a part of so many documents leaves some for both splits."""
+    least = 5 / documents
+    return f"give --validation-fraction {least:.1g} or more, " if least <= 0.5 else ""
 
 
 def _write_file(path: Path, content: bytes) -> None:

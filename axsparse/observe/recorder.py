@@ -112,7 +112,8 @@ class Recorder:
         self._slow = slow
         self._late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
         self._pending: _Pending | None = None
-        self._began = time.perf_counter()
+        self._since = 0.0
+        """When the first step was shown, which also compiles and counts in no rate."""
         self._compared_seconds: list[float] = []
         self._first: int | None = None
         self._view = LiveView(run.steps, run.unit, run.places)
@@ -278,8 +279,11 @@ class Recorder:
     def _show(self, console: Console, record: StepRecord, compute: Sequence[float]) -> None:
         run = self._run
         assert self._first is not None, "a step has been pushed"
-        each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
-        eta = each * (run.steps - record.step)
+        done, eta = record.step - self._first, None
+        if done == 0:
+            self._since = time.perf_counter()
+        else:
+            eta = (time.perf_counter() - self._since) / done * (run.steps - record.step)
         line = step_line(record, run.steps, eta, run.unit)
         self._view.add(record, compute, eta)
         if time.monotonic() - self._drawn_at >= DRAWN_SECONDS or record.step == run.steps:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -435,14 +436,13 @@ def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_samples": 49}, None),
         ({"replica": 2, "g_data": 2}, "replica 2 outside 2"),
         ({"replica": -1, "g_data": 2}, "replica -1 outside 2"),
         ({"g_data": 5}, "replicas of unequal batch size"),
     ],
 )
 def test_settings_that_do_not_fit_the_batch_are_a_mistake(
-    settings: dict[str, int], message: str | None
+    settings: dict[str, int], message: str
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         batches(numbered(50), **settings)
@@ -451,3 +451,53 @@ def test_settings_that_do_not_fit_the_batch_are_a_mistake(
 def test_an_evaluation_batch_past_the_end_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="no evaluation batch 2"):
         batches(numbered(24)).evaluation(2)
+
+
+def test_a_data_set_whose_length_changes_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"\(arrays\): it has 50 samples, and had 49 when it was op"
+    ):
+        batches(numbered(50), num_samples=49)
+
+
+class Given(Padded):
+    """Reads what it is given, whatever the samples."""
+
+    targets_per_sample = 1
+
+    def __init__(self, read: object) -> None:
+        self.given = read
+
+    def read(self, indices: NDArray[np.int64]) -> Any:
+        return self.given
+
+
+ONES = torch.ones(9, 2)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (ONES, "read returns Tensor; return two things, a tuple of inputs and the targets"),
+        ((ONES, ONES), "inputs are read as Tensor; give a tuple of tensors"),
+        (((1,), ONES), "9 samples are read as int; give tensors, samples first"),
+        (((ONES[:3],), ONES), "9 samples are read as Tensor (3, 2); give tensors, samples first"),
+        (((ONES.to_sparse(),), ONES), "as a tensor of layout torch.sparse_coo; give its to_dense"),
+        (((ONES,), ONES.to("meta")), "as a meta tensor; give one with values, in CPU memory"),
+        (((ONES.to(torch.complex64),), ONES), "as a complex tensor (torch.complex64); give torch."),
+    ],
+)
+def test_what_no_layer_can_take_is_refused_by_name(read: object, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        batches(Given(read), global_batch_size=9, microbatch_size=9).training(0)
+
+
+def test_what_is_read_in_inference_mode_or_with_gradients_is_plain() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(9, 2)
+    odd = Given(((inference, ONES.clone().requires_grad_() * 2), inference))
+
+    [microbatch] = batches(odd, global_batch_size=9, microbatch_size=9).training(0).microbatches
+
+    for tensor in (*microbatch.inputs, microbatch.targets):
+        assert tensor is not None and not tensor.is_inference() and not tensor.requires_grad

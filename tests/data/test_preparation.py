@@ -19,6 +19,7 @@ from support.mpirun import LONGEST_SECONDS
 from support.preparing import LINE, make_library, outputs, requested, run
 
 from axsparse.data import preparation
+from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
@@ -246,7 +247,19 @@ for name in sys.argv[1:]:
             [b"one document"],
             {"validation_fraction": 1e-6},
             DataError,
-            "validation: none of the 1 documents is left for it; give",
+            "validation: none of the 1 document is left for it; mark documents by --split-",
+        ),
+        (
+            [b"= a =\n" * 50],
+            {"validation_fraction": 1e-6, "reading": Reading("lines:1")},
+            DataError,
+            "none of the 50 documents is left for it; give --validation-fraction 0.1 or more, mark",
+        ),
+        (
+            [b'{"input_ids": [1, 2]}\n{"input_ids": [3]}'],
+            {"reading": Reading("none", "input_ids")},
+            DataError,
+            r"2 token ids instead of text; the first: .*; token ids need no preparation: give them",
         ),
         (
             [b"x"],
@@ -272,7 +285,8 @@ def test_what_cannot_be_prepared_is_named(
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, content in enumerate(contents):
-        (tmp_path / "in" / str(number)).write_bytes(content)
+        ending = ".jsonl" if content.startswith(b"{") else ""
+        (tmp_path / "in" / f"{number}{ending}").write_bytes(content)
 
     with pytest.raises(error, match=message):
         run(Request((tmp_path / "in",), tmp_path / "o", **values))

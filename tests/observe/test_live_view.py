@@ -189,3 +189,14 @@ def test_a_step_and_an_evaluation_read_as_one_line() -> None:
     assert eval_line(10, 30, 1.23456, metrics, "256 of 360 samples") == (
         "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %  (256 of 360 samples)"
     )
+
+
+def test_the_first_step_which_also_compiles_counts_in_no_mean() -> None:
+    view = LiveView(10, "tokens", PLACES)
+    view.add(replace(record(1), tokens_per_second=1.0), [0.5, 0.5, 50.0, 0.4], None)
+    assert "1/10  compiling  1 tokens/s" in view.rows(100)[0]
+
+    view.add(record(2), [0.5, 0.6, 0.5, 0.4], 9.0)
+
+    assert view.rows(100)[0].endswith("2/10  eta 00:09  1.0k tokens/s")
+    assert "slowest rank 1" in view.rows(100)[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -44,10 +45,9 @@ MOST = {
 
 
 @pytest.fixture(autouse=True)
-def _three_seconds_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look at the clock says 100 s, all others 103 s."""
-    looks = iter([100.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks, 103.0))
+def _three_seconds_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count(100.0, 3.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks))
 
 
 def figures(
@@ -223,10 +223,12 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     screen.recorder.close()
 
     assert [line.split()[1] for line in screen.lines] == ["1/12", "5/12", "10/12", "12/12"]
-    # One step took 3 s so far, and eleven are left.
+    # The first step compiles. Those after it took 3 s each, and seven are left.
+    figures_of_a_step = "loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta"
     assert screen.lines[0] == (
-        "step 1/12  loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta 00:33"
+        f"step 1/12  {figures_of_a_step} after the next steps: the first one also compiles"
     )
+    assert screen.lines[1] == f"step 5/12  {figures_of_a_step} 00:21"
     assert screen.lines[-1].endswith("eta 00:00")
 
 
@@ -274,7 +276,7 @@ def test_a_terminal_has_the_last_step_below_the_lines_until_the_end(tmp_path: Pa
 
     shown = screen.stream.getvalue()
     screen.recorder.close()
-    assert " 3/12  eta " in shown
+    assert " 3/12  compiling " in shown
     assert "\nloss 2.500 ▁  grad norm 1.25\nbubble 22 %  data 11 %" in shown
     assert screen.stream.getvalue().endswith("\r\x1b[J")
 
