@@ -81,10 +81,10 @@ h1, h2, h3, li, p, td { overflow-wrap: anywhere; }
 figure { margin: 0; }
 pre { overflow-x: auto; }
 """
-MANY = 5
-"""Columns of a table that is wider than a telephone, and says that it scrolls."""
+PHONE = 44
+"""Letters that are beside each other on a telephone; a wider table says that it scrolls."""
 LONG = 32
-"""Letters from which on the text of a cell is broken into lines."""
+"""Letters from which on the text of a cell is broken into lines of half of that."""
 COLOURS = list(PHASE_COLOURS.values())
 Point = tuple[float, float | None]
 """A step, and a value; None where there is none, which interrupts the curve."""
@@ -471,7 +471,10 @@ def page(title: str, lines: Iterable[str], generator: str) -> str:
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """A table that scrolls sideways where the page is narrow; all texts are escaped here."""
-    yield f'<div class="wide{" many" if len(heads) >= MANY else ""}" tabindex="0"><table><tr>'
+    rows = list(rows)
+    letters = (map(len, column) for column in zip(heads, *rows, strict=True))
+    widths = [max(LONG // 2 if n >= LONG else n for n in column) + 2 for column in letters]
+    yield f'<div class="wide{" many" if sum(widths) > PHONE else ""}" tabindex="0"><table><tr>'
     yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
     for row in rows:
         yield "<tr>" + "".join(map(_cell, row)) + "</tr>"

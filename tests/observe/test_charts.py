@@ -22,6 +22,7 @@ from axsparse.observe.charts import (
     Point,
     Timeline,
     chart_html,
+    html_table,
     picture,
     svg,
     thinned,
@@ -216,3 +217,21 @@ def test_neighbours_differ_in_lightness_and_all_differ_from_both_backgrounds(
 
 def test_every_phase_has_a_colour_in_the_order_of_phases() -> None:
     assert tuple(PHASE_COLOURS) == PHASES
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (["a", "b", "c"], False),
+        (["a", "b", "c", "d", "e"], False),
+        (["a row of a run", "another long cell", "and a third one"], True),
+        (["a", "x" * 200], False),
+        (["a" * 20, "x" * 200, "b" * 20], True),
+    ],
+)
+def test_a_table_that_is_wider_than_a_telephone_says_that_it_scrolls(
+    row: list[str], says: bool
+) -> None:
+    table = "".join(html_table(["head"] * len(row), [row]))
+
+    assert ('class="wide many"' in table) == says
