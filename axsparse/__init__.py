@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from axsparse.models.sequential import from_sequential as from_sequential
     from axsparse.models.start_weights import open_weights as open_weights
     from axsparse.models.start_weights import start_from as start_from
+    from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
     from axsparse.runtime.grid import Grid as Grid
     from axsparse.runtime.job import Job as Job
@@ -59,6 +60,7 @@ _HOMES = {
     "from_sequential": "axsparse.models.sequential",
     "from_torch": "axsparse.data.torch_dataset",
     "load": "axsparse.training.export.checkpoint_export",
+    "named_model": "axsparse.models.zoo.model_registry",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",

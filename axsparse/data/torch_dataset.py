@@ -76,7 +76,7 @@ def from_torch(
     some = np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
     # The states are compared as well: a coin may fall twice on the same side.
     states = _global_states()
-    reads = [samples.read(some, np.zeros_like(some)) for _ in range(2)]
+    reads = [samples.read(some) for _ in range(2)]
     digests = [digest_of_tensors((torch.tensor(length), *of, to)) for of, to in reads]
     if digests[0] != digests[1] or _global_states() != states:
         raise DataError(
@@ -107,9 +107,11 @@ class TorchSamples:
         return self.length
 
     def read(
-        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64] | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The inputs and the targets of the samples with these numbers, as in these epochs."""
+        """The inputs and the targets of the samples with these numbers, as in these epochs; in
+        epoch 0 without any."""
+        epochs = np.zeros_like(indices) if epochs is None else epochs
         samples = []
         for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True):
             with _DrawnFrom(self.seed, epoch, sample):

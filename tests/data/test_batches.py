@@ -463,8 +463,6 @@ def test_a_data_set_whose_length_changes_is_refused() -> None:
 class Given(Padded):
     """Reads what it is given, whatever the samples."""
 
-    targets_per_sample = 1
-
     def __init__(self, read: object) -> None:
         self.given = read
 

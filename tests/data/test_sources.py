@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from support.mpirun import Finished, run_mpirun
 
+import axsparse as ax
 from axsparse.config.load import load_config
 from axsparse.data.dataset import ArrayDataset, TokenDataset
 from axsparse.data.images import ImageFolder
@@ -76,6 +77,15 @@ def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
         for dataset in (datasets.training, datasets.validation):
             assert isinstance(dataset, TokenDataset)
             assert len(dataset.read(np.arange(1))[0]) == inputs
+
+
+def test_the_model_of_a_configuration_has_a_public_name_for_data_of_ones_own() -> None:
+    settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9}
+
+    model = ax.named_model(ax.configure({"model": settings}))
+
+    assert [layer.name for layer in model.layers] == ["embed", "block0", "head"]
+    assert model.vocab_size == 9
 
 
 def test_images_are_opened_as_the_settings_say(root: Path) -> None:

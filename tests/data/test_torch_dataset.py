@@ -124,7 +124,7 @@ def test_targets_that_differ_in_number_need_to_be_counted() -> None:
 
     def padded(samples: list[Any]) -> Any:
         inputs, targets = zip(*samples, strict=True)
-        return torch.stack(inputs), nn.utils.rnn.pad_sequence(targets, True, -1.0)
+        return torch.stack(inputs), nn.utils.rnn.pad_sequence([*targets], True, -1.0)
 
     whole = ax.from_torch(ragged, padded, count_targets=lambda y: int((y >= 0).sum()))
     assert whole.targets_per_sample is None
