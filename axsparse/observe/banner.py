@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from axsparse.config.schema import ONCE, Config, prunes
@@ -107,17 +108,15 @@ def _layers(layers: Sequence[LayerInfo], work: float) -> str:
 
 def _names(layers: Sequence[LayerInfo]) -> str:
     """The layers' names, as in "embed, block0–2": consecutive numbers become one range."""
-    runs: list[tuple[str, int | None, int | None]] = []
-    for layer in layers:
-        stem = layer.name.rstrip("0123456789")
-        digits = layer.name[len(stem) :]
-        number = int(digits) if digits else None
-        if runs and number is not None and runs[-1][0] == stem and runs[-1][2] == number - 1:
-            runs[-1] = (stem, runs[-1][1], number)
-        else:
-            runs.append((stem, number, number))
-    texts = [
-        stem if first is None else f"{stem}{first}" if first == last else f"{stem}{first}–{last}"
-        for stem, first, last in runs
-    ]
+
+    def run(at_and_layer: tuple[int, LayerInfo]) -> tuple[str, int | str]:
+        at, name = at_and_layer[0], at_and_layer[1].name
+        digits = name[len(name.rstrip("0123456789")) :]
+        return name.removesuffix(digits), int(digits) - at if digits else name
+
+    texts = []
+    for (stem, _), group in groupby(enumerate(layers), run):
+        names = [layer.name for _, layer in group]
+        last = names[-1].removeprefix(stem)
+        texts.append(names[0] if len(names) == 1 else f"{names[0]}–{last}")
     return ", ".join(texts)
