@@ -21,7 +21,7 @@ from axsparse.runtime.errors import (
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
-    from axsparse.observe.run_records import LayerShare, RunRecords, RunView, SavedStep
+    from axsparse.observe.run_records import LayerShare, RunRecords, RunView
     from axsparse.observe.trace_file import Span
     from axsparse.training.checkpoint.manifest import CheckpointManifest
 
@@ -114,7 +114,7 @@ def view_run(run: Path, name: str) -> RunView:
     damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
     """
     from axsparse.observe.run_records import RunView, read_records
-    from axsparse.observe.trace_recorder import TRACES
+    from axsparse.observe.trace_file import TRACES
     from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
 
     if not (run / METRICS_FILE).is_file():
@@ -221,22 +221,23 @@ def _shown(value: object) -> str:
 # -- checkpoints --------------------------------------------------------------------------
 
 
-def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointManifest | None]:
+def _saved(
+    run: Path, notes: list[str]
+) -> tuple[list[tuple[int, int | None]], CheckpointManifest | None]:
     """The checkpoints, newest first, and the manifest of the newest that can be read.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
-    from axsparse.observe.run_records import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
-    saved: list[SavedStep] = []
+    saved: list[tuple[int, int | None]] = []
     newest: CheckpointManifest | None = None
     for step in steps_in(run):
         manifest = None
         with _noted(notes):
             manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
-        saved.append(SavedStep(step, None if manifest is None else manifest.nbytes))
+        saved.append((step, None if manifest is None else manifest.nbytes))
         newest = newest or manifest
     return saved, newest
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from axsparse.config.validate import counted
-from axsparse.observe import web_page
-from axsparse.observe.charts import Curve, Lines, Timeline, chart_html
-from axsparse.observe.web_page import SERIES_COLOURS, html_table
+from axsparse.observe import charts
+from axsparse.observe.charts import SERIES_COLOURS, Curve, Lines, Timeline, chart_html, html_table
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.memory_picture import memory_bars
@@ -35,7 +34,7 @@ def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
         *_scaling(answers),
         *(line for answer in answers for line in _section(answer)),
     ]
-    return web_page.page(_title(answers), lines, "axsparse plan")
+    return charts.page(_title(answers), lines, "axsparse plan")
 
 
 def _title(answers: Sequence[MethodPlan]) -> str:

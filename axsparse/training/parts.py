@@ -18,7 +18,7 @@ from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule

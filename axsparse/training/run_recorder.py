@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from axsparse.models.start_weights import FromFile
-from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
+from axsparse.observe.banner import ModelLayout, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
@@ -71,13 +71,11 @@ def make_recorder(
             run.stages,
             run.place.grid,
             transport.name,
-            "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
-        ),
-        ModelStateSize(
-            dense=max(
+            dense_bytes=max(
                 run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
             ),
-            live=int(max(row[0] for row in rows)),
+            live_bytes=int(max(row[0] for row in rows)),
+            arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
         ),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,

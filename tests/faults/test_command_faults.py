@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from support.mpirun import Finished, run_mpirun
 
-from axsparse.data.token_file import sample_digest, stored
-from axsparse.data.whole_files import digest_of
+from axsparse.data.token_file import digest_of, sample_digest, stored
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 
 COMMAND = ("-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", "run", "--resume")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.model_config import (
     CnnConfig,
     GptConfig,
@@ -54,13 +54,18 @@ def model_without_weights(loaded: LoadedConfig) -> Model:
     return named_model(replace(loaded, config=loaded.config.model_copy(update={"model": bare})))
 
 
-def named_model(loaded: LoadedConfig) -> Model:
+def named_model(configuration: Config | LoadedConfig) -> Model:
     """The model of a configuration; it starts at the values of `model.weights` or `model.from`.
+
+    `configuration` is what `configure` returns.
 
     Raises ConfigError if images are too small for the model, or its settings differ from those
     of the weights; MissingInputError or DataError if the file of weights cannot be read or
     does not fit.
     """
+    loaded = configuration
+    if isinstance(loaded, Config):
+        loaded = made_in_python(loaded, loaded.model.name)
     config, settings = loaded.config, loaded.config.model
     size, least = image_size(config), _LEAST_SIZES.get(settings.name, 0)
     if size < least:

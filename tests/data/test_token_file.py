@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from axsparse.data.batches import Batches
-from axsparse.data.token_dataset import token_datasets
-from axsparse.data.token_file import SAMPLED_BYTES, DtypeName, dtype_for, sample_digest, stored
-from axsparse.data.whole_files import digest_of
+from axsparse.data.token_file import (
+    SAMPLED_BYTES,
+    DtypeName,
+    digest_of,
+    dtype_for,
+    sample_digest,
+    stored,
+    token_datasets,
+)
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 
@@ -45,15 +51,6 @@ def change(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_documents_end_at_the_separator_of_the_folder(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", 400, "uint8", 256)
-    separator = json.loads((folder / "tokens.json").read_text())["separator"]
-
-    both = token_datasets(folder, 16, validate=True, separate=True)
-
-    assert [dataset and dataset.separator for dataset in both] == [separator, separator]
-
-
 @pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 256), ("uint16", 300), ("uint32", 100_000)])
 def test_samples_are_windows_of_the_mapped_file(
     dtype: DtypeName, vocab: int, tmp_path: Path
@@ -70,27 +67,10 @@ def test_samples_are_windows_of_the_mapped_file(
     np.testing.assert_array_equal(targets, expected[:, 1:])
     assert validation is not None
     assert (len(validation), validation.name) == (6, "tokens data validation")
+    separate = token_datasets(folder, 16, validate=True, separate=True)
+    assert [dataset and dataset.separator for dataset in separate] == [0, 0]
+    assert training.separator is None
     assert training.fingerprint == digest_of(folder / "train.tokens") != validation.fingerprint
-
-
-def test_what_a_step_sees_is_a_function_of_seed_and_step_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data")
-
-    def read(step: int, seed: int) -> list[int]:
-        dataset, _ = token_datasets(folder, 16, validate=False)
-        batches = Batches(
-            dataset,
-            num_samples=len(dataset),
-            global_batch_size=4,
-            microbatch_size=2,
-            replica=0,
-            g_data=1,
-            seed=seed,
-        )
-        return [int(part.inputs[0][0, 0]) for part in batches.training(step).microbatches]
-
-    assert read(5, 1) == read(5, 1)
-    assert len({tuple(read(step, seed)) for step in (5, 6) for seed in (1, 2)}) == 4
 
 
 def test_the_type_is_the_smallest_that_holds_the_vocabulary() -> None:
@@ -128,27 +108,22 @@ def test_a_validation_part_is_asked_for_only_where_it_is_used(tmp_path: Path) ->
     )
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data")
-    path = folder / "train.tokens"
-    path.write_bytes(path.read_bytes()[:-2])
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (lambda data: data[:-2], "has 798 bytes, tokens.json says 800; copy it again, or prep"),
+        (lambda data: b"\1" + data[1:], "does not have the contents that tokens.json says; copy"),
+    ],
+    ids=["size", "contents"],
+)
+def test_a_file_that_was_changed_is_refused(
+    contents: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "data") / "train.tokens"
+    path.write_bytes(contents(path.read_bytes()))
 
-    with pytest.raises(DataError) as caught:
-        token_datasets(folder, 16, validate=False)
-
-    assert str(caught.value) == (
-        f"data.path: {path} has 798 bytes, tokens.json says 800; copy it again, or prepare the "
-        "data again"
-    )
-
-
-def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data")
-    path = folder / "validation.tokens"
-    path.write_bytes(b"\1" + path.read_bytes()[1:])
-
-    with pytest.raises(DataError, match=r"does not have the contents that tokens.json says; copy"):
-        token_datasets(folder, 16, validate=True)
+    with pytest.raises(DataError, match=f"^data.path: {path} {message}"):
+        token_datasets(tmp_path / "data", 16, validate=False)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -170,6 +145,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (None, r"does not describe tokens \(the whole file: Invalid JSON"),
         ({"version": 2, "new": 1}, r"tokens.json has version 2, this axsparse reads 1; prepare"),
         ({"format": "x"}, r"tokens.json does not describe tokens \(format: .+\); prepare the data"),
         ({"dtype": "int8"}, r"does not describe tokens \(dtype: "),
@@ -177,17 +153,11 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_sidecar_that_is_none_is_refused(
-    values: dict[str, Any], message: str, tmp_path: Path
+    values: dict[str, Any] | None, message: str, tmp_path: Path
 ) -> None:
-    folder = change(write(tmp_path / "data"), **values)
+    folder = change(write(tmp_path / "data"), **(values or {}))
+    if values is None:
+        (folder / "tokens.json").write_text("{")
 
     with pytest.raises(DataError, match=message):
-        token_datasets(folder, 16, validate=False)
-
-
-def test_a_sidecar_that_is_cut_off_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data")
-    (folder / "tokens.json").write_text("{")
-
-    with pytest.raises(DataError, match=r"does not describe tokens \(the whole file: Invalid JSON"):
         token_datasets(folder, 16, validate=False)
