@@ -15,9 +15,7 @@ from axsparse.config.validate import counted
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
 from axsparse.planner.schedule_choice import (
-    SchedulePoint,
     Search,
-    SlackPoint,
     Trade,
     faster_split,
     may_split,
@@ -52,14 +50,12 @@ class Plan:
     rows: Sequence[Row]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
-    slack_curve: Sequence[SlackPoint]
-    """Each slack that fits the recommended layout, with its kind of backward and all simulated
-    with the same delays; empty if the schedule was given."""
-    tried: Sequence[SchedulePoint]
-    """What whole backwards would give the recommended layout, with the slack that pays, and what
-    split ones would with each bound that was tried; empty if the schedule was given."""
+    slack_curve: Sequence[Row]
+    """As in `Search`, for the recommended layout; empty if the schedule was given."""
+    tried: Sequence[Row]
     trades: Sequence[Trade]
-    """What slack and split backwards cost and bring the recommended layout."""
+    method: str = ""
+    """What the plan is for, such as "dense", where several are compared."""
 
     @property
     def recommended(self) -> Row:
@@ -88,7 +84,7 @@ def plan(question: LayoutQuestion) -> Plan:
     fewest = min(row.layout.grid.g_inter for row in rows)
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    found = Search(best, [], [], [])
+    found = Search(best)
     if question.schedule is None:
         found = with_schedule_that_pays(question, best)
     return Plan(

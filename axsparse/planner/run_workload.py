@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.calibration_memory import CalibrationPlan
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, Precision, load_cluster
 from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import CalibrationPlan, SurveyedModel
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
-from axsparse.planner.calibration_memory import CalibrationMemory, CalibrationPlan
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
-from axsparse.planner.workload import Fits, StageLoad, value_bytes
+from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
+from axsparse.pruning.input_statistics import METHODS
 from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.stage_bytes import stage_bytes
 from axsparse.samo.state_bytes import IndexKind, StateFormat
@@ -22,6 +22,73 @@ LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that
 the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that works in chunks was
 measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
+
+
+CHOSEN_BYTES = 16
+"""Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
+
+
+@dataclass(frozen=True)
+class CalibrationMemory:
+    """Bytes of one stage while its masks are drawn from samples."""
+
+    moments: Sequence[tuple[float, float]] = ((0.0, 0.0),)
+    """Of each moment that may be the fullest, what does not depend on the microbatch size, and what
+    each sample of a microbatch takes."""
+    drawn: float = 0.0
+    """The masks and changed weights of the whole stage, which stay until its state is built."""
+
+    def peak(self, samples: int) -> float:
+        """The most bytes at a time with microbatches of so many samples."""
+        return max(fixed + samples * passing for fixed, passing in self.moments)
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """How masks are drawn, layer by layer, before a stage has any state
+    (`pruning.calibration.Calibration`)."""
+
+    method: str
+    """One of `input_statistics.METHODS`."""
+    samples: int
+    on_host: bool
+    """Whether the memory that is planned is the host's, where masks lie until state is built."""
+
+    def memory(
+        self,
+        layers: Sequence[LayerInfo],
+        ties: Mapping[str, str],
+        kept: Mapping[str, int],
+        stored: StateFormat,
+    ) -> CalibrationMemory:
+        """The memory of a stage of these layers; `kept` and `stored` are those of its state.
+
+        A layer stands there dense and without moments. It has the activations of all samples, the
+        statistics of all of its matrices, and works on one of these at a time.
+        """
+        method, dense = METHODS[self.method], replace(stored, moments=0, replicas=1)
+        drawn, moments = 0.0, []
+        for layer in layers:
+            costs = layer.activations or Activations(0, 0, 0, 0)
+            matrices = [p for p in layer.parameters if p.name in kept]
+            there = stage_bytes([layer], ties, {}, dense).total + drawn * self.on_host
+            there += self.samples * max(costs.inputs, costs.outputs)
+            statistics = sum(method.held(p.shape[1]) for p in matrices)
+            working = max((self._working(p.shape, kept[p.name]) for p in matrices), default=0)
+            moments.append((there + statistics + working, 0.0))
+            # The samples pass while statistics are gathered, and once more when they are gone.
+            moments.append((there + statistics, costs.saved + costs.outputs))
+            for matrix in matrices:
+                changed = stored.weight_bytes * kept[matrix.name] if method.changes_weights else 0
+                drawn += matrix.numel / 8 + changed
+        return CalibrationMemory(moments, drawn * self.on_host)
+
+    def _working(self, shape: tuple[int, ...], kept: int) -> int:
+        """Bytes of pruning one matrix, and of keeping the weights that it has changed."""
+        method, entries = METHODS[self.method], shape[0] * shape[1]
+        if not method.changes_weights:
+            return method.working(shape)
+        return max(method.working(shape), 5 * entries + CHOSEN_BYTES * kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +204,10 @@ class SurveyedModel:
             replicas=replicas,
             offload=self.offload,
         )
-        calibration = None
+        calibration = CalibrationMemory()
         if self.calibration is not None:
             calibration = self.calibration.memory(layers, self.survey.ties, self.kept, stored)
-        drawn = 0.0 if calibration is None else calibration.drawn
+        logits = self.survey.loss_logits if is_last else None
         return StageLoad(
             layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
             flops=sum(layer.flops for layer in layers),
@@ -151,17 +218,17 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=drawn
+            building=calibration.drawn
             + 4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
             saved=self._saved(layers, writers),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
-            calibration=partial(_calibration_bytes, calibration),
+            calibration=calibration.peak,
             deferred=activations.deferred,
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
-            loss_bytes=partial(_loss_bytes, self.survey.loss_logits if is_last else None),
+            loss_bytes=no_bytes if logits is None else partial(_loss_bytes, logits),
         )
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
@@ -198,12 +265,8 @@ class SurveyedModel:
         )
 
 
-def _loss_bytes(logits: Callable[[int], int] | None, samples: int) -> float:
-    return 0.0 if logits is None else float(LOSS_BYTES * logits(samples))
-
-
-def _calibration_bytes(calibration: CalibrationMemory | None, samples: int) -> float:
-    return 0.0 if calibration is None else calibration.peak(samples)
+def _loss_bytes(logits: Callable[[int], int], samples: int) -> float:
+    return float(LOSS_BYTES * logits(samples))
 
 
 def _trained(layer: LayerInfo) -> int:

@@ -10,9 +10,13 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
+from axsparse.data_parallel.gradient_sync import (
+    GradientSync,
+    WeightGather,
+    replica_exchanges,
+    tie_exchange,
+)
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases

@@ -8,7 +8,7 @@ import pytest
 
 from axsparse.observe.phases import PHASES
 from axsparse.observe.web_page import PHASE_COLOURS, SERIES_COLOURS
-from axsparse.planner.memory_picture import MEMORY_COLOURS
+from axsparse.planner.html_page import MEMORY_COLOURS
 
 
 def lightness(colour: str) -> float:

@@ -100,7 +100,7 @@ def test_a_cluster_that_is_not_there_names_those_that_are() -> None:
 def test_mistakes_are_told_with_their_line() -> None:
     line = next(n for n, text in enumerate(GOOD.splitlines(), 1) if text.startswith("efficiency"))
 
-    assert "mine.yaml: no valid YAML, while" in refusal("a: {b")
+    assert "mine.yaml:1: not YAML: while" in refusal("a: {b")
     assert "a cluster file has mappings here" in refusal("- 1")
     assert refusal(GOOD + "jitter: {value: 0, kind: assumed, source: x}\n").startswith(
         f"mine.yaml:{len(GOOD.splitlines()) + 1}: jitter is given twice in this cluster"
@@ -134,9 +134,9 @@ def test_no_machine_has_such_a_constant(name: str, value: str, rule: str) -> Non
     [
         (
             "jiter: {value: 0, kind: assumed, source: x}",
-            "a cluster has no jiter; did you mean jitter?",
+            "a cluster has no 'jiter' here; did you mean jitter?",
         ),
-        ("jitter: {value: 0, kind: assumed, origin: x}", "a cluster has no origin; did you mean"),
+        ("jitter: {value: 0, kind: assumed, origin: x}", "a cluster has no 'origin' here; choose one of value, kind, source"),
         (
             "jitter: {value: 0, kind: assumed}",
             "jitter has no source; write jitter: {value: …, kind",
