@@ -97,11 +97,6 @@ class Stage:
         return self.live + (0 if self._deferred is None else len(self._deferred))
 
     @property
-    def deferred_bytes(self) -> int:
-        """Bytes that split backwards keep for weight gradients."""
-        return 0 if self._deferred is None else self._deferred.nbytes
-
-    @property
     def unsplit(self) -> Sequence[str]:
         """The weights of linear and convolution modules that split backwards leave unsplit, since
         they have gradients besides that of one call; known once a microbatch ran."""

@@ -79,17 +79,6 @@ class DeferredGradients:
         """How many microbatches wait for their weight gradients."""
         return len(self._waiting)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs and output gradients that wait; each storage counts once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for deferred in self._waiting.values()
-            for each in deferred
-            for tensor in each.saved
-        }
-        return sum(storages.values())
-
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
         """What is deferred inside this block belongs to this microbatch."""

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageMemory, most_held, stage_memory
-from axsparse.planner.step_cost import StepCosts, step_costs
+from axsparse.planner.step_cost import StepCosts
 from axsparse.planner.step_simulation import StepRun, simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
@@ -20,9 +19,6 @@ from axsparse.runtime.grid import Grid
 DEFAULT_SLACK = 1
 PLAYED_REPLICAS = 4
 """Replicas that are simulated if there is jitter: enough to tell layouts apart."""
-Costing: TypeAlias = Callable[[Workload, Sequence[StageLoad], Cluster, Grid, int], StepCosts]
-"""Gives the seconds of a layout at a microbatch size, the last argument: `step_costs`, or another
-function of the same arguments, which may return measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,6 @@ class LayoutQuestion:
     """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides a replica's batch."""
-    costing: Costing = step_costs
 
     @property
     def room(self) -> float:

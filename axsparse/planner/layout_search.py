@@ -22,6 +22,7 @@ from axsparse.planner.schedule_choice import (
     with_schedule_that_pays,
 )
 from axsparse.planner.stage_memory import needed
+from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -185,7 +186,7 @@ def _split(question: LayoutQuestion, layout: Layout) -> Sequence[StageLoad] | Re
 def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -> Row:
     """Simulate a layout that fits."""
     workload, cluster, grid = question.workload, question.cluster, layout.grid
-    costs = question.costing(workload, loads, cluster, grid, layout.microbatch_size)
+    costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
     run = simulate_layout(costs, cluster, layout)
     flops = question.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)

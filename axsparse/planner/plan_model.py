@@ -15,7 +15,7 @@ from axsparse.config.validate import check_config, check_offload, check_split, c
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.planner.cluster import Cluster, Precision, load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
@@ -222,14 +222,9 @@ def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedCo
         return loaded, []
     if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
         return loaded, []
-    half: Precision = "fp16"
-    note = f"{cluster.name} has no bf16: planned as precision={half}"
-    return _with(loaded, {"precision": half}), [note]
-
-
-def _with(loaded: LoadedConfig, values: Mapping[str, object]) -> LoadedConfig:
-    """The same with other values of top-level keys."""
-    return replace(loaded, config=loaded.config.model_copy(update=dict(values)))
+    config = loaded.config.model_copy(update={"precision": "fp16"})
+    note = f"{cluster.name} has no bf16: planned as precision=fp16"
+    return replace(loaded, config=config), [note]
 
 
 # -- a run that has a checkpoint -----------------------------------------------------------

@@ -17,9 +17,7 @@ from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.stage_memory import StageMemory
-from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.surveyed_model import CalibrationPlan, SurveyedModel
-from axsparse.planner.workload import StageLoad, Workload
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
@@ -178,19 +176,10 @@ def split_trade(
     """
     if only_backward(config.pipeline) is not None:
         return None
-    machine = cluster
-    if machine is None:
-        machine = replace(
-            load_cluster(DEFAULT_CLUSTER),
-            overhead_bytes=0.0,
-            jitter=0.0,
-            intra_node_latency=0.0,
-            inter_node_latency=0.0,
-        )
+    machine = _by_flops(load_cluster(DEFAULT_CLUSTER)) if cluster is None else cluster
     question = replace(
         run_question(subject, machine, config, grid.size, [grid.g_inter], math.inf),
         schedule=configured_schedule(config.pipeline, slack=slack, is_split=False),
-        costing=step_costs if cluster is not None else _costs_by_flops,
         least_split_samples=1,  # the caller knows where the ranks compute
     )
     [whole], _ = try_layouts(question)
@@ -200,21 +189,22 @@ def split_trade(
     return trade(question, "split backwards", whole, split_row(question, whole))
 
 
-def _costs_by_flops(
-    _: Workload, loads: Sequence[StageLoad], __: Cluster, ___: Grid, microbatch_size: int
-) -> StepCosts:
-    """The costs of the actions in flops instead of seconds; all else takes no time."""
-    stages = [
-        StageSeconds(
-            forward=microbatch_size * load.flops,
-            backward=microbatch_size * (2 * load.flops + load.again_flops),
-            compress=0.0,
-            weight=microbatch_size * load.weight_flops,
-        )
-        for load in loads
-    ]
-    nothing = [0.0] * len(loads)
-    return StepCosts(stages, messages=nothing[1:], all_reduce=nothing, optimizer=nothing)
+def _by_flops(cluster: Cluster) -> Cluster:
+    """A cluster of which only arithmetic takes time, whatever its rate."""
+    return replace(
+        cluster,
+        overhead_bytes=0.0,
+        jitter=0.0,
+        intra_node_latency=0.0,
+        inter_node_latency=0.0,
+        ring_latency=0.0,
+        memory_bandwidth=math.inf,
+        compression_rate=math.inf,
+        intra_node_bandwidth=math.inf,
+        inter_node_bandwidth=math.inf,
+        nic_bandwidth=math.inf,
+        ring_bandwidth=math.inf,
+    )
 
 
 @dataclass(frozen=True)

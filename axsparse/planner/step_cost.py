@@ -49,7 +49,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs from which a step is simulated; any of them may be measured instead."""
+    """The costs from which a step is simulated."""
 
     stages: Sequence[StageSeconds]
     messages: Sequence[float]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.images import image_config, image_data, small_wide_resnet
-from support.oracle import Oracle
+from support.oracle import Oracle, Trace
+from support.pruned import kept as kept_entries
 from support.runs import (
     assert_bitwise,
     mlp,
@@ -26,18 +27,26 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
+from axsparse.config.schema import Config
 from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.survey import survey
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Collective, Exchange, Op, Work
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.precision import DTYPES
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.stage_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 from axsparse.samo.ties import StageTie, Use
+from axsparse.training.trainer import Trainer
 
 NUMEL, KEPT = 20, 6
+Ranks = list[tuple[Trainer, Trace]]
 
 
 @dataclass
@@ -124,6 +133,18 @@ def gradient_sync(
     return sync
 
 
+def values(layer: LayerState) -> list[float]:
+    """The different values of its gradient."""
+    return layer.gradient.unique().tolist()
+
+
+def all_ready(sync: GradientSync, layers: Sequence[LayerState]) -> None:
+    """Report all layers as complete, the last one first, and wait for the sums."""
+    for layer in reversed(layers):
+        sync.ready(layer)
+    sync.finish()
+
+
 def started(members: Members, layers: Sequence[LayerState]) -> list[str]:
     """The layers whose buffers have been given to the replicas, in this order."""
     names = {layer.gradient.data_ptr(): layer.name for layer in layers}
@@ -153,7 +174,7 @@ def test_buckets_start_last_layer_first_whatever_becomes_ready_when(
         assert started(replicas, layers) == ["abc"[at] for at in in_order]
     sync.finish()
 
-    assert [layer.gradient.unique().tolist() for layer in layers] == [[2.0]] * 3
+    assert [values(layer) for layer in layers] == [[2.0]] * 3
 
 
 def test_every_step_starts_every_bucket_once() -> None:
@@ -163,34 +184,23 @@ def test_every_step_starts_every_bucket_once() -> None:
 
     for step in range(1, 4):
         sync.begin()
-        for layer in reversed(layers):
-            sync.ready(layer)
-        sync.finish()
+        all_ready(sync, layers)
         assert len(replicas.started) == 2 * step
 
 
-def test_a_bucket_under_way_does_not_hold_up_the_next() -> None:
+def test_a_bucket_under_way_does_not_hold_up_the_next_and_finish_waits_for_all() -> None:
     layers = [layer_state(name) for name in "ab"]
-    replicas = Members(patient=True)
-    sync = gradient_sync(layers, replicas, backoff=Impatient(1))
+    replicas, backoff = Members(patient=True), Impatient(2)
+    sync = gradient_sync(layers, replicas, backoff=backoff)
 
     for layer in reversed(layers):
         sync.ready(layer)
-
     assert started(replicas, layers) == ["b", "a"]
-
-
-def test_finish_waits_for_what_is_under_way() -> None:
-    layers = [layer_state("a")]
-    replicas, backoff = Members(patient=True), Impatient(2)
-    sync = gradient_sync(layers, replicas, backoff=backoff)
-    sync.ready(layers[0])
     backoff.at_pause = replicas.started
-
     sync.finish()
 
     assert backoff.left == 1
-    assert layers[0].gradient.unique().tolist() == [2.0]
+    assert [values(layer) for layer in layers] == [[2.0], [2.0]]
 
 
 # -- ties -----------------------------------------------------------------------------------
@@ -216,7 +226,7 @@ def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
     sync.finish()
 
     assert started(replicas, layers) == ["middle", "first"]
-    assert first.gradient.unique().tolist() == [2 * 11.0]
+    assert values(first) == [2 * 11.0]
 
 
 def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
@@ -235,21 +245,21 @@ def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
 
     assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
     assert started(replicas, [free, tied]) == ["free", "tied"]
-    assert tied.gradient.unique().tolist() == [4.0]
+    assert values(tied) == [4.0]
 
 
-def test_ties_start_in_their_fixed_order() -> None:
+def test_ties_start_in_their_fixed_order_and_their_bytes_are_counted_apart() -> None:
     layers = [layer_state(name) for name in "ab"]
-    works: list[Sum] = []
-    pairs = [Members(started=works), Members(started=works)]
-    ties = [StageTie((use(layer),), pair) for layer, pair in zip(layers, pairs, strict=True)]
-    sync = gradient_sync(layers, Members(size=1), ties=ties)
+    pair, replicas = Members(), Members()
+    ties = [StageTie((use(layer),), pair) for layer in layers]
+    sync = gradient_sync(layers, replicas, ties=ties)
 
-    for layer in reversed(layers):
-        sync.ready(layer)
-    sync.finish()
+    all_ready(sync, layers)
 
-    assert [work.buffer.data_ptr() for work in works] == [one.gradient.data_ptr() for one in layers]
+    assert started(pair, layers) == ["a", "b"]
+    # The two ties of one pair count once.
+    assert sync.tie_bytes_sent == 2 * KEPT * 4
+    assert sync.gradient_bytes_sent == 2 * KEPT * 4
 
 
 def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
@@ -270,20 +280,6 @@ def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
     assert layer.gradient.tolist() == [1.0] * 4 + [2.0] * 4
 
 
-def test_bytes_of_ties_are_counted_apart_and_once_for_ties_of_the_same_pair() -> None:
-    layers = [layer_state(name) for name in "ab"]
-    pair, replicas = Members(), Members()
-    ties = [StageTie((use(layer),), pair) for layer in layers]
-    sync = gradient_sync(layers, replicas, ties=ties)
-
-    for layer in layers:
-        sync.ready(layer)
-    sync.finish()
-
-    assert sync.tie_bytes_sent == 2 * KEPT * 4
-    assert sync.gradient_bytes_sent == 2 * KEPT * 4
-
-
 # -- the wire -------------------------------------------------------------------------------
 
 
@@ -300,17 +296,11 @@ def test_wide_accumulators_travel_in_half_and_take_what_comes_back() -> None:
     sync.finish()
 
     assert layer.gradient.dtype == torch.float32
-    assert layer.gradient.unique().tolist() == [2.0]
-
-
-def test_accumulators_of_the_wires_type_travel_without_a_copy() -> None:
-    layer = layer_state("a", dtype=torch.bfloat16)
-    replicas = Members(patient=True)
-    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
-
-    sync.ready(layer)
-
-    assert replicas.started[0].buffer.data_ptr() == layer.gradient.data_ptr()
+    assert values(layer) == [2.0]
+    # What has the type of the wire travels without a copy.
+    half, others = layer_state("b", dtype=torch.bfloat16), Members(patient=True)
+    gradient_sync([half], others, wire_dtype=torch.bfloat16).ready(half)
+    assert others.started[0].buffer.data_ptr() == half.gradient.data_ptr()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -341,7 +331,7 @@ def test_a_single_replica_sends_nothing() -> None:
     sync.finish()
 
     assert replicas.started == []
-    assert layer.gradient.unique().tolist() == [1 + 2.0**-12]
+    assert values(layer) == [1 + 2.0**-12]
 
 
 def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
@@ -352,9 +342,7 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
         [first, second], replicas, ties=[StageTie((use(first), use(second)), None)]
     )
 
-    for layer in (second, first):
-        sync.ready(layer)
-    sync.finish()
+    all_ready(sync, [first, second])
 
     assert [work.buffer.numel() for work in replicas.started] == [KEPT]
 
@@ -362,39 +350,44 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
 # -- whole runs -----------------------------------------------------------------------------
 
 
+def train_gpt(g_inter: int, g_data: int, **sections: Any) -> Ranks:
+    """Two steps of a small GPT, unless told otherwise."""
+    config = tiny_config(**{"batch": {"microbatch_size": 3}, "train": {"steps": 2}, **sections})
+    return train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
+
+
 def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> tuple[int, int, int]:
-    """Bytes that each of two replicas sends in two steps, kept entries, and all entries."""
-    config = tiny_config(
+    """Bytes that each of two replicas sends in a step, kept entries, and all entries."""
+    ranks = train_gpt(
+        1,
+        2,
         precision=precision,
         pruning={"sparsity": 0.8, "include": "all"},
         samo={"enabled": pruned, "gradient": gradient},
         model={"tie_embeddings": False},
-        train={"steps": 2},
+        batch={"microbatch_size": 6},
+        train={"steps": 1},
     )
-    ranks = train_in_process(1, 2, tiny_gpt(config), config, token_data())
     sent = sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks)
     tensors = [tensor for layer in ranks[0][0].parts.layers for tensor in layer.state.owned]
     kept = sum(tensor.kept for tensor in tensors)
     return sent, kept, sum(tensor.parameter.numel() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
-def test_replicas_exchange_kept_entries_only(precision: str, itemsize: int) -> None:
-    pruned, kept, numel = gradient_bytes(precision, pruned=True)
+@pytest.mark.parametrize(
+    ("precision", "gradient", "itemsize"),
+    [("bf16", "half", 2), ("bf16", "fp32", 2), ("fp32", "auto", 4)],
+)
+def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
+    precision: str, gradient: str, itemsize: int
+) -> None:
+    pruned, kept, numel = gradient_bytes(precision, pruned=True, gradient=gradient)
     dense, all_kept, _ = gradient_bytes(precision, pruned=False)
 
     assert all_kept == numel
     assert kept < 0.25 * numel
-    assert pruned == 2 * (2 * kept * itemsize)  # in two steps, each with the volume of a ring
-    assert dense == 2 * (2 * numel * itemsize)
-
-
-def test_fp32_accumulation_costs_no_bytes_on_the_wire() -> None:
-    half, fp32 = (
-        gradient_bytes("bf16", pruned=True, gradient=gradient)[0] for gradient in ("half", "fp32")
-    )
-
-    assert half == fp32
+    assert pruned == 2 * kept * itemsize  # the volume of a ring
+    assert dense == 2 * numel * itemsize
 
 
 class Unused(nn.Module):
@@ -490,68 +483,67 @@ def test_replicas_sum_a_piece_of_a_tied_weight_while_two_stages_sum_the_next(
     assert layer.gradient.tolist() == [4.0] * KEPT
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
+@pytest.mark.parametrize(("shard", "gradient"), [(False, "half"), (True, "fp32")])
 def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, gradient: str) -> None:
-    config = tiny_config(
-        precision="bf16",
-        samo={"shard_optimizer": shard, "gradient": gradient},
-        train={"steps": 2},
-    )
+    def traces() -> list[Trace]:
+        samo = {"shard_optimizer": shard, "gradient": gradient}
+        return [trace for _, trace in train_gpt(2, 2, precision="bf16", samo=samo)]
 
-    def trace() -> list[Any]:
-        ranks = train_in_process(2, 2, tiny_gpt(config), config, token_data())
-        return [trace for _, trace in ranks]
-
-    whole = trace()
+    whole = traces()
     monkeypatch.setattr(gradient_sync_module, "PIECE", 333)
 
-    for ours, expected in zip(trace(), whole, strict=True):
+    for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
 
 
-@dataclass
-class Seen:
-    """What ranks have planned to exchange over all groups of theirs, and what they did."""
-
-    planned: list[Exchange] = field(default_factory=list)
-    done: list[Exchange] = field(default_factory=list)
-
-    def surprises(self) -> list[Exchange]:
-        """What was done and no plan covers: the same operation on as many bytes."""
-        return [
-            one
-            for one in self.done
-            if not any(plan.op is one.op and nbytes(plan) >= nbytes(one) for plan in self.planned)
-        ]
-
-
-def nbytes(exchange: Exchange) -> int:
-    return exchange.numel * exchange.dtype.itemsize
-
-
 class Watched:
-    """A group that notes what it carries out."""
+    """A group of ranks that notes what it carries out."""
 
-    def __init__(self, inner: Collective, seen: Seen) -> None:
-        self.rank = inner.rank
-        self.size = inner.size
-        self._inner = inner
-        self._seen = seen
+    def __init__(self, inner: Collective, done: list[Exchange]) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self._inner, self._done = inner, done
 
     @property
     def bytes_sent(self) -> int:
         return self._inner.bytes_sent
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        self._seen.done.append(Exchange(op, buffer.dtype, buffer.numel()))
+        self._done.append(Exchange(op, buffer.dtype, buffer.numel()))
         return self._inner.start(op, buffer, bounds)
 
 
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Seen]:
-    """By the ranks of a group; but for that of all ranks, which stays on the hosts."""
-    found: dict[tuple[int, ...], Seen] = defaultdict(Seen)
+EXCHANGING: dict[str, Callable[[bool], Ranks]] = {
+    "gpt": lambda shard: train_gpt(
+        2,
+        2,
+        samo={"shard_optimizer": shard},
+        optimizer={"name": "lamb" if shard else "adamw"},
+        pruning={"include": "blocks"},
+    ),
+    "images": lambda shard: train_in_process(
+        1,
+        2,
+        small_wide_resnet(),
+        image_config(
+            samo={"shard_optimizer": shard},
+            batch={"global_batch_size": 12, "microbatch_size": 3},
+            train={"steps": 2, "eval_every": 1, "eval_steps": 1},
+        ),
+        image_data(33),
+        validation=image_data(33),
+    ),
+    "perceptron": lambda shard: wide_run(1, 3, wide_config(shard=shard)),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("run", EXCHANGING)
+def test_what_a_run_exchanges_was_planned(
+    run: str, shard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the group of all ranks, which stays on the hosts."""
+    plans: dict[tuple[int, ...], list[Exchange]] = defaultdict(list)
+    done: dict[tuple[int, ...], list[Exchange]] = defaultdict(list)
     make = LocalTransport.collective
 
     def collective(
@@ -560,52 +552,113 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Seen]:
         inner = make(self, name, ranks)
         if name == "world" or len(ranks) == 1:
             return inner
-        seen = found[tuple(ranks)]
-        seen.planned += planned
-        return Watched(inner, seen)
+        plans[tuple(ranks)] += planned
+        return Watched(inner, done[tuple(ranks)])
 
     monkeypatch.setattr(LocalTransport, "collective", collective)
-    return found
+
+    EXCHANGING[run](shard)
+
+    assert done and all(done.values()), "every group is used"
+    for ranks, exchanges in done.items():
+        most: dict[Op, int] = defaultdict(int)
+        for plan in plans[ranks]:
+            most[plan.op] = max(most[plan.op], plan.numel * plan.dtype.itemsize)
+        for one in exchanges:
+            assert one.numel * one.dtype.itemsize <= most[one.op]
 
 
-def gpt(shard: bool) -> None:
-    config = tiny_config(
-        samo={"shard_optimizer": shard},
-        optimizer={"name": "lamb" if shard else "adamw"},
-        pruning={"include": "blocks"},
-        train={"steps": 2},
+# -- sharded state: that training is the same, the table of equivalences says ---------------
+
+
+WIDTH = 510
+
+
+def wide_config(*, shard: bool, samo: dict[str, Any] | None = None, **sections: Any) -> Config:
+    return tiny_config(
+        **{
+            "batch": {"global_batch_size": 12, "microbatch_size": 1},
+            "pruning": {"sparsity": 0.4},
+            "optimizer": {"learning_rate": 1e-3, "clip_norm": 0.5},
+            "train": {"steps": 2},
+            **sections,
+            "samo": {**(samo or {}), "shard_optimizer": shard},
+        }
     )
-    train_in_process(2, 2, tiny_gpt(config), config, token_data())
 
 
-def images(shard: bool) -> None:
-    config = image_config(
-        samo={"shard_optimizer": shard},
-        batch={"global_batch_size": 12, "microbatch_size": 3},
-        train={"steps": 2, "eval_every": 1, "eval_steps": 1},
-    )
-    data = image_data(33)
-    train_in_process(1, 2, small_wide_resnet(), config, data, validation=data)
+def wide_run(g_inter: int, g_data: int, config: Config) -> Ranks:
+    return train_in_process(g_inter, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH))
 
 
-def perceptron(shard: bool) -> None:
-    config = tiny_config(
-        samo={"shard_optimizer": shard},
-        batch={"global_batch_size": 12, "microbatch_size": 1},
-        precision="fp32",
-        train={"steps": 2},
-    )
-    train_in_process(1, 3, mlp(3, 300), config, vector_data(24, 300))
+@pytest.mark.parametrize(("g_data", "gradient"), [(2, "half"), (3, "fp32")])
+def test_as_many_bytes_travel_as_in_an_all_reduce(g_data: int, gradient: str) -> None:
+    sent = []
+    for shard in (False, True):
+        config = wide_config(shard=shard, precision="bf16", samo={"gradient": gradient})
+        ranks = wide_run(1, g_data, config)
+        sent.append(sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks))
+
+    assert sent[0] == sent[1] > 0
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("run", [gpt, images, perceptron])
-def test_what_a_run_exchanges_was_planned(
-    run: Callable[[bool], None], shard: bool, groups: dict[tuple[int, ...], Seen]
-) -> None:
-    run(shard)
+def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None) -> int:
+    config = trainer.config
+    surveyed = survey(model)
+    names = {layer.spec.name for layer in trainer.parts.layers}
+    return stage_bytes(
+        [layer for layer in surveyed.layers if layer.name in names],
+        surveyed.ties,
+        kept_entries(model, config.pruning),
+        StateFormat(
+            half=DTYPES[config.precision] != torch.float32,
+            gradient_bytes=trainer.parts.layers[0].state.gradient.dtype.itemsize,
+            moments=len(trainer.parts.optimizer.moments),
+            index="mask",
+            split_master=config.samo.split_master,
+            replicas=replicas,
+        ),
+        replica,
+    ).total
 
-    assert groups
-    for seen in groups.values():
-        assert seen.done, "every group is used"
-        assert seen.surprises() == []
+
+@pytest.mark.parametrize(("at_step", "samo"), [(0, {}), (1, {"split_master": True})], ids=str)
+def test_every_rank_holds_what_the_formula_says(at_step: int, samo: dict[str, Any]) -> None:
+    pruning = {"sparsity": 0.4, "at_step": at_step}
+    config = wide_config(shard=True, precision="bf16", samo=samo, pruning=pruning)
+    ranks = wide_run(2, 3, config)
+
+    totals = [trainer.state_bytes().total for trainer, _ in ranks]
+
+    model = mlp(3, WIDTH)
+    places = [trainer.parts.place for trainer, _ in ranks]
+    assert totals == [
+        predicted(trainer, model, 3, place.replica)
+        for (trainer, _), place in zip(ranks, places, strict=True)
+    ]
+    assert len(set(totals)) > 2  # shares differ, so the formula has to know which is whose
+    for (trainer, _), place in zip(ranks, places, strict=True):
+        of_stage = [
+            total for total, at in zip(totals, places, strict=True) if at.stage == place.stage
+        ]
+        assert predicted(trainer, model, 3, None) == max(of_stage)
+
+
+def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
+    held: list[tuple[range, int]] = []
+
+    def look(trainer: Trainer) -> None:
+        state = trainer.parts.layers[0].state
+        weight = state.owned[0]
+        held.append((state.shares.held, weight.kept))
+        master = state.master(weight.name)
+        assert master.numel() == weight.kept and (master != 0).all()
+        with pytest.raises(AssertionError, match="another replica holds these"):
+            state.optimizer_state.read_master(weight, 0, weight.kept)
+
+    config = wide_config(shard=True, precision="bf16", train={"steps": 1})
+    train_in_process(1, 2, mlp(3, WIDTH), config, vector_data(24, WIDTH), before=look)
+
+    (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
+    assert kept > 2 * BLOCK
+    assert 0 < first.stop == second.start < kept, "shares split a tensor"
