@@ -70,13 +70,14 @@ class LayoutQuestion:
     """Samples of a step."""
     memory_bytes: float | None = None
     """What a rank may take; None: the whole memory of a device."""
-    schedule: Schedule | None = None
-    """None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
+    schedules: Sequence[Schedule] | None = None
+    """Tried in this order until one fits, with falling slack; slack above the least one is an
+    option. None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
     bound."""
     split_backward: bool | None = None
-    """Without a `schedule`: whether backwards are split; None: whichever pays."""
+    """Without `schedules`: whether backwards are split; None: whichever pays."""
     least_split_samples: int = 1
-    """Without a `schedule` and `split_backward`: the smallest microbatch that is split."""
+    """Without `schedules` and `split_backward`: the smallest microbatch that is split."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
     microbatch_sizes: Sequence[int] | None = None
@@ -86,16 +87,6 @@ class LayoutQuestion:
     def room(self) -> float:
         """Bytes that a rank may take."""
         return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """The schedules to try until one fits."""
-        if self.schedule is not None:
-            return [self.schedule]
-        is_split = self.split_backward is True
-        return [
-            Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
-        ]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.validate import counted
+from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
+from axsparse.planner.layout import (
+    DEFAULT_SLACK,
+    Layout,
+    LayoutQuestion,
+    Row,
+    simulate_layout,
+)
 from axsparse.planner.schedule_choice import (
+    MOST_ROOM,
     Search,
     Trade,
     faster_split,
@@ -86,7 +94,7 @@ def plan(question: LayoutQuestion) -> Plan:
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
     found = Search(best)
-    if question.schedule is None:
+    if question.schedules is None:
         found = with_schedule_that_pays(question, best)
     return Plan(
         workload,
@@ -143,24 +151,32 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
     if share % size:
         reason = f"microbatches of {size} do not divide {share} samples"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
-    for schedule in question.schedules:
+    is_split = question.split_backward is True
+    for schedule in question.schedules or [
+        Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
+    ]:
+        room = question.room
+        if question.schedules and schedule.slack > question.schedules[-1].slack:
+            room *= MOST_ROOM
         layout = Layout(grid, schedule, size, share // size)
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
-        found = _split(question, layout)
+        found = _split(question, layout, room)
         if not isinstance(found, Rejection):
             row = _row(question, layout.with_sizes(found), found)
-            return row if question.schedule is not None else faster_split(question, row)
+            return row if question.schedules else faster_split(question, row)
         rejection = found
     return rejection
 
 
-def _split(question: LayoutQuestion, layout: Layout) -> Sequence[StageLoad] | Rejection:
+def _split(
+    question: LayoutQuestion, layout: Layout, room: float
+) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as the memory allows.
 
     If no split fits, the reason is what the fullest stage of the best balanced split needs.
     """
-    workload, room, grid = question.workload, question.room, layout.grid
+    workload, grid = question.workload, layout.grid
     overhead = question.cluster.overhead_bytes
     balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=layout.microbatches)
     assert balanced is not None, "there is no limit"

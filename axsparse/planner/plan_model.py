@@ -100,19 +100,16 @@ class Subject:
             memory_bytes=self.room(cluster),
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
+            schedules=schedules(config, has_times=True),
             split_backward=only_backward(config.pipeline),
             least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
-        failure: ConfigError | None = None
-        for schedule in schedules(config, has_times=True):
-            asked = replace(question, schedule=schedule)
-            try:
-                return plan(asked)
-            except ConfigError as error:
-                failure = error
-        enough = self._enough(question)
-        hint = f"; {counted(enough, 'device')} would do" if enough else ""
-        raise ConfigError(f"{failure}{hint}")
+        try:
+            return plan(question)
+        except ConfigError as error:
+            enough = self._enough(question)
+            hint = f"; {counted(enough, 'device')} would do" if enough else ""
+            raise ConfigError(f"{error}{hint}") from None
 
     def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
@@ -142,7 +139,7 @@ class Subject:
         pipeline, gpus = self.loaded.config.pipeline, question.gpus
         is_split = only_backward(pipeline) is True
         least = replace(configured_schedule(pipeline, slack=0, is_split=is_split), slack=0)
-        deeper = replace(question, schedule=least, microbatch_sizes=[1])
+        deeper = replace(question, schedules=[least], microbatch_sizes=[1])
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:
             stages = range(1, question.workload.most_stages + 1)

@@ -121,8 +121,8 @@ def configured_schedule(
     )
 
 
-def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
-    """The schedules to try until one fits; None is message-driven with what pays.
+def schedules(config: Config, *, has_times: bool) -> list[Schedule] | None:
+    """The schedules to try until one fits; None: message-driven with what pays.
 
     That needs predicted times, so without them (`has_times`) two fixed slacks are tried, with whole
     backwards where the configuration leaves these open: `split_trade` then says whether to split.
@@ -130,7 +130,7 @@ def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
     pipeline = config.pipeline
     is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
     if has_times and pipeline.schedule == "message-driven" and is_free:
-        return [None]
+        return None
     slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
     is_split = only_backward(pipeline) is True
     return [configured_schedule(pipeline, slack=slack, is_split=is_split) for slack in slacks]
@@ -179,7 +179,7 @@ def split_trade(
     machine = _by_flops(load_cluster(DEFAULT_CLUSTER)) if cluster is None else cluster
     question = replace(
         run_question(subject, machine, config, grid.size, [grid.g_inter], math.inf),
-        schedule=configured_schedule(config.pipeline, slack=slack, is_split=False),
+        schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
         least_split_samples=1,  # the caller knows where the ranks compute
     )
     [whole], _ = try_layouts(question)
@@ -244,7 +244,7 @@ def predict(
         memory = layout.memory(loads, overhead=0.0)
         return Prediction(_until_saved(memory), None, reason)
     question = run_question(subject, cluster, config, grid.size, [grid.g_inter], math.inf)
-    [row], _ = try_layouts(replace(question, schedule=schedule))
+    [row], _ = try_layouts(replace(question, schedules=[schedule]))
     return Prediction(_until_saved(row.memory), row.seconds, reason)
 
 

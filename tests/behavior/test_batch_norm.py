@@ -89,9 +89,11 @@ HALF: list[Settings] = [
     "row",
     parameters(
         [
-            *freed([(1, 1), (2, 1), (3, 1), (4, 1)], RECOMPUTED, subject=NORM, order=1),
-            *freed([(2, 1), (4, 1)], RECOMPUTED, settings=HALF[0], judge=ONE_STAGE, subject=NORM),
-            *freed([(2, 1), (4, 1)], RECOMPUTED, settings=HALF[1], judge=ONE_STAGE, subject=NORM),
+            *freed([(1, 1), (2, 1), (4, 1)], RECOMPUTED, subject=NORM, order=1),
+            *(
+                Row((stages, 1), half, free, ONE_STAGE, NORM)
+                for stages, half, free in zip((2, 4, 4), (*HALF, HALF[0]), RECOMPUTED, strict=True)
+            ),
             *(
                 Row(layout, free=EVALUATING, judge=SAME_LAYOUT, subject=NORM)
                 for layout in ((1, 1), (2, 1), (1, 2), (2, 2))

@@ -79,7 +79,7 @@ class Played:
             metrics={},
             input_dtype=None,
             seed=0,
-            products=StageProducts(modules, sums, is_split=True),
+            products=StageProducts(modules, sums.collector, is_split=True),
         )
         self._is_last = bool(stage)
         self._number, self._schedule = stage, schedule

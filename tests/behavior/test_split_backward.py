@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.oracle import Oracle
+from support.cases import (
+    SAME_LAYOUT,
+    Row,
+    Settings,
+    batch,
+    judge,
+    merged,
+    parameters,
+    steps,
+)
 from support.resuming import Layout, ran, same
 from support.runs import (
-    assert_bitwise,
     random_init,
     summed_loss,
     tiny_config,
@@ -32,8 +39,7 @@ from axsparse.training.trainer import Trainer
 
 
 def splitting(is_split: bool, **sections: Any) -> Config:
-    pipeline = {**sections.pop("pipeline", {}), "split_backward": is_split}
-    return tiny_config(**sections, pipeline=pipeline)
+    return tiny_config(**merged(sections, {"pipeline": {"split_backward": is_split}}))
 
 
 def split_modules(trainer: Trainer) -> int:
@@ -42,68 +48,49 @@ def split_modules(trainer: Trainer) -> int:
     return 0 if products is None or products.deferred is None else len(products)
 
 
-@pytest.mark.parametrize(
-    ("layout", "schedule", "tied"),
-    [
+SPLIT = {"pipeline": {"split_backward": True}}
+BY_TORCH = [
+    Row(
+        layout,
+        steps(2, model={"tie_embeddings": tied}),
+        merged(SPLIT, {"pipeline": {"schedule": schedule, "slack": 2}}),
+        order=5,
+    )
+    for layout, schedule, tied in (
         ((1, 1), "message-driven", False),
         ((2, 1), "1f1b", True),
         ((4, 1), "gpipe", False),
         ((2, 2), "message-driven", True),
         ((1, 2), "1f1b", False),
-    ],
-)
-def test_split_backwards_are_bitwise_the_oracle(
-    layout: tuple[int, int], schedule: str, tied: bool
-) -> None:
-    config = splitting(
-        True,
-        model={"tie_embeddings": tied},
-        pipeline={"schedule": schedule, "slack": 2},
-        train={"steps": 2},
     )
-    data = token_data()
-    oracle = Oracle(tiny_gpt(config), config, data, layout[1]).run(2)
-
-    ranks = train_in_process(*layout, tiny_gpt(config), config, data, order=5)
-
-    assert sum(split_modules(trainer) for trainer, _ in ranks[: layout[0]]) == 8
-    for _, trace in ranks:
-        assert_bitwise(trace, oracle)
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "fp16, overflow": {"precision": "fp16", "loss_scale": {"initial": 2.0**22}},
-    "half accumulation": {"precision": "bf16", "samo": {"gradient": "half"}},
-    "recomputed": {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
-    "dense": {"samo": {"enabled": False}, "precision": "bf16"},
-    "sharded": {"samo": {"shard_optimizer": True}, "precision": "bf16"},
-    "gradual": {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}},
-    "rigl": {"pruning": {"method": "rigl", "interval": 2}, "train": {"steps": 4}},
-    "snip": {"pruning": {"method": "snip", "at_step": 1}},
-    "no pipeline slack": {"pipeline": {"slack": 0}},
-    "one microbatch": {"batch": {"global_batch_size": 12, "microbatch_size": 12}},
-}
+]
+SETTINGS: list[Settings] = [
+    {"precision": "bf16"},
+    {"precision": "fp16", "loss_scale": {"initial": 2.0**22}, "train": {"steps": 4}},
+    {"precision": "bf16", "samo": {"gradient": "half"}},
+    {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
+    {"samo": {"enabled": False}, "precision": "bf16"},
+    {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}},
+    {"pruning": {"method": "rigl", "interval": 2}, "train": {"steps": 4}},
+    {"pruning": {"method": "snip", "at_step": 1}},
+    {"pipeline": {"slack": 0}},
+    {"batch": {"microbatch_size": 12}},
+]
+AS_WHOLE = [
+    Row(layout, merged(steps(3), batch(12, 2), settings), SPLIT, SAME_LAYOUT, order=7)
+    for layout, settings in [
+        *(((2, 1), each) for each in SETTINGS),
+        ((2, 2), {"samo": {"shard_optimizer": True}, "precision": "bf16"}),
+    ]
+]
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_split_backwards_are_bitwise_whole_ones(case: str) -> None:
-    layout = (2, 2) if case == "sharded" else (2, 1)
-    batch = {"global_batch_size": 12, "microbatch_size": 2}
-    settings = {"train": {"steps": 3}, "batch": batch, **OTHERS[case]}
-    data = token_data()
-    whole, split = (splitting(is_split, **settings) for is_split in (False, True))
-    reference = train_in_process(*layout, tiny_gpt(whole), whole, data)
+@pytest.mark.parametrize("row", parameters([*BY_TORCH, *AS_WHOLE]))
+def test_split_backwards_are_bitwise_whole_ones(row: Row) -> None:
+    ranks = judge(row)
 
-    ranks = train_in_process(*layout, tiny_gpt(split), split, data, order=7)
-
-    assert any(split_modules(trainer) for trainer, _ in ranks)
-    assert not all(reference[0][1].finite) or "overflow" not in case
-    for (_, trace), (_, expected) in zip(ranks, reference, strict=True):
-        for each in (trace, expected):  # An overflow's norm is NaN, which equals nothing.
-            each.norms = [-1.0 if math.isnan(norm) else norm for norm in each.norms]
-        assert_bitwise(trace, expected)
+    assert sum(split_modules(trainer) for trainer, _ in ranks[: row.layout[0]]) == 8
+    assert all(ranks[0][1].finite) == ("loss_scale" not in row.settings)
 
 
 def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.gradient_hooks import GradientCollector
 
 SIZE = 12
 MICROBATCHES = 3
@@ -51,8 +50,8 @@ class Played:
     ) -> None:
         self.module = module
         self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
-        collector = cast("GradientCollector", self.sums)
-        self.products = StageProducts([("layer", module)], collector, is_split=is_split)
+        modules = [("layer", module)]
+        self.products = StageProducts(modules, self.sums.collector, is_split=is_split)
         self.stage = Stage(
             [LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)],
             loss=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def fewest(
 ) -> Choice | Rejection:
     subject = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
     question = run_question(subject, MACHINE, config, 4, stages, room)
-    return fewest_stages(question, schedules(config, has_times=has_times))
+    tried = schedules(config, has_times=has_times)
+    return fewest_stages(replace(question, schedules=tried))
 
 
 def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
@@ -68,7 +70,6 @@ def test_slack_goes_where_memory_asks_for_it() -> None:
 
 
 def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
-    assert schedules(tiny_config(), has_times=True) == [None]
     found = chosen(1e9, has_times=True)
     assert isinstance(found, Choice)
     assert found.row.layout.schedule.slack == 0  # one stage waits for nobody

@@ -17,7 +17,7 @@ from axsparse.runtime.errors import ConfigError
 
 @cache
 def made(config: str, density: float, gpus: int) -> Plan:
-    return planned(config, density, gpus=gpus, global_batch_size=128, schedule=schedule())
+    return planned(config, density, gpus=gpus, global_batch_size=128, schedules=[schedule()])
 
 
 @pytest.mark.parametrize(("density", "expected"), [(1.0, 8), (0.1, 2)])
@@ -67,7 +67,7 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
     ],
 )
 def test_what_can_not_run_at_all_says_so(question: dict[str, Any], reasons: list[str]) -> None:
-    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedule": schedule(), **question})
+    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedules": [schedule()], **question})
 
     assert [r.reason for r in found.rejected] == reasons
 
@@ -90,7 +90,7 @@ def test_less_memory_takes_more_stages() -> None:
         0.1,
         gpus=64,
         global_batch_size=128,
-        schedule=schedule(),
+        schedules=[schedule()],
         memory_bytes=8e9,
     )
 

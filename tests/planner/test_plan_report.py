@@ -194,7 +194,7 @@ def test_a_step_of_thousands_of_moments_makes_no_large_page() -> None:
         global_batch_size=512,
         g_inter=[32],
         microbatch_sizes=[1],
-        schedule=schedule(),
+        schedules=[schedule()],
     )
 
     assert len(page([plan(question)], [])) < 200_000

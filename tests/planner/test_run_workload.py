@@ -33,14 +33,10 @@ def subject(config: Config) -> SurveyedModel:
     return workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
 
 
-FREE = None
-"""A schedule that is left to the search."""
-
-
 @pytest.mark.parametrize(
     ("pipeline", "has_times", "expected"),
     [
-        ({}, True, [FREE]),
+        ({}, True, None),
         ({"slack": 3}, True, [Schedule("message-driven", 3, "alternate")]),
         (
             {"slack": 3, "prefer": "backward"},
@@ -67,7 +63,7 @@ FREE = None
     ],
 )
 def test_what_a_configuration_leaves_open_is_searched_or_tried(
-    pipeline: dict[str, Any], has_times: bool, expected: list[Schedule | None]
+    pipeline: dict[str, Any], has_times: bool, expected: list[Schedule] | None
 ) -> None:
     assert schedules(tiny_config(pipeline=pipeline), has_times=has_times) == expected
 

@@ -101,8 +101,8 @@ def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
 
     found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
 
-    parts = (found.weight, found.index, found.gradient, found.master, found.optimizer)
-    assert parts == (1, 2, 3, 4, 5)
+    parts = [found.weight, found.index, found.gradient, found.master, found.optimizer]
+    assert parts == [1, 2, 3, 4, 5]
     assert (found.activations, found.working, found.logits) == (2 * 3 * 10, 2 * 100, 2 * 1000)
     assert found.total == 15 + 60 + 200 + 2000 + 10_000 + 100_000
 

@@ -170,7 +170,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
                 cluster=machine,
                 gpus=2,
                 global_batch_size=4,
-                schedule=Schedule("message-driven", 0, "alternate"),
+                schedules=[Schedule("message-driven", 0, "alternate")],
                 g_inter=[2],
                 microbatch_sizes=[1],
                 memory_bytes=room,
