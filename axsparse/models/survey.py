@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -234,6 +236,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
     module = _module_of(layer)
     refuse_parameters(layer, module)
     refuse_buffers(layer, module)
+    refuse_generators(layer, module)
     parameters = tuple(
         ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
         for name, p in module.named_parameters()
@@ -383,6 +386,20 @@ def refuse_parameters(layer: Layer, module: nn.Module) -> None:
                 f"layer {layer.name}: parameter {name!r} is {kind}, which has no dense values of "
                 "the run's precision; make it dense, of numbers of at least a byte"
             )
+
+
+def refuse_generators(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for random generators that a module keeps: what one draws depends on how
+    often it has drawn, and so on the layout, on recomputation and on where a run resumes."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, kinds):
+                raise ConfigError(
+                    f"layer {layer.name}: {f'{prefix}.{name}'.lstrip('.')!r} is a generator of its "
+                    "own, whose numbers would depend on the layout; draw from the global ones of "
+                    "torch, random or numpy.random, which every forward finds seeded"
+                )
 
 
 def refuse_buffers(layer: Layer, module: nn.Module) -> None:

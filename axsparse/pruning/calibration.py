@@ -25,6 +25,7 @@ from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
+from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
@@ -114,7 +115,7 @@ class Calibration:
         flow = [self._prepared(inputs) for inputs in samples]
         if not self.place.is_first:
             flow = self._received(link, len(samples))
-        with torch.no_grad():
+        with torch.no_grad(), preserved_rng(is_seeded=True):
             for layer in self.layers:
                 self._pass(layer, flow, masks)
         if not self.place.is_last:
@@ -134,14 +135,19 @@ class Calibration:
             if name in self.targets.shapes
         }
         with _statistics(METHODS[self.method], wanted) as gathered:
-            if wanted:
-                for inputs in flow:
-                    module(*inputs)
+            for number, inputs in enumerate(flow if wanted else ()):
+                self._forward(layer.name, module, number, inputs)
         for name, linear in wanted.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
-            flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
+            outputs = self._forward(layer.name, module, number, inputs)
+            flow[number] = tuple(map(canonical, outputs))
+
+    def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
+        """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
+        seed_all(self.options.seed, name, number, "calibrate")
+        return as_tuple(name, module(*inputs))
 
     def _prune(
         self,

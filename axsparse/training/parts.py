@@ -187,7 +187,6 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             LayerRunner(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
             )

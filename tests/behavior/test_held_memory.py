@@ -70,9 +70,7 @@ class Played:
         sums = Sums(nn.ModuleList(module for _, module in modules), is_dropping=True)
         self._stage = Stage(
             [
-                LayerRunner(
-                    name, module, is_random=False, is_recomputed=is_recomputed(number, every)
-                )
+                LayerRunner(name, module, is_recomputed=is_recomputed(number, every))
                 for number, (name, module) in enumerate(modules)
             ],
             loss=model.loss if stage else None,

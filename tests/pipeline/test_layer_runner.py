@@ -36,7 +36,7 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("is_recomputed", [True, False])
 def test_activations_are_recomputed_from_the_first_forward_on(is_recomputed: bool) -> None:
     module = Watched()
-    layer = LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)
+    layer = LayerRunner("layer", module, is_recomputed=is_recomputed)
     outputs = [layer.train((torch.ones(3),), (0, "layer", step, 0)) for step in range(2)]
 
     held = [activation() is not None for activation in module.activations]
@@ -95,7 +95,6 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
         LayerRunner(
             f"layer {width}",
             nn.Linear(width, 2),
-            is_random=False,
             is_recomputed=False,
             is_compiled=True,
         )

@@ -53,7 +53,7 @@ class Played:
         modules = [("layer", module)]
         self.products = StageProducts(modules, self.sums.collector, is_split=is_split)
         self.stage = Stage(
-            [LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)],
+            [LayerRunner("layer", module, is_recomputed=is_recomputed)],
             loss=None,
             metrics={},
             input_dtype=None,
