@@ -169,6 +169,16 @@ def load_cluster(source: str) -> Cluster:
     A source that contains "/" or names an existing file is a path. MissingInputError if there is
     no such cluster, ConfigError for missing, unknown or impossible constants.
     """
+    path = _find(source)
+    return parse_cluster(_read(path), path.name)
+
+
+def cluster_text(source: str) -> str:
+    """The text of a cluster file that `load_cluster` would read, comments included."""
+    return _read(_find(source))
+
+
+def _find(source: str) -> Path:
     path = Path(source)
     if "/" not in source and not path.is_file():
         name = source.removesuffix(".yaml")
@@ -180,13 +190,16 @@ def load_cluster(source: str) -> Cluster:
                 f"{', '.join(bundled_clusters())}, or name a file"
             )
         path = _FOLDER / f"{name}.yaml"
+    return path
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MissingInputError(
-            f"cluster {source!r}: the file says nothing ({error}); name a readable one"
+            f"cluster {str(path)!r}: the file says nothing ({error}); name a readable one"
         ) from None
-    return parse_cluster(text, path.name)
 
 
 def parse_cluster(text: str, file: str) -> Cluster:

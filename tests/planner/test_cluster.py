@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from axsparse.planner.cluster import (
     CONSTANTS,
     KINDS,
     bundled_clusters,
+    cluster_text,
     load_cluster,
     parse_cluster,
     to_yaml,
@@ -106,3 +108,13 @@ def test_mistakes_are_told_in_one_line(text: str) -> None:
 
     assert REFUSED[text] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_manual_has_every_key_and_a_file_to_begin_with() -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto" / "plan.md"
+    table = page.read_text().partition("### A cluster file")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    keys = [key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+    assert sorted(keys) == sorted(CONSTANTS)
+    assert parse_cluster(cluster_text("summit"), "summit.yaml") == load_cluster("summit")
