@@ -41,19 +41,11 @@ class Deferred:
     versions: tuple[int, ...]
     """Of what is saved, when it was deferred."""
 
-    def accumulate_kept(self) -> bool:
-        """Accumulate just the kept entries, if that is possible, and return whether it was."""
-        self._check()
-        sparse = None if self.products is None else self.products.sparse
-        return sparse is not None and sparse.accumulate(*self.saved)
-
     def gradients(self) -> list[Tensor]:
-        """The dense gradients."""
-        self._check()
-        return self.compute(*self.saved)
+        """The dense gradients; none if just the kept entries could be accumulated.
 
-    def _check(self) -> None:
-        """ConfigError if what is saved has been written to."""
+        ConfigError if what is saved has been written to.
+        """
         if self.versions != tuple(tensor._version for tensor in self.saved):
             name = "" if self.products is None else f" {self.products.name}"
             raise ConfigError(
@@ -61,6 +53,10 @@ class Deferred:
                 "the backward and the gradient of the weight; write to copies, or set "
                 "pipeline.split_backward to false"
             )
+        sparse = None if self.products is None else self.products.sparse
+        if sparse is not None and sparse.accumulate(*self.saved):
+            return []
+        return self.compute(*self.saved)
 
 
 class DeferredGradients:
@@ -130,7 +126,7 @@ class DeferredGradients:
         while waiting:
             deferred = waiting.pop()
             weights = deferred.weights
-            gradients = [] if deferred.accumulate_kept() else deferred.gradients()
+            gradients = deferred.gradients()
             del deferred
             for weight in weights:
                 if gradients:

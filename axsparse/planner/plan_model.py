@@ -20,15 +20,13 @@ from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
-    copied_bytes,
     has_costs,
     least_split_samples,
     only_backward,
     schedules,
-    workload,
 )
 from axsparse.planner.stage_memory import StageMemory, gigabytes
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
@@ -67,14 +65,14 @@ class Subject:
             method == "start" and starts_pruned(config, self.targets, self.ticket)
         )
         if not is_pruned:
-            return workload(config, self.survey, name, {}, optimizer, on_host=self.on_host)
+            return SurveyedModel(config, self.survey, name, {}, optimizer, on_host=self.on_host)
         if self.targets is None:
             raise ConfigError(
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
         kept = self.targets.kept() if self.ticket is None else self.ticket.kept
-        return workload(config, self.survey, name, kept, optimizer, on_host=self.on_host)
+        return SurveyedModel(config, self.survey, name, kept, optimizer, on_host=self.on_host)
 
     def room(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
@@ -258,9 +256,7 @@ def planned_memory(
     def memory(
         entries: Mapping[str, int], overhead: float, *, at_start: bool = False
     ) -> list[StageMemory]:
-        subject = workload(config, surveyed, "run", entries, optimizer)
-        if not at_start:
-            subject = replace(subject, calibration=None)
+        subject = SurveyedModel(config, surveyed, "run", entries, optimizer, has_masks=not at_start)
         loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
         assert loads is not None, "there is no limit"
         # The peak that a run predicts is that of its steps, without copies for checkpoints.

@@ -6,21 +6,19 @@ Which layout `layout.g_inter: auto` takes is decided in `auto_layout`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, Precision, load_cluster
+from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.stage_memory import StageMemory
-from axsparse.planner.surveyed_model import CalibrationPlan, SurveyedModel
-from axsparse.pruning.input_statistics import METHODS
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.grid import Grid
-from axsparse.samo.optim.optimizer import Optimizer
 
 WORTH_SPLITTING = 2e8
 """Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
@@ -33,55 +31,6 @@ GPU_WORTH_SPLITTING = 2e10
 def has_costs(survey: Survey) -> bool:
     """Whether the flops and activations of every layer are known."""
     return all(layer.activations is not None for layer in survey.layers)
-
-
-def copied_bytes(config: Config) -> float:
-    """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
-    saves = config.checkpoint
-    return saves.buffer * 1e9 if 0 < saves.every < config.train.steps else 0.0
-
-
-def workload(
-    config: Config,
-    survey: Survey,
-    name: str,
-    kept: Mapping[str, int],
-    optimizer: Optimizer,
-    *,
-    on_host: bool = True,
-) -> SurveyedModel:
-    """What the configuration trains, as a workload of the planner.
-
-    `kept` as in `SurveyedModel`. `on_host`: the memory that is planned is the host's, where the
-    copies for checkpoints are.
-    """
-    samo, split = config.samo, config.layout.split
-    gradients: Mapping[str, Precision] = {"half": config.precision, "fp32": "fp32"}
-    return SurveyedModel(
-        name=name,
-        survey=survey,
-        kept=kept,
-        precision=config.precision,
-        gradient="auto" if samo.gradient == "auto" else gradients[samo.gradient],
-        moments=len(optimizer.moments),
-        index=samo.index,
-        split_master=samo.split_master,
-        # Where `auto` does not shard, the fullest share is as large as the whole.
-        shard_optimizer=bool(samo.shard_optimizer),
-        offload=samo.offload,
-        checkpoint_activations=config.pipeline.checkpoint_activations,
-        checkpoint_buffer=copied_bytes(config) if on_host else 0.0,
-        split=None if split == "auto" else split,
-        calibration=_calibration(config, on_host) if kept else None,
-    )
-
-
-def _calibration(config: Config, on_host: bool) -> CalibrationPlan | None:
-    """How the masks of a new run are drawn from samples; None if they are not."""
-    pruning = config.pruning
-    if pruning.method not in METHODS or pruning.ticket is not None:
-        return None
-    return CalibrationPlan(pruning.method, pruning.calibration_samples, on_host)
 
 
 def only_backward(pipeline: PipelineConfig) -> bool | None:

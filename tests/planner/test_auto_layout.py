@@ -18,7 +18,8 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
 from axsparse.planner.layout_search import Rejection
-from axsparse.planner.run_workload import run_question, schedules, workload
+from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -29,7 +30,7 @@ MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 def fewest(
     config: Config, stages: Sequence[int], room: float, *, has_times: bool = False
 ) -> Choice | Rejection:
-    subject = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
+    subject = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
     question = run_question(subject, MACHINE, config, 4, stages, room)
     tried = schedules(config, has_times=has_times)
     return fewest_stages(replace(question, schedules=tried))

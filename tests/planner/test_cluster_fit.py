@@ -6,26 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.surveys import KEPT, SURVEY
+from support.surveys import surveyed
 
 from axsparse.planner.cluster import Cluster, parse_cluster, to_yaml
 from axsparse.planner.cluster_fit import Measurements, fitted, spread
 from axsparse.planner.step_cost import all_reduce_seconds, edges, stage_seconds, step_costs
-from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.grid import Grid
 
-MODEL = SurveyedModel(
-    name="four layers",
-    survey=SURVEY,
-    kept=KEPT,
-    precision="fp32",
-    gradient="fp32",
-    moments=2,
-    index="int32",
-    checkpoint_activations=1,
-)
+MODEL = surveyed(precision="fp32")
 SEEN = Measurements(
     ranks=4,
     memory_bytes=4e9,
