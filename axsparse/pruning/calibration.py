@@ -115,7 +115,7 @@ class Calibration:
         flow = [self._prepared(inputs) for inputs in samples]
         if not self.place.is_first:
             flow = self._received(link, len(samples))
-        with torch.no_grad(), preserved_rng(is_seeded=True):
+        with torch.no_grad():
             for layer in self.layers:
                 self._pass(layer, flow, masks)
         if not self.place.is_last:
@@ -146,8 +146,9 @@ class Calibration:
 
     def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
-        seed_all(self.options.seed, name, number, "calibrate")
-        return as_tuple(name, module(*inputs))
+        with preserved_rng(is_seeded=True):
+            seed_all(self.options.seed, name, number, "calibrate")
+            return as_tuple(name, module(*inputs))
 
     def _prune(
         self,
