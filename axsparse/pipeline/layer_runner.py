@@ -23,7 +23,7 @@ from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import preserved_rng, seed_all
 
 Tensors = tuple[Tensor, ...]
-Key = tuple[int | str, ...]
+DrawKey = tuple[int | str, ...]
 """What the random numbers of a call follow from."""
 GRAPHS = 4
 """The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
@@ -58,7 +58,7 @@ class LayerRunner:
             _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
-    def train(self, inputs: Tensors, key: Key) -> Tensors:
+    def train(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of a training forward, whose random numbers follow from `key`.
 
         Outputs and their gradients have the canonical form, as if they came from another stage.
@@ -71,7 +71,7 @@ class LayerRunner:
                 output.register_hook(canonical)
         return outputs
 
-    def evaluate(self, inputs: Tensors, key: Key) -> Tensors:
+    def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
         self._module.eval()
         marks = _marks(self._persistent)
@@ -87,7 +87,7 @@ class LayerRunner:
 
     # -- recomputation ------------------------------------------------------------------
 
-    def _once_or_twice(self, inputs: Tensors, key: Key) -> Tensors:
+    def _once_or_twice(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """One forward; its backward computes it a second time if the layer is recomputed."""
         if not self._is_recomputed:
             return self._seeded(inputs, key)
@@ -117,7 +117,7 @@ class LayerRunner:
     def _watched(
         self,
         inputs: Tensors,
-        key: Key,
+        key: DrawKey,
         before: Sequence[tuple[BufferSlot, Tensor]],
     ) -> Tensors:
         """The first pass of a recomputed forward, which records the buffers that it changes.
@@ -142,7 +142,7 @@ class LayerRunner:
 
     # -- one call -----------------------------------------------------------------------
 
-    def _seeded(self, inputs: Tensors, key: Key) -> Tensors:
+    def _seeded(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """One call whose random numbers follow from `key`."""
         seed_all(*key, "forward")
         return self._own(inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
-from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
@@ -27,7 +27,7 @@ class Key:
     first_sample: int
     """Number of the microbatch's first sample in the global batch order, equal in every layout."""
 
-    def of(self, seed: int, name: str) -> tuple[int | str, ...]:
+    def of(self, seed: int, name: str) -> DrawKey:
         """The key of a layer, or of what else draws."""
         return seed, name, self.step, self.first_sample
 

@@ -7,10 +7,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_NUMPY: Any = np.random
+"""Its types do not list all that it has."""
 
 
 def keyed_seed(*key: int | str) -> int:
@@ -64,18 +68,18 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     ten times as long as all the rest. The code does not wait for other ranks.
     """
     of_torch, of_python = _torch_state(), random.getstate()
-    of_numpy = np.random.get_bit_generator()
+    of_numpy = _NUMPY.get_bit_generator()
     if is_seeded:
         meanwhile = _spare()
     else:
         meanwhile = np.random.MT19937()
         if isinstance(of_numpy, np.random.MT19937):
             meanwhile.state = of_numpy.state
-    np.random.set_bit_generator(meanwhile)
+    _NUMPY.set_bit_generator(meanwhile)
     try:
         yield
     finally:
-        np.random.set_bit_generator(of_numpy)
+        _NUMPY.set_bit_generator(of_numpy)
         random.setstate(of_python)
         torch.set_rng_state(of_torch[0])
         if len(of_torch) > 1:

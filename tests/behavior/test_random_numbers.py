@@ -148,14 +148,14 @@ def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_nu
             return float(stage.evaluate(inputs, key, torch.zeros(2))[0])
         return float(stage.forward(0, inputs, key, torch.zeros(2), 1.0)[0].detach())
 
-    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     keys = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 8)]
     first, again = ([drawn(*key) for key in keys] for _ in range(2))
     evaluated = [drawn(*key, is_training=False) for key in keys]
 
     assert first == again
     assert len({*first, *evaluated}) == 8
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index,union-attr]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,6 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
         for rows in (4, 1):
             runner.train((torch.ones(rows, width),), ("step", 0))
             with torch.no_grad():
-                runner.evaluate((torch.ones(rows, width),))
+                runner.evaluate((torch.ones(rows, width),), ("step", 0))
 
     assert len(graphs) == 4 * 14
