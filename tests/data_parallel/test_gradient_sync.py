@@ -26,7 +26,6 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-from axsparse.config.schema import Config
 from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model, Tie
@@ -352,14 +351,14 @@ def train_gpt(g_inter: int, g_data: int, **sections: Any) -> Ranks:
     return train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
 
 
-def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> tuple[int, int, int]:
-    """Bytes that each of two replicas sends in a step, kept entries, and all entries."""
+def gradient_bytes(precision: str, **samo: Any) -> tuple[int, int, int]:
+    """Bytes that two replicas send in a step, kept entries, and all entries."""
     ranks = train_gpt(
         1,
         2,
         precision=precision,
         pruning={"sparsity": 0.8, "include": "all"},
-        samo={"enabled": pruned, "gradient": gradient},
+        samo=samo,
         model={"tie_embeddings": False},
         batch={"microbatch_size": 6},
         train={"steps": 1},
@@ -371,14 +370,21 @@ def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> t
 
 
 @pytest.mark.parametrize(
-    ("precision", "gradient", "itemsize"),
-    [("bf16", "half", 2), ("bf16", "fp32", 2), ("fp32", "auto", 4)],
+    ("precision", "gradient", "shard", "itemsize"),
+    [
+        ("bf16", "half", False, 2),
+        ("bf16", "fp32", False, 2),
+        ("fp32", "auto", False, 4),
+        # Where the optimizer state is sharded, weights come back instead of gradients.
+        ("bf16", "half", True, 2),
+        ("bf16", "fp32", True, 2),
+    ],
 )
 def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
-    precision: str, gradient: str, itemsize: int
+    precision: str, gradient: str, shard: bool, itemsize: int
 ) -> None:
-    pruned, kept, numel = gradient_bytes(precision, pruned=True, gradient=gradient)
-    dense, all_kept, _ = gradient_bytes(precision, pruned=False)
+    pruned, kept, numel = gradient_bytes(precision, gradient=gradient, shard_optimizer=shard)
+    dense, all_kept, _ = gradient_bytes(precision, enabled=False)
 
     assert all_kept == numel
     assert kept < 0.25 * numel
@@ -528,7 +534,7 @@ EXCHANGING: dict[str, Callable[[bool], Ranks]] = {
         image_data(33),
         validation=image_data(33),
     ),
-    "perceptron": lambda shard: wide_run(1, 3, wide_config(shard=shard)),
+    "perceptron": lambda shard: wide_run(3, shard=shard),
 }
 
 
@@ -570,32 +576,16 @@ def test_what_a_run_exchanges_was_planned(
 WIDTH = 510
 
 
-def wide_config(*, shard: bool, samo: dict[str, Any] | None = None, **sections: Any) -> Config:
-    return tiny_config(
-        **{
-            "batch": {"global_batch_size": 12, "microbatch_size": 1},
-            "pruning": {"sparsity": 0.4},
-            "optimizer": {"learning_rate": 1e-3, "clip_norm": 0.5},
-            "train": {"steps": 2},
-            **sections,
-            "samo": {**(samo or {}), "shard_optimizer": shard},
-        }
+def wide_run(g_data: int, *, shard: bool, **others: Any) -> Ranks:
+    """A step of layers with several blocks of kept entries, so that shares split tensors."""
+    config = tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 1},
+        pruning={"sparsity": 0.4},
+        precision="bf16",
+        samo={"shard_optimizer": shard},
+        train={"steps": 1},
     )
-
-
-def wide_run(g_inter: int, g_data: int, config: Config) -> Ranks:
-    return train_in_process(g_inter, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH))
-
-
-@pytest.mark.parametrize(("g_data", "gradient"), [(2, "half"), (3, "fp32")])
-def test_as_many_bytes_travel_as_in_an_all_reduce(g_data: int, gradient: str) -> None:
-    sent = []
-    for shard in (False, True):
-        config = wide_config(shard=shard, precision="bf16", samo={"gradient": gradient})
-        ranks = wide_run(1, g_data, config)
-        sent.append(sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks))
-
-    assert sent[0] == sent[1] > 0
+    return train_in_process(1, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH), **others)
 
 
 def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
@@ -610,8 +600,7 @@ def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
         with pytest.raises(AssertionError, match="another replica holds these"):
             state.optimizer_state.read_master(weight, 0, weight.kept)
 
-    config = wide_config(shard=True, precision="bf16", train={"steps": 1})
-    train_in_process(1, 2, mlp(3, WIDTH), config, vector_data(24, WIDTH), before=look)
+    wide_run(2, shard=True, before=look)
 
     (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
     assert kept > 2 * BLOCK
