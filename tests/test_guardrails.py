@@ -265,7 +265,7 @@ def test_nothing_outside_samo_looks_into_an_index() -> None:
     [
         "import axsparse",
         "import axsparse.pipeline.policy",
-        "import axsparse.pipeline.simulator",
+        "import axsparse.pipeline.simulator, axsparse.planner.layout_search",
         "import axsparse.runtime.grid, axsparse.runtime.errors, axsparse.config.validate\n"
         "import axsparse.runtime.communication",
         "import runpy, sys\n"

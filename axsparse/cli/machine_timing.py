@@ -17,7 +17,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cluster_fit import Measurements, fitted
-from axsparse.planner.run_workload import workload
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
@@ -127,8 +127,8 @@ def _load_of(trainer: Trainer, name: str) -> StageLoad:
     live = trainer.parts.live
     kept = {} if live is None else live.targets.kept()
     survey, config = trainer.parts.survey, trainer.config
-    subject = workload(config, survey, name, kept, optimizer_of(config.optimizer))
-    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
+    subject = SurveyedModel(config, survey, name, kept, optimizer_of(config.optimizer))
+    loads = subject.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
     return loads[0]
 

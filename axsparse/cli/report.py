@@ -267,8 +267,8 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
 
     from axsparse.config.former_settings import recorded_config
     from axsparse.observe.run_records import number
-    from axsparse.planner.memory_picture import memory_bars
-    from axsparse.planner.planned_memory import planned_memory
+    from axsparse.planner.html_page import memory_bars
+    from axsparse.planner.plan_model import planned_memory
 
     predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
     peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
@@ -286,9 +286,10 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
         return None
     if found is None:
         return None
-    rows = [(f"stage {n}", memory) for n, memory in enumerate(found.now)]
-    if found.now != found.dense:
-        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
+    now, dense = found
+    rows = [(f"stage {n}", memory) for n, memory in enumerate(now)]
+    if now != dense:
+        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(dense)]
     return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
 
 

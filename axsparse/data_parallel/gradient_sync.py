@@ -1,4 +1,5 @@
-"""Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas.
+"""Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas; and
+gathers updated weights where replicas share the optimizer state.
 
 There is one bucket for each layer. The layer's flat gradient buffer itself is sent; it is copied
 only if it has another type than what is sent. The way of a gradient:
@@ -219,6 +220,46 @@ class GradientSync:
         return self._started == len(self._buckets) and all(
             bucket.work is None for bucket in self._buckets
         )
+
+
+class WeightGather:
+    """Gathers the updated weights of one stage, layer by layer while others are updated.
+
+    Without shards, gradients are all-reduced. With shards (ZeRO stage 1, Rajbhandari et al. 2020),
+    each replica receives the summed gradients of its own share and updates it, and the kept
+    half-precision weights are gathered afterwards. Both ways send the same number of bytes.
+    """
+
+    def __init__(self, replicas: Collective, backoff: Backoff, phases: Phases) -> None:
+        self._replicas = replicas
+        self._backoff = backoff
+        self._phases = phases
+        self._under_way: list[tuple[LayerState, Work]] = []
+
+    def updated(self, layer: LayerState) -> None:
+        """Send this replica's share of a layer, which is updated, and push what is under way."""
+        if not layer.shares.is_sharded or not layer.owned:
+            return
+        layer.collect_weights()
+        with self._phases("collective"):
+            work = self._replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
+            self._under_way.append((layer, work))
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait until all weights of the stage are the updated ones."""
+        with self._phases("collective"):
+            self._backoff.reset()
+            while self._advance():
+                self._backoff.pause()
+
+    def _advance(self) -> int:
+        """Expand the layers that have arrived; returns how many are still under way."""
+        while self._under_way and self._under_way[0][1].poll():
+            layer, _ = self._under_way.pop(0)
+            with self._phases("optimizer"):
+                layer.expand_weights()
+        return len(self._under_way)
 
 
 def pieces(numel: int) -> list[range]:

@@ -78,10 +78,9 @@ class Layer:
     Stages are balanced by this number, and the model flops of a step are computed from it.
     """
     random: bool = False
-    """Whether the forward draws random numbers otherwise than by torch's dropout modules.
-
-    A layer that does so undeclared is refused. A declared one finds torch's global generators
-    seeded by run seed, layer, step and sample, so that its numbers do not depend on the layout.
+    """Whether the forward draws random numbers. Of no effect: every forward finds the global
+    generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
+    numbers do not depend on the layout.
     """
 
 

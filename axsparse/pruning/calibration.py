@@ -25,6 +25,7 @@ from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
+from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
@@ -153,7 +154,7 @@ class Calibration:
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
-        dense = _outputs(layer, module, dense)
+        dense = self._forward(layer.name, module, 0, dense)
         linears: dict[str, nn.Linear] = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
@@ -167,14 +168,20 @@ class Calibration:
         with forwards_in_place(
             {one: _adding(one, gathered[name]) for name, one in linears.items()}
         ):
-            for inputs in flow if linears else ():
-                module(*inputs)
+            for number, inputs in enumerate(flow if linears else ()):
+                self._forward(layer.name, module, number, inputs)
         for name, linear in linears.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
-            flow[number] = _outputs(layer, module, inputs)
+            flow[number] = self._forward(layer.name, module, number, inputs)
         return dense
+
+    def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
+        """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
+        with preserved_rng(is_seeded=True):
+            seed_all(self.options.seed, name, number, "calibrate")
+            return tuple(map(canonical, as_tuple(name, module(*inputs))))
 
     def _prune(
         self,
@@ -233,10 +240,6 @@ class Progress:
         if self._clock() - self._shown >= SECONDS:
             self._shown = self._clock()
             self._says(text)
-
-
-def _outputs(layer: Layer, module: nn.Module, inputs: Tensors) -> Tensors:
-    return tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
 
 
 def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:

@@ -10,9 +10,8 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
@@ -184,7 +183,6 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             LayerRunner(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
             )

@@ -8,10 +8,8 @@ import pytest
 import zero_bubble
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import to_text
+from support.action_text import dry_run, to_text
 from zero_bubble import PUBLISHED, zb_h1
-
-from axsparse.pipeline.schedules import dry_run
 
 
 @pytest.mark.parametrize(

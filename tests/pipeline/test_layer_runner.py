@@ -1,20 +1,54 @@
-"""Layers that torch.compile fuses train as they do without."""
+"""One layer as it runs: what it keeps for its backward, and how torch.compile fuses it."""
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.cuda_on_cpu import compiler
 from support.runs import mlp, tiny_config, train_in_process, vector_data
-from torch import nn
+from torch import Tensor, nn
 
 from axsparse.pipeline.layer_runner import LayerRunner
 
 FUSED_TOLERANCE = 1e-5
 """Of an fp32 loss: operations are fused, in another order (2e-7 seen)."""
+
+
+class Watched(nn.Module):
+    """Has an activation whose end can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.activations: list[weakref.ref[object]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = np.ones(x.shape, dtype=np.float32)
+        self.activations.append(weakref.ref(activation))
+        return x * self.weight * torch.from_numpy(activation)
+
+
+@pytest.mark.parametrize("is_recomputed", [True, False])
+def test_activations_are_recomputed_from_the_first_forward_on(is_recomputed: bool) -> None:
+    module = Watched()
+    layer = LayerRunner("layer", module, is_recomputed=is_recomputed)
+    outputs = [layer.train((torch.ones(3),), (0, "layer", step, 0)) for step in range(2)]
+
+    held = [activation() is not None for activation in module.activations]
+
+    assert held == [not is_recomputed] * 2
+    for (output,) in outputs:
+        output.sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.item() == 6
+
+
+# -- fused layers ---------------------------------------------------------------------------
 
 
 # Half a minute of torch's compiler.
@@ -61,7 +95,6 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
         LayerRunner(
             f"layer {width}",
             nn.Linear(width, 2),
-            is_random=False,
             is_recomputed=False,
             is_compiled=True,
         )
@@ -72,6 +105,6 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
         for rows in (4, 1):
             runner.train((torch.ones(rows, width),), ("step", 0))
             with torch.no_grad():
-                runner.evaluate((torch.ones(rows, width),))
+                runner.evaluate((torch.ones(rows, width),), ("step", 0))
 
     assert len(graphs) == 4 * 14
