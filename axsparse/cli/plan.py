@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
-from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.cli.parser import CommandParser, add_configuration, say
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, load_cluster
@@ -44,11 +43,7 @@ METHODS = ("dense", "samo")
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse plan",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     add_configuration(add)
     add(
@@ -78,12 +73,6 @@ def parser() -> CommandParser:
         help="write timeline, memory and curves as a page; needs axsparse[plot]",
     )
     return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Plan, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(lambda: _plan(parser().parse_args(argv)))
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -226,7 +215,3 @@ def _methods(text: str | None) -> list[Method]:
                 f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
             )
     return cast("list[Method]", parts)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.parser import CommandParser, say
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
@@ -47,7 +47,9 @@ MOST_CONFIG_BYTES = 1_000_000
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse report", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _report, prog="axsparse report", description=DESCRIPTION, epilog=EPILOG
+    )
     arguments.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
     )
@@ -64,11 +66,6 @@ def parser() -> CommandParser:
         help="write a picture of the curves instead, a .png file",
     )
     return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Write the page, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _report(parser().parse_args(argv)))
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -14,19 +14,20 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from axsparse.cli.launch import folder
 from axsparse.cli.parser import (
+    MOST,
     CommandParser,
     add_configuration,
     add_run,
     overrides_of,
     require_configuration,
-    run_command,
+    whole,
 )
-from axsparse.cli.restarting_launch import folder
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.runtime.errors import (
@@ -41,8 +42,6 @@ SCRIPT = "job.sh"
 """Name of the script in the run directory."""
 LAUNCHERS = {"slurm": ("mpirun", "srun"), "lsf": ("jsrun", "mpirun")}
 """What starts ranks under each scheduler; the first is the usual one."""
-MOST = 10_000_000
-"""The largest count accepted: more than any cluster has, and within 32 bits."""
 CORES_PER_GPU = 7
 """The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
 those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
@@ -75,20 +74,6 @@ exit codes:
 
 
 # --- the command line --------------------------------------------------------------------
-
-
-def count(text: str, least: int = 1) -> int:
-    """The whole number that an option holds."""
-    if text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= MOST:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{text[:60]!r} is no whole number from {least} to {MOST}; choose one"
-    )
-
-
-def count_or_none(text: str) -> int:
-    """A whole number that may be 0."""
-    return count(text, least=0)
 
 
 def duration(text: str) -> int:
@@ -138,7 +123,9 @@ def directive(text: str) -> str:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse submit", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _submit, prog="axsparse submit", description=DESCRIPTION, epilog=EPILOG
+    )
     scheduler = arguments.add_mutually_exclusive_group(required=True)
     for one, program in (("slurm", "sbatch"), ("lsf", "bsub")):
         scheduler.add_argument(
@@ -161,13 +148,13 @@ def parser() -> CommandParser:
 
 def _add_request(add: Callable[..., object]) -> None:
     """The options that say what the job asks the scheduler for."""
-    add("--nodes", metavar="N", type=count, default="1", help="default %(default)s")
-    add("--gpus-per-node", metavar="N", type=count_or_none, default="0", help="default %(default)s")
-    add("--ranks", metavar="N", type=count, help="over all nodes; by default one for each GPU")
+    add("--nodes", metavar="N", type=whole(), default="1", help="default %(default)s")
+    add("--gpus-per-node", metavar="N", type=whole(0), default="0", help="default %(default)s")
+    add("--ranks", metavar="N", type=whole(), help="over all nodes; by default one for each GPU")
     add(
         "--cpus-per-rank",
         metavar="N",
-        type=count,
+        type=whole(),
         help=f"cores of a rank (default 1; {CORES_PER_GPU} for each GPU of its own); "
         "train.threads says how many it computes with",
     )
@@ -202,7 +189,7 @@ def _add_request(add: Callable[..., object]) -> None:
     add(
         "--chain",
         metavar="K",
-        type=count,
+        type=whole(),
         default="1",
         help="submit K jobs that continue one another, instead of one that is restarted",
     )
@@ -422,11 +409,6 @@ def _in_directive(text: str) -> str:
 
 
 # --- submitting --------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Submit a job, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _submit(parser().parse_args(argv)))
 
 
 def _submit(job: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from slurm.loopback import exit_codes, wait_for_end
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
+from axsparse.__main__ import main
 from axsparse.cli import submit
 
 AXSPARSE = submit.TRAIN
@@ -49,7 +50,7 @@ def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) 
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as left:
-            submit.main([*words, *arguments])
+            main(["submit", *words, *arguments])
     said = capfd.readouterr()
     assert not left.value.code, said.err
     job = said.out.split()[3]
