@@ -128,14 +128,11 @@ def view_run(run: Path, name: str) -> RunView:
     trace, spans = _trace(run / TRACES, notes)
     checkpoints, newest = _saved(run, notes)
     layers, layers_from, plan = _of_checkpoint(newest, records, notes)
-    settings = _settings(text)
-    if not layers and settings.get("pruning.ticket", "null") != "null":
-        layers, layers_from = _of_ticket(Path(settings["pruning.ticket"]), notes)
     return RunView(
         name=name,
         records=records,
         config_text=text,
-        settings=settings,
+        settings=_settings(text),
         versions=_versions(text),
         trace=trace,
         spans=spans,
@@ -286,24 +283,6 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     if found.now != found.dense:
         rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
     return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
-
-
-def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
-    """What a ticket keeps of each layer's pruned tensors; nothing, and a note, if it is none."""
-    from axsparse.observe.run_records import LayerShare
-    from axsparse.pruning.ticket.ticket_reader import open_ticket
-
-    try:
-        manifest = open_ticket(path).manifest
-    except AxsparseError as error:
-        notes.append(str(error))
-        return [], ""
-    layers: dict[str, LayerShare] = {}
-    for name, entry in manifest.tensors.items():
-        layer = name.partition(".")[0]
-        so_far = layers.get(layer, LayerShare(layer, 0, 0))
-        layers[layer] = LayerShare(layer, so_far.kept + entry.kept, so_far.numel + entry.numel)
-    return list(layers.values()), f"pruned tensors of ticket {path.name}"
 
 
 # -- the file -----------------------------------------------------------------------------

@@ -110,10 +110,10 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--gpus", "many"], "--gpus: 'many' is no number of at least 1, nor several with commas"),
-        (["--gpus", "0"], "--gpus: '0' is no number"),
-        (["--gpus", "2", "--microbatch-size", "-1"], "--microbatch-size: '-1' is no number"),
-        (["--gpus", "2", "--compare", "best"], "--compare: 'best' is no method to compare; choose"),
+        (["--gpus", "many"], "argument --gpus: 'many' is no whole number from 1 to"),
+        (["--gpus", "0"], "argument --gpus: '0' is no whole number"),
+        (["--gpus", "2", "--microbatch-size", "-1"], "argument --microbatch-size: '-1' is no"),
+        (["--gpus", "2", "--compare", "best"], "argument --compare: 'best' is not of dense,samo"),
         (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
         (["--gpus", "2", "--set", "layout.memory_per_rank=1e-6"], "stage 0 needs "),
         (

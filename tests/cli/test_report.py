@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from matplotlib.image import imread
 from support.commands import Axsparse, assert_one_line
 from support.pages import figure_of, rows_of, step_line, words_of
-from support.tickets import DRAWN, write_masks
 
 from axsparse.observe import charts
 from axsparse.observe.trace_file import Span, write
@@ -74,29 +71,7 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
     assert "steps-3-3.json: no trace of axsparse" in words
     assert "Step 2 of run, replica 0" in words
     assert "step-3: manifest.json cannot be read" in words
-    assert "gone.safetensors" in words
     assert rows_of(page, "checkpoint") == [["step 3", "unreadable"]]
-
-
-def test_before_the_first_checkpoint_a_ticket_says_how_sparse_layers_are(
-    axsparse: Axsparse, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path / "run")
-    masks = {
-        "block0.fc1.weight": torch.arange(10) < 4,
-        "block0.fc2.weight": torch.arange(20) < 5,
-        "head.weight": torch.arange(8) < 2,
-    }
-    shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
-    origin = replace(DRAWN, parameters=shapes, pruned=shapes)
-    ticket = write_masks(tmp_path / "ticket.safetensors", masks, origin)
-    (run / "config.yaml").write_text(f"pruning: {{ticket: {ticket}}}\n")
-
-    assert axsparse("report", run)[0] == 0
-
-    page = (run / "report.html").read_text()
-    bars = figure_of(page, "run: removed share of each layer, pruned tensors of ticket ticket.")
-    assert [text.text for text in bars.iter("text")] == ["block0", "head", "70.0 %", "75.0 %"]
 
 
 @pytest.mark.parametrize(
