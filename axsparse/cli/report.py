@@ -258,7 +258,7 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     """
     from pydantic import ValidationError
 
-    from axsparse.config.former_settings import recorded_config
+    from axsparse.config.load import recorded_config
     from axsparse.observe.run_records import number
     from axsparse.planner.memory_picture import memory_bars
     from axsparse.planner.planned_memory import planned_memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,9 +19,8 @@ from pydantic import ValidationError
 from axsparse.config.hf_config import with_folder
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
-    CLOSE,
+    FORMER_KEYS,
     Setting,
-    likeness,
     refusal,
     refuse_other_families,
     refuse_removed_values,
@@ -32,6 +32,8 @@ from axsparse.config.section import Section
 from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
+FORMER_VALUES = {"pipeline.schedule": ("zb-h1", "zb-1p", "zb-2p")}
+"""Key -> values of earlier versions that are gone."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """The folder of the bundled files in an installed wheel, and in a source tree."""
@@ -118,6 +120,26 @@ def made_in_python(config: Config, name: str) -> LoadedConfig:
     return LoadedConfig(config, name, origins)
 
 
+def recorded_config(recorded: Mapping[str, Any]) -> Config:
+    """The configuration that a checkpoint has recorded, also one of an earlier version.
+
+    Settings that are gone take their defaults. Raises pydantic's ValidationError for settings that
+    no version had.
+    """
+    settings = {
+        section: {
+            key: value
+            for key, value in values.items()
+            if f"{section}.{key}" not in FORMER_KEYS
+            and value not in FORMER_VALUES.get(f"{section}.{key}", ())
+        }
+        if isinstance(values, Mapping)
+        else values
+        for section, values in recorded.items()
+    }
+    return Config.model_validate(settings)
+
+
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
     settings = with_folder(settings)
     refuse_other_families(settings)
@@ -175,10 +197,8 @@ def _missing(source: str) -> MissingInputError:
     bundled = bundled_configs()
     if not bundled:
         return MissingInputError(f"config {source!r}: no such file; name an existing one")
-    stem = Path(source).stem
-    nearest = max(bundled, key=lambda name: likeness(stem, name))
-    is_near = likeness(stem, nearest) >= CLOSE
-    mend = f"did you mean {nearest}?" if is_near else "name an existing one"
+    near = get_close_matches(Path(source).stem[:60], bundled, n=1)
+    mend = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
         f"config {source!r}: no such file and no bundled config of that name; "
         f"{mend} (bundled: {', '.join(bundled)})"

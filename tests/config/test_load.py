@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.former_settings import recorded_config
 from axsparse.config.load import (
     LoadedConfig,
     bundled_configs,
     configure,
     load_config,
     made_in_python,
+    recorded_config,
     to_yaml,
 )
 from axsparse.config.schema import Config
