@@ -122,8 +122,7 @@ $(BIN)/python:
 
 $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing axsparse into $(VENV) (torch is a large download the first time)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --progress-bar off \
-	  --constraint constraints.txt --editable '.[mpich,plot]'
+	$(PIP) --editable '.[mpich,plot]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
