@@ -212,13 +212,7 @@ def _add_start(add: Callable[..., object]) -> None:
         "--setup",
         metavar="FILE",
         type=Path,
-        help="a file that the job's shell sources first: module load …, export …",
-    )
-    add(
-        "--copy-environment",
-        metavar="FOLDER",
-        type=Path,
-        help="copy Python's environment into this folder of each node, and run it from there",
+        help="a file that the job's shell sources first: module load …, export …, or python=…",
     )
 
 
@@ -293,38 +287,15 @@ def _contradictions(job: argparse.Namespace) -> Iterator[str]:
             f"--gpus-per-node: {job.gpus_per_node} for {per_node} ranks a node, but jsrun gives "
             f"each rank one; choose {per_node}, or --launcher mpirun"
         )
-    if job.copy_environment is not None:
-        yield from _contradictions_of_a_copy(job)
     if set(LIVE) & set(str(job.run_dir)):
         yield (
             f"run_dir: {str(job.run_dir)!r} holds one of {' '.join(LIVE)}, which schedulers "
             "replace in the name of the log; choose another --run-dir"
         )
-    places = (Path.cwd(), job.run_dir, job.setup, sys.executable, job.copy_environment)
-    for word in (*job.train, *map(str, places)):
+    for word in (*job.train, *map(str, (Path.cwd(), job.run_dir, job.setup, sys.executable))):
         # Editors and terminals end a line at more characters than a shell does.
         if any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in word):
             yield f"{word[:60]!r} holds a line break or another control character; remove it"
-
-
-def _contradictions_of_a_copy(job: argparse.Namespace) -> Iterator[str]:
-    place, prefix = job.copy_environment, Path(sys.prefix)
-    if not place.is_absolute() or len(place.parts) < 2:
-        yield (
-            f"--copy-environment: {str(place)!r} is no folder on each node; name one from the "
-            "root on, such as /tmp"
-        )
-    alone = (prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").exists()
-    if not alone or not Path(sys.executable).is_relative_to(prefix):
-        yield (
-            f"--copy-environment: {sys.executable} is not of a venv or conda environment that "
-            "could be copied; install axsparse into one, or leave the option out"
-        )
-    if job.scheduler == "lsf" and job.launcher != "jsrun":
-        yield (
-            f"--copy-environment: {job.launcher} cannot start one process on each node under LSF; "
-            "choose --launcher jsrun, or leave the option out"
-        )
 
 
 def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
@@ -371,9 +342,6 @@ def script(job: argparse.Namespace) -> bytes:
         "setup": job.setup and shlex.quote(str(job.setup)),
         "place": shlex.quote(str(job.run_dir)),
         "python": shlex.quote(str(python)),
-        "prefix": shlex.quote(sys.prefix),
-        "inside": shlex.quote(str(python).removeprefix(sys.prefix).lstrip("/")),
-        "copy_environment": job.copy_environment and shlex.quote(str(job.copy_environment)),
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
         "pmi": f" --mpi={job.mpi}" if job.mpi else "",
         "gpus_per_rank": int(bool(job.gpus_per_node)),

@@ -149,13 +149,6 @@ REFUSED = [
         "--mpi: pmi2 is for srun, and the launcher is mpirun; leave it out, or choose --launcher "
         "srun",
     ),
-    *(
-        (
-            [*SLURM, "--copy-environment", place],
-            f"--copy-environment: '{place}' is no folder on each node; name one from the root on",
-        )
-        for place in ("tmp", "/")
-    ),
 ]
 MISSING = [
     ([*SLURM, "--config", "quick.yaml"], "config 'quick.yaml': no such file and no"),
@@ -286,12 +279,17 @@ def test_the_job_is_called_like_the_configuration(here: Path, submit: Axsparse) 
     assert read_slurm(script)["--job-name"] == "my__"
 
 
-def test_a_file_of_the_sites_is_read_first(here: Path, submit: Axsparse) -> None:
-    (here / "my modules.sh").write_text("export STANDIN_STEPS=3\n")
+@pytest.mark.parametrize("scheduler", [SRUN, LSF], ids=["slurm", "lsf"])
+def test_a_file_of_the_sites_is_read_first_and_may_name_another_python(
+    here: Path, submit: Axsparse, scheduler: tuple[str, ...]
+) -> None:
+    (here / "another python").symlink_to(sys.executable)
+    (here / "my modules.sh").write_text("export STANDIN_STEPS=3\npython=$PWD/'another python'\n")
 
-    assert submit(*SRUN, "--setup", "my modules.sh", "--run-dir", "r")[0] == 0
+    assert submit(*scheduler, "--setup", "my modules.sh", "--run-dir", "r")[0] == 0
 
     assert steps(here / "r", 0) == [1, 2, 3]
+    assert history(here / "r", 0)[0]["executable"] == str(here / "another python")
 
 
 # --- the text of the script --------------------------------------------------------------
@@ -415,15 +413,15 @@ def test_ranks_are_started_by_the_launcher(words: list[str], command: str) -> No
         ["--slurm"],
         ["--slurm", "--chain", "4"],
         ["--slurm", "--launcher", "srun", "--mpi", "pmix", "--set", HARD],
-        ["--slurm", "--setup", "it's here.sh", "--copy-environment", "/local disk"],
+        ["--slurm", "--setup", "it's here.sh"],
         ["--lsf"],
         ["--lsf", "--chain", "4"],
         ["--lsf", "--launcher", "mpirun"],
-        ["--lsf", "--setup", "it's here.sh", "--copy-environment", "/local disk"],
+        ["--lsf", "--setup", "it's here.sh"],
     ],
     ids=" ".join,
 )
-def test_shells_can_read_the_script(here: Path, words: list[str], environment: Path) -> None:
+def test_shells_can_read_the_script(here: Path, words: list[str]) -> None:
     (here / "it's here.sh").touch()
     assert_a_shell_reads(script_of(*words))
 
@@ -432,46 +430,6 @@ def test_no_placeholder_is_left_and_none_of_a_users_is_filled_in() -> None:
     script = script_of("--slurm", "--set", "data.path=x@ranks@")
 
     assert re.findall(r"@[a-z_]+@", script) == ["@ranks@"]
-
-
-@pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A virtual environment that submits."""
-    path = tmp_path / "my env"
-    (path / "bin").mkdir(parents=True)
-    (path / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    (path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
-    monkeypatch.setattr(sys, "executable", str(path / "bin" / "python"))
-    monkeypatch.setattr(sys, "prefix", str(path))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [*SLURM, "--copy-environment", "/local"],
-            "is not of a venv or conda environment that could be copied; install axsparse into "
-            "one, or leave the option out",
-        ),
-        (
-            [*LSF, "--copy-environment", "/local", "--launcher", "mpirun"],
-            "--copy-environment: mpirun cannot start one process on each node under LSF; choose "
-            "--launcher jsrun, or leave the option out",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_be_copied_is_refused(
-    here: Path,
-    environment: Path,
-    words: list[str],
-    message: str,
-    submit: Axsparse,
-) -> None:
-    if "--slurm" in words:
-        (environment / "pyvenv.cfg").unlink()
-
-    assert_one_line(submit(*words), 78, message)
 
 
 # --- jobs, from start to end -------------------------------------------------------------
@@ -564,47 +522,6 @@ def test_a_scheduler_that_does_not_requeue_is_reported(
     assert (here / "r" / "job-41.log").read_text().splitlines()[-1] == (
         "axsparse: error: saved, but SLURM does not requeue job 41; submit it again"
     )
-
-
-# --- a copy of the environment on each node ----------------------------------------------
-
-
-@pytest.mark.parametrize("scheduler", [SRUN, LSF], ids=["slurm", "lsf"])
-def test_ranks_run_from_a_copy_of_the_environment_that_is_removed_afterwards(
-    here: Path,
-    submit: Axsparse,
-    scheduler: tuple[str, ...],
-    environment: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("STANDIN_WARN_AT", "3")
-    disk = tmp_path / "node's disk"
-    (disk / "axsparse-41").mkdir(parents=True)  # of a start that was killed
-    arguments = (*scheduler, "--run-dir", "r", "--copy-environment", str(disk))
-
-    assert submit(*arguments)[0] == 0
-
-    used = [line["executable"] for line in history(here / "r", 1) if isinstance(line, dict)]
-    # A rank may be told to stop before it has written a line of its start.
-    assert set(used) == {str(disk / "axsparse-41" / "bin" / "python")}
-    assert list(disk.iterdir()) == []
-    assert sorted(path.suffix for path in (here / "r").glob("[je]*")) == [".log", ".sh"]
-
-
-def test_an_environment_that_cannot_be_copied_ends_the_job(
-    here: Path, submit: Axsparse, environment: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-
-    assert submit(*SRUN, "--run-dir", "r", "--copy-environment", str(tmp_path / "file"))[0] == 0
-
-    assert starts(commands(here)) == [74]
-    assert (here / "r" / "job-41.log").read_text().splitlines()[-1] == (
-        "axsparse: error: --copy-environment: the environment could not be copied to every node; "
-        "choose another folder, or leave the option out"
-    )
-    assert not list((here / "r").glob("*.tar"))
 
 
 # --- the command -------------------------------------------------------------------------
