@@ -172,9 +172,3 @@ def test_the_data_fills_a_step() -> None:
         "stdlib: 47 samples cannot fill a step of batch.global_batch_size (default) 48; "
         "take more data, a smaller batch or a smaller data.sequence_length"
     )
-
-
-def test_numbers_that_nobody_means_are_refused_at_once() -> None:
-    """Once, all their divisors were looked for."""
-    with pytest.raises(ConfigError, match=r"8 does not divide model.hidden_size 9999.*1, 3, 9, 11"):
-        load_config(None, [f"model.hidden_size={'9' * 400}", "model.num_heads=8"])
