@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from axsparse.cli.parser import CommandParser
+from axsparse.cli.parser import CommandParser, say
 from axsparse.config.validate import counted
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
@@ -274,13 +274,9 @@ def _print(concluded: Sequence[Finding], ranks: Ranks, *, as_json: bool) -> None
     """Print findings and devices as lines, or everything as JSON."""
     if as_json:
         everything = {"findings": [*map(asdict, concluded)], "ranks": [*map(asdict, ranks)]}
-        print(json.dumps(everything, indent=2), flush=True)
-        return
-    lines = [*map(str, concluded), *(f"  {line}" for line in device_map(ranks))]
-    text = "\n".join(lines) + "\n"
-    # A terminal whose encoding lacks "✓" must not end the command.
-    sys.stdout.buffer.write(text.encode(sys.stdout.encoding or "utf-8", errors="replace"))
-    sys.stdout.flush()
+        say(json.dumps(everything, indent=2))
+    else:
+        say("\n".join([*map(str, concluded), *(f"  {line}" for line in device_map(ranks))]))
 
 
 def _by_host(ranks: Ranks) -> Hosts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, step_or_best
+from axsparse.cli.parser import CommandParser, say, step_or_best
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -68,9 +68,9 @@ def _export(arguments: argparse.Namespace) -> None:
         trained=arguments.trained,
         force=arguments.force,
     )
-    print(
+    say(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{done.checkpoint.path} after step {done.checkpoint.step}"
     )
     for note in done.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")

@@ -126,9 +126,13 @@ def refuse_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
 
 
 def say(text: str) -> None:
-    """Print a result; a reader that has gone away, such as `head`, is no mistake."""
+    """Print a result; a reader that has gone away, such as `head`, is no mistake.
+
+    Nor are characters that the terminal has not, or that a path of other bytes has.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
     except BrokenPipeError:
         # Python flushes stdout once more at the exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,6 +26,7 @@ from axsparse.cli.parser import (
     add_run,
     overrides_of,
     require_configuration,
+    say,
     whole,
 )
 from axsparse.config.load import LoadedConfig, load_config
@@ -403,8 +404,8 @@ def _submit(job: argparse.Namespace) -> None:
                 job.run_dir.rmdir()
         raise
     many = f" · up to {job.chain} jobs" if job.chain > 1 else ""
-    print(said)
-    print(
+    say(said)
+    say(
         f"{counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} · {clock(job.time)} at a "
         f"time{many} · log → {job.run_dir}/job-*.log"
     )

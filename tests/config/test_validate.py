@@ -11,6 +11,7 @@ from axsparse.config.validate import (
     check_data,
     check_gpu_settings,
     check_rounds,
+    remarks,
 )
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
@@ -172,3 +173,19 @@ def test_the_data_fills_a_step() -> None:
         "stdlib: 47 samples cannot fill a step of batch.global_batch_size (default) 48; "
         "take more data, a smaller batch or a smaller data.sequence_length"
     )
+
+
+# --- remarks -----------------------------------------------------------------------------
+
+
+def test_what_may_not_be_meant_is_remarked() -> None:
+    settings = ["schedule.warmup_steps=50", "train.steps=20", "batch.global_batch_size=48"]
+
+    assert [*remarks(load_config(None, settings).config, 68)] == [
+        "note: the warm-up of 50 steps is longer than the run, so that the learning rate does not "
+        "reach its peak (schedule.warmup_steps)",
+        "note: 20 steps of 48 samples go 14.1 times over the data, which has 68 (train.steps, "
+        "batch.global_batch_size)",
+    ]
+    usual = load_config(None, ["train.steps=2000", "schedule.warmup_steps=20"]).config
+    assert [*remarks(usual, 480)] == []
