@@ -122,7 +122,7 @@ $(BIN)/python:
 
 $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing axsparse into $(VENV) (torch is a large download the first time)"
-	@$(BIN)/python scripts/pip_progress.py --constraint constraints.txt --editable '.[mpich,plot]'
+	$(filter-out --quiet,$(PIP)) --editable '.[mpich,plot]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp

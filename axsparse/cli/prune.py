@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Iterator
 
-from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.cli.parser import CommandParser, add_configuration, say
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
@@ -30,16 +28,10 @@ exit codes:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse prune", description=PRUNE, epilog=PRUNE_END)
+    arguments = CommandParser(_prune, prog="axsparse prune", description=PRUNE, epilog=PRUNE_END)
     arguments.add_argument("--dry-run", action="store_true", help="prune nothing; needed")
     add_configuration(arguments.add_argument)
     return arguments
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Carry out the command, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(lambda: _prune(parser().parse_args(argv)))
 
 
 def _prune(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from axsparse.config.validate import remarks
 from axsparse.models.start_weights import FromFile
 from axsparse.observe.banner import ModelLayout, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
@@ -83,7 +84,8 @@ def make_recorder(
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    for line in (*placement.table, *lines, *filter(None, [note]), *_pruned(run)):
+    notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
+    for line in (*placement.table, *lines, *notes, *_pruned(run)):
         console.line(line)
     file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.tickets import small_ticket
 
-from axsparse.cli.prune import lines, main
+from axsparse.__main__ import main
+from axsparse.cli.prune import lines
 from axsparse.config.load import load_config
 from axsparse.runtime.errors import ConfigError
 
@@ -45,7 +46,7 @@ def test_a_ticket_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_only_training_prunes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--set", SMALL[0]])
+        main(["prune", "--set", SMALL[0]])
 
     assert ended.value.code == 78
     assert (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from slurm.loopback import exit_codes, loopback, wait_for_end
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
+from axsparse.__main__ import main
 from axsparse.cli import submit
 
 AXSPARSE = submit.TRAIN
@@ -56,7 +55,7 @@ def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) 
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as left:
-            submit.main([*words, *arguments])
+            main(["submit", *words, *arguments])
     said = capfd.readouterr()
     assert not left.value.code, said.err
     job = said.out.split()[3]
@@ -158,26 +157,6 @@ def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
         f"job-{job}_1.log",
         f"job-{job}_2.log",
     ]
-
-
-def test_ranks_run_from_a_copy_of_the_environment(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = tmp_path / "my env"
-    command = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
-    subprocess.run(command, check=True)
-    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
-    monkeypatch.setattr(sys, "prefix", str(environment))
-    disk = tmp_path / "node's disk"
-    disk.mkdir()
-    options = ("--time", "0:05:00", "--margin", "0:01:00", "--copy-environment", str(disk))
-
-    job = run(*options, *LAUNCHERS["srun"], capfd=capfd)
-
-    assert exit_codes(job) == {job: "COMPLETED 0:0"}
-    copy = disk / f"axsparse-{job}" / "bin" / "python"
-    assert [history(rank)[0]["executable"] for rank in range(RANKS)] == [str(copy)] * RANKS
-    assert list(disk.iterdir()) == []
 
 
 def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(

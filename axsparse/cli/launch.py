@@ -6,11 +6,9 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import HELP, CommandParser, run_command
+from axsparse.cli.parser import CommandParser
 from axsparse.runtime.errors import MissingInputError
 
 SCRIPT = "mpirun.sh"
@@ -43,7 +41,9 @@ def folder() -> Path:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse launch", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _become, prog="axsparse launch", description=DESCRIPTION, epilog=EPILOG
+    )
     arguments.add_argument("ranks", metavar="RANKS", help="how many ranks to start")
     arguments.add_argument(
         "train", metavar="...", nargs=argparse.REMAINDER, help="the options of axsparse train"
@@ -51,16 +51,8 @@ def parser() -> CommandParser:
     return arguments
 
 
-def main(argv: Sequence[str]) -> NoReturn:
+def _become(arguments: argparse.Namespace) -> None:
     """Become the script that starts the ranks; its exit code is that of training."""
-    if argv and argv[0] in HELP:
-        run_command(lambda: parser().print_help())
-    if not argv:
-        parser().parse_args(argv)
-    run_command(lambda: _become(argv))
-
-
-def _become(argv: Sequence[str]) -> None:
     bash = shutil.which("bash")
     if bash is None:
         raise MissingInputError(f"launch: no bash, which {SCRIPT} is written for; install it")
@@ -68,4 +60,5 @@ def _become(argv: Sequence[str]) -> None:
     os.environ.setdefault("PYTHON", sys.executable)
     if beside.is_file():
         os.environ.setdefault("MPIRUN", str(beside))
-    os.execv(bash, [bash, str(folder() / SCRIPT), *argv])  # noqa: S606 - no shell splits the words
+    words = [bash, str(folder() / SCRIPT), arguments.ranks, *arguments.train]
+    os.execv(bash, words)  # noqa: S606 - no shell splits the words
