@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published.__main__ import checked_file
-from published.check_report import as_json, lines, scoreboard
-from published.constant_fit import FITTABLE
+from published.__main__ import as_json, checked_file, lines, main, scoreboard
 from published.interleaved import interleaved_order, simulate_interleaved
 from published.piece_loads import even_blocks, transformer
-from published.run_check import Check, check_runs, checked, choices, rates
+from published.run_check import FITTABLE, Check, check_runs, checked, choices, rates
 from published.run_file import TABLES, RunFile, RunRow, load_runs
 from published.run_memory import pieces_in_flight, predict_memory
 from published.run_step import predict_step, run_costs
@@ -24,7 +21,7 @@ from published.transformer import Transformer
 
 from axsparse.config.load import load_config
 from axsparse.pipeline.simulator import MessageCost
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster, to_yaml
 from axsparse.planner.plan_model import subject
 from axsparse.planner.step_cost import stage_seconds
 from axsparse.planner.step_simulation import STEP_PHASES
@@ -152,18 +149,19 @@ rows:
 """
 
 
-def test_the_command_checks_a_file_on_the_cluster_beside_it(tmp_path: Path) -> None:
-    from axsparse.planner.cluster import to_yaml
-
+def test_the_command_checks_a_file_on_the_cluster_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.yaml").write_text(to_yaml(load_cluster("dgx-h100")))
     runs = tmp_path / "runs.yaml"
     runs.write_text(RUNS)
-    command = [sys.executable, "-m", "published", str(runs), "--json"]
+    monkeypatch.setattr(sys, "argv", ["published", str(runs), "--json"])
 
-    done = subprocess.run(command, cwd=TABLES.parents[1], capture_output=True, text=True)
+    main()
 
-    assert done.stderr == ""
-    [row] = json.loads(done.stdout)["rows"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    [row] = json.loads(printed.out)["rows"]
     assert (row["name"], row["published"]) == ("small", 0.05)
     assert checked_file(runs).cluster.name == "mine"
 

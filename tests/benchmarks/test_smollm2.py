@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from smollm2.cases import Case, all_cases
+from smollm2.__main__ import remarks, table
+from smollm2.cases import Case, all_cases, parted
 from smollm2.gguf_folder import make_tokenizer, turned
 from smollm2.judge import perplexity
-from smollm2.report import remarks, table
-from smollm2.texts import parted
 
 
 def test_no_paragraph_is_trained_on_and_held_out() -> None:
