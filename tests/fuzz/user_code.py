@@ -250,7 +250,10 @@ class Counting(ArrayDataset):
 
 
 def make_model(program: Program) -> Model:
-    makes = [partial(Noisy, noise, WIDTH) for noise in program.noise[:2]]
+    makes: list[Callable[[], nn.Module]] = [
+        *(partial(Noisy, noise, WIDTH) for noise in program.noise[:2]),
+        partial(Last, program.noise[2], program.loss),
+    ]
     init = init_of(program.init)
     layers = [
         Layer(
@@ -260,9 +263,7 @@ def make_model(program: Program) -> Model:
             init=init,
             random=bool(noise) and program.declared,
         )
-        for number, (make, noise) in enumerate(
-            zip([*makes, partial(Last, program.noise[2], program.loss)], program.noise, strict=True)
-        )
+        for number, (make, noise) in enumerate(zip(makes, program.noise, strict=True))
     ]
     return Model(layers, Summed(program.loss), name="written")
 
