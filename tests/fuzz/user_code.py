@@ -39,7 +39,10 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
-WIDTH, CLASSES, SAMPLES, STEPS, CHANGES_AFTER, STOPS_AFTER = 6, 3, 16, 4, 1, 2
+WIDTH, CLASSES, SAMPLES, STEPS, CHANGES_AFTER = 6, 3, 16, 4, 1
+STOPS = {2: (2, None), 3: (1, 3, None)}
+"""After which steps the runs of a chain stop, by how many there are."""
+LAYOUTS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))
 SOURCES = ("torch", "dropout", "python", "numpy")
 LOSSES = (
     *("sum", "by class", "trained", "mean", "mean, scalar beside", "mean of flattened"),
@@ -77,6 +80,8 @@ class Program:
     at_step: int = 0
     """When masks are drawn."""
     optimizer: str = "adamw"
+    chain: tuple[tuple[int, int], ...] = ((2, 1), (1, 1))
+    """Layouts of runs of which each goes on where the one before was stopped."""
 
     def line(self) -> str:
         changed = {
@@ -89,6 +94,8 @@ class Program:
     @staticmethod
     def read(line: str) -> Program:
         raw = json.loads(line)
+        if "chain" in raw:
+            raw["chain"] = tuple((stages, replicas) for stages, replicas in raw["chain"])
         return Program(**{**raw, "noise": tuple(raw.get("noise", ("", "", "")))})
 
 
@@ -110,6 +117,7 @@ def draw(rng: Random) -> Program:
         split_backward=rng.random() < 0.3,
         at_step=rng.choice((0, 2)),
         optimizer=rng.choice(("adamw", "sgd")),
+        chain=tuple(rng.choice(LAYOUTS) for _ in range(rng.choice((2, 2, 3)))),
     )
 
 
@@ -314,10 +322,11 @@ def run(
     *,
     recompute: int = 0,
     chance: int = 0,
-    stops: bool = False,
+    stops: int | None = None,
     resume: str | None = None,
 ) -> Told:
-    """Train on ranks of this process; `chance` says where everybody's random numbers begin."""
+    """Train on ranks of this process; `chance` says where everybody's random numbers begin, and
+    `stops` after which step a signal comes."""
     config = tiny_config(
         model={"name": "gpt"},
         batch={"global_batch_size": 4, "microbatch_size": program.microbatch},
@@ -347,7 +356,7 @@ def run(
             source,
             grid=Grid(*layout),
             resume=resume,
-            quiet=not stops and resume is None,
+            quiet=stops is None and resume is None,
         )
         for layer in trainer.parts.layers:
             if layer.spec.kind == "head":
@@ -362,7 +371,7 @@ def run(
             for layer in trainer.parts.layers:
                 if layer.spec.name == "1":
                     told.middle[step] = weight_of(layer.module).detach().clone()
-            if stops and step == STOPS_AFTER and rank == 0:
+            if step == stops and rank == 0:
                 job.stop.hear(signal.SIGUSR1)
 
         try:
@@ -371,7 +380,7 @@ def run(
                 on_evaluation=lambda step, found: told.evaluations.update({step: found.loss}),
             )
         except StoppedError:
-            assert stops
+            assert stops is not None
         except AxsparseError as failure:
             if not failure.on_all_ranks:
                 raise
@@ -418,10 +427,25 @@ def judge(program: Program, folder: Path) -> str:
         many = run(program, (1, 2), folder / "replicas", recompute=program.recompute, chance=4)
         _near("two replicas: losses", many.losses, one.losses)
         _near("two replicas: evaluations", many.evaluations, one.evaluations)
-        part = run(program, (2, 1), folder / "cut", chance=5, stops=True)
-        _compare("two stages", part, one, to_the_end=False)
-        rest = run(program, (1, 1), folder / "cut", chance=6, resume="auto")
-        _compare("a resumed run", rest, one)
+        is_exact = all(replicas == 1 for _, replicas in program.chain)
+        for number, (layout, stops) in enumerate(
+            zip(program.chain, STOPS[len(program.chain)], strict=True)
+        ):
+            ran = run(
+                program,
+                layout,
+                folder / "chain",
+                recompute=program.recompute if number % 2 else 0,
+                chance=5 + number,
+                stops=stops,
+                resume="auto" if number else None,
+            )
+            name = f"run {number + 1} of a chain"
+            if is_exact:
+                _compare(name, ran, one, to_the_end=stops is None)
+            else:
+                _near(f"{name}: losses", ran.losses, one.losses)
+                _near(f"{name}: evaluations", ran.evaluations, one.evaluations)
     return "ran"
 
 
@@ -449,7 +473,7 @@ def _compare(name: str, ours: Told, one: Told, *, to_the_end: bool = True) -> No
     """The same bits."""
     for what in ("losses", "evaluations"):
         mine, other = getattr(ours, what), getattr(one, what)
-        if mine != {step: other.get(step) for step in mine} or not mine:
+        if mine != {step: other.get(step) for step in mine} or not ours.losses:
             raise FoundError(f"{name}: {what}: {mine} is not {other}")
     for key, weight in ours.weights.items() if to_the_end else ():
         if not torch.equal(weight, one.weights[key]):
@@ -458,5 +482,5 @@ def _compare(name: str, ours: Told, one: Told, *, to_the_end: bool = True) -> No
 
 def _near(name: str, ours: dict[int, float], one: dict[int, float]) -> None:
     """The same to rounding."""
-    if any(not math.isclose(ours[n], one[n], rel_tol=ROUNDING) for n in one):
+    if not all(math.isclose(ours[n], one[n], rel_tol=ROUNDING) for n in ours):
         raise FoundError(f"{name}: {ours} is not {one}")
