@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from support import standin_trainer
 from support.commands import Axsparse, assert_one_line
-from support.directives import read_lsf, read_slurm
+from support.directives import assert_a_shell_reads, read_lsf, read_slurm
 from support.mpirun import KILLED
-from support.shells import assert_a_shell_reads
 from support.standin_cluster import install, starts
 
 from axsparse.cli import submit as command
