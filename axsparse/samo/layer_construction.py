@@ -199,8 +199,8 @@ def _skeleton(
         odd = odd_values(given, trained=trained[name])
         if odd:
             raise ConfigError(
-                f"parameter {full}: its start value is {odd}; mend the layer's init or build, or what it starts "
-                "from"
+                f"parameter {full}: its start value is {odd}; mend the layer's init or "
+                "build, or what it starts from"
             )
         made = given.float().contiguous()
         bits = made.view(-1).view(torch.int32).split(BLOCK)

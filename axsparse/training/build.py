@@ -342,8 +342,8 @@ def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
                 raise everywhere(
                     ConfigError(
                         f"parameter {name}: ranks {other} and {rank} have drawn different start "
-                        "values; draw them from torch's generators, which are seeded alike, and not "
-                        "from one of your own"
+                        "values; draw them from torch's generators, which are seeded alike, and "
+                        "not from one of your own"
                     )
                 )
 

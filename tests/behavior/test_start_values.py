@@ -49,15 +49,15 @@ def model_of(init: InitFunction) -> Model:
             not_a_number,
             (1, 1),
             {"sparsity": 0.0},
-            "parameter block.weight: its start value is not finite: it has NaN or infinities; mend the layer's "
-            "init or build, or what it starts from",
+            "parameter block.weight: its start value is not finite: it has NaN or infinities; mend "
+            "the layer's init or build, or what it starts from",
         ),
         (
             whole,
             (1, 1),
             {},
-            "parameter block.weight: its start value is int64, not real floating-point numbers; mend the "
-            "layer's init or build, or what it starts from",
+            "parameter block.weight: its start value is int64, not real floating-point numbers; "
+            "mend the layer's init or build, or what it starts from",
         ),
     ],
 )
@@ -88,8 +88,8 @@ def test_a_tied_weight_that_two_stages_draw_apart_is_refused() -> None:
         train_in_process(2, 1, model, config, vector_data())
 
     assert str(refused.value) == (
-        "parameter a.weight: ranks 0 and 1 have drawn different start values; draw them from torch's "
-        "generators, which are seeded alike, and not from one of your own"
+        "parameter a.weight: ranks 0 and 1 have drawn different start values; draw them from "
+        "torch's generators, which are seeded alike, and not from one of your own"
     )
 
 
