@@ -197,7 +197,8 @@ def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -
     rule = "" if optimizer.compiled is None else optimizer.compiled.name
 
     def prepare() -> None:
-        with suppress(CompileError):  # who needs a loop that cannot be compiled is told so
+        # Who needs a loop that cannot be compiled, or stored, is told so.
+        with suppress(CompileError, OSError):
             if can_compile():
                 use = partial(_use_loops, dtype, types, optimizer)
                 compile_together(f"{dtype} {types} {rule}", use)
