@@ -23,8 +23,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from figures import Figure, figure
-from host_machine import host_machine
+from figures import Figure, figure, host_machine
 from torch import nn
 
 from axsparse.samo.host.compiled_loops import has_bf16_loops

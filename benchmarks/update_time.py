@@ -22,8 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from figures import Figure, figure
-from host_machine import host_machine
+from figures import Figure, figure, host_machine
 from numba import njit
 from torch import Tensor, nn
 

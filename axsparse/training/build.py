@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 
 import torch
+from torch import Tensor
 
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
@@ -27,10 +29,10 @@ from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
-from axsparse.pruning.zero_masks import find_zeros
+from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
@@ -355,7 +357,8 @@ def _build_state(
     own = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
-        masks = _first_masks(run, own, options, transport, data)
+        is_shown = run_dir is not None and place.replica == 0
+        masks = _first_masks(run, own, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT changes weights as well.
@@ -367,7 +370,39 @@ def _build_state(
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
             return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
-    return StageState(together(transport, construct), options)
+    built = together(transport, construct)
+    _compare_draws(options.draws if place.replica == 0 else {}, transport)
+    return StageState(built, options)
+
+
+def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> float:
+    """The loss of each target of the first microbatch of calibration samples."""
+    size = min(run.config.pruning.calibration_samples, run.config.batch.microbatch_size)
+    batch = replace(data.training, global_batch_size=size, replica=0, g_data=1).training(0)
+    [microbatch] = batch.microbatches
+    targets = microbatch.targets
+    assert targets is not None, "the last stage reads targets"
+    return float(run.model.loss(*outputs, targets.to(outputs[0].device))) / batch.num_targets
+
+
+def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
+    """ConfigError on all ranks alike if two stages have drawn other start values for a weight.
+
+    `draws` are those of a replica; the first step compares replicas.
+    """
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(draws))
+    first: dict[str, tuple[int, int]] = {}
+    for rank, text in enumerate(texts):
+        for name, digest in json.loads(text).items():
+            known, other = first.setdefault(name, (digest, rank))
+            if known != digest:
+                raise everywhere(
+                    ConfigError(
+                        f"parameter {name}: ranks {other} and {rank} have drawn different start "
+                        "values; draw them from torch's generators, which are seeded alike, and "
+                        "not from one of your own"
+                    )
+                )
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
@@ -391,9 +426,16 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
 
 
 def _first_masks(
-    run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport, data: Data
+    run: RunSpec,
+    own: Sequence[Layer],
+    options: StateOptions,
+    transport: Transport,
+    data: Data,
+    *,
+    is_shown: bool,
 ) -> Masks | None:
-    """The masks that state is built with; None where it starts dense.
+    """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
+    says how far its calibration is.
 
     Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
     meanwhile ends the job.
@@ -412,6 +454,8 @@ def _first_masks(
             options,
             run.place,
             transport,
+            partial(_loss_of_first, run, data),
+            says=partial(print, flush=True) if is_shown else lambda _: None,
         )
         together(transport, calibration.check)
         samples = data.training.first(run.config.pruning.calibration_samples)
@@ -424,8 +468,7 @@ def _first_masks(
     )
     total = partial(stage_total, run.place, transport)
     if run.config.pruning.method == "zeros":
-        found = find_zeros(run.targets, run.criterion.pattern, values, total)
-        return together(transport, lambda: found.masks(run.config.pruning))
+        return masks_of_zeros(run.targets, run.config.pruning, values, total)
     return masks_of_start(run.targets, run.criterion, values, total)
 
 

@@ -10,15 +10,14 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
@@ -116,8 +115,8 @@ def assemble(
     place, config, transport = run.place, run.config, placement.transport
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
-    column, planned = place.grid.column(place.stage), replica_exchanges(state.layers, run.dtype)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
+    column = place.grid.column(place.stage)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
@@ -184,7 +183,6 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             LayerRunner(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
             )
@@ -269,6 +267,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
         found.append(StageTie(uses, pairs.get(stages)))
     return found

@@ -37,7 +37,6 @@ from axsparse.planner.run_workload import (
     only_backward,
     predict,
     split_trade,
-    workload,
 )
 from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel
@@ -192,10 +191,15 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
         check_weights_are_loaded(loaded, inputs.model, wanted)
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
-    optimizer = inputs.optimizer or optimizer_of(config.optimizer)
-    subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
-    if inputs.saved is not None:  # A run that resumes has its masks.
-        subject = replace(subject, calibration=None)
+    subject = SurveyedModel(
+        config,
+        survey,
+        loaded.name,
+        kept,
+        inputs.optimizer or optimizer_of(config.optimizer),
+        on_host=inputs.on_host,
+        has_masks=inputs.saved is not None,
+    )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
     trades = _trades(config, grid, inputs, subject, choice)
@@ -208,7 +212,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         targets=wanted,
         criterion=configured_criterion(loaded, inputs.score),
         ticket=ticket,
-        optimizer=optimizer,
+        optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
         groups=parameter_groups(config, survey),
         kept_at_start=kept,
@@ -224,7 +228,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    prediction = _predicted(run, replace(subject, split=sizes), cluster, choice)
+    prediction = _predicted(run, replace(subject, config=run.config), cluster, choice)
     if prediction is not None:
         prediction = replace(prediction, trades=trades)
     return replace(run, prediction=prediction)
