@@ -25,6 +25,7 @@ commands:
   trace      compare two traces of steps (axsparse trace --help)
   data       turn text files into tokens (axsparse data --help)
   ticket     say what a file of masks holds, or make one (axsparse ticket --help)
+  prune      say what a run would prune, and what not and why (axsparse prune --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
   generate   continue a text with a trained model (axsparse generate --help)
   evaluate   measure a trained model on validation data (axsparse evaluate --help)

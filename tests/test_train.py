@@ -95,8 +95,9 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
     assert lines[3].startswith("batch 48 = 2 replicas × 12 microbatches × 2 · stdlib")
     assert str(run.folder / "metrics.jsonl") in lines[4]
     assert lines[5].startswith("note: the warm-up of 10 steps is longer than the run")
-    assert lines[6].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[6]
-    assert [line.split("  ")[0] for line in lines[6:]] == [
+    assert lines[6].startswith("pruned: 8 tensors, ") and lines[7].startswith("dense: embed.token.")
+    assert lines[8].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[8]
+    assert [line.split("  ")[0] for line in lines[8:]] == [
         *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
         f"saved in {run.folder}/checkpoints",
     ]

@@ -18,7 +18,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cluster_fit import Measurements, fitted
-from axsparse.planner.run_workload import workload
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
@@ -28,7 +28,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 from axsparse.training.build import build
 from axsparse.training.run_recorder import matrix_peak
@@ -121,8 +121,8 @@ def _load_of(trainer: Trainer, name: str) -> StageLoad:
     live = trainer.parts.live
     kept = {} if live is None else live.targets.kept()
     survey, config = trainer.parts.survey, trainer.config
-    subject = workload(config, survey, name, kept, optimizer_of(config.optimizer))
-    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
+    subject = SurveyedModel(config, survey, name, kept, optimizer_of(config.optimizer))
+    loads = subject.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
     return loads[0]
 

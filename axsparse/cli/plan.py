@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
     from axsparse.planner.layout_search import Plan
     from axsparse.planner.plan_model import Method, Subject
-    from axsparse.planner.plan_report import MethodPlan
 
 DESCRIPTION = """\
 Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
@@ -86,7 +86,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from axsparse.observe import trace_file as trace
     from axsparse.observe.charts import check_installed
     from axsparse.planner.plan_model import subject
-    from axsparse.planner.timeline import spans
+    from axsparse.planner.plan_report import spans
 
     if arguments.html is not None:
         check_installed("--html")
@@ -105,13 +105,13 @@ def _plan(arguments: argparse.Namespace) -> None:
             "axsparse calibrate measures one of your own"
         )
     if len(gpus) == 1 and methods == ["start"]:
-        notes += _training_differs(asked, answers[0].plan)
+        notes += _training_differs(asked, answers[0])
     _print(answers, notes, as_json=arguments.json, is_study=len(gpus) > 1)
     if arguments.trace is not None:
         last = answers[-1]
-        devices = counted(last.plan.gpus, "device")
-        source = f"simulated: {last.plan.workload.name} ({last.method}), {devices}"
-        trace.write(arguments.trace, spans(last.plan.recommended), source)
+        devices = counted(last.gpus, "device")
+        source = f"simulated: {last.workload.name} ({last.method}), {devices}"
+        trace.write(arguments.trace, spans(last.recommended), source)
     if arguments.html is not None:
         _write_page(arguments.html, answers, notes)
 
@@ -122,14 +122,12 @@ def _answers(
     gpus: Sequence[int],
     methods: Sequence[Method],
     sizes: Sequence[int] | None,
-) -> Iterator[MethodPlan]:
+) -> Iterator[Plan]:
     """The plan of every method for every number of devices.
 
     Where several are asked for, one that fits nothing is left out with a line on stderr;
     ConfigError if nothing fits at all.
     """
-    from axsparse.planner.plan_report import MethodPlan
-
     failure: ConfigError | None = None
     found = False
     for number in gpus:
@@ -146,7 +144,7 @@ def _answers(
             name = method
             if method == "start":
                 name = "samo" if plan.workload.is_pruned else "dense"
-            yield MethodPlan(name, plan)
+            yield replace(plan, method=name)
     if not found:
         assert failure is not None, "something was asked"
         raise failure
@@ -169,9 +167,7 @@ def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
         )
 
 
-def _print(
-    answers: Sequence[MethodPlan], notes: Sequence[str], *, as_json: bool, is_study: bool
-) -> None:
+def _print(answers: Sequence[Plan], notes: Sequence[str], *, as_json: bool, is_study: bool) -> None:
     from axsparse.planner import plan_report as report
 
     if as_json:
@@ -181,13 +177,13 @@ def _print(
     if not is_study:
         say("\n".join(report.lines(answers, notes)))
         return
-    plan = answers[0].plan
+    plan = answers[0]
     head = f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
     rest = (f"note: {note}" for note in notes)
     say("\n".join([head, "", *report.scaling(answers), *rest]))
 
 
-def _write_page(path: Path, answers: Sequence[MethodPlan], notes: Sequence[str]) -> None:
+def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> None:
     from axsparse.planner.html_page import page
 
     with writing(f"--html {path}:", "choose another place"):

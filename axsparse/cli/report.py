@@ -21,7 +21,7 @@ from axsparse.runtime.errors import (
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
-    from axsparse.observe.run_records import LayerShare, RunRecords, RunView, SavedStep
+    from axsparse.observe.run_records import LayerShare, RunRecords, RunView
     from axsparse.observe.trace_file import Span
     from axsparse.training.checkpoint.manifest import CheckpointManifest
 
@@ -111,7 +111,7 @@ def view_run(run: Path, name: str) -> RunView:
     damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
     """
     from axsparse.observe.run_records import RunView, read_records
-    from axsparse.observe.trace_recorder import TRACES
+    from axsparse.observe.trace_file import TRACES
     from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
 
     if not (run / METRICS_FILE).is_file():
@@ -215,22 +215,23 @@ def _shown(value: object) -> str:
 # -- checkpoints --------------------------------------------------------------------------
 
 
-def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointManifest | None]:
+def _saved(
+    run: Path, notes: list[str]
+) -> tuple[list[tuple[int, int | None]], CheckpointManifest | None]:
     """The checkpoints, newest first, and the manifest of the newest that can be read.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
-    from axsparse.observe.run_records import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
-    saved: list[SavedStep] = []
+    saved: list[tuple[int, int | None]] = []
     newest: CheckpointManifest | None = None
     for step in steps_in(run):
         manifest = None
         with _noted(notes):
             manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
-        saved.append(SavedStep(step, None if manifest is None else manifest.nbytes))
+        saved.append((step, None if manifest is None else manifest.nbytes))
         newest = newest or manifest
     return saved, newest
 
@@ -260,8 +261,8 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
 
     from axsparse.config.load import recorded_config
     from axsparse.observe.run_records import number
-    from axsparse.planner.memory_picture import memory_bars
-    from axsparse.planner.planned_memory import planned_memory
+    from axsparse.planner.html_page import memory_bars
+    from axsparse.planner.plan_model import planned_memory
 
     predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
     peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
@@ -279,9 +280,10 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
         return None
     if found is None:
         return None
-    rows = [(f"stage {n}", memory) for n, memory in enumerate(found.now)]
-    if found.now != found.dense:
-        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
+    now, dense = found
+    rows = [(f"stage {n}", memory) for n, memory in enumerate(now)]
+    if now != dense:
+        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(dense)]
     return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
 
 

@@ -12,6 +12,7 @@ import contextlib
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -394,7 +395,7 @@ def _submit(job: argparse.Namespace) -> None:
     made = _make(job.run_dir, must_be_new=not job.run_dir_given)
     with writing(f"{path}:", "choose another --run-dir"):
         path.write_bytes(script(job))
-        path.chmod(0o700)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     try:
         said = hand_over(path, ["bsub"] if job.scheduler == "lsf" else ["sbatch", str(path)])
     except AxsparseError:
@@ -437,7 +438,7 @@ def _make(run_dir: Path, *, must_be_new: bool) -> bool:
         return False
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir(mode=0o700)
+        run_dir.mkdir()
     except OSError as reason:
         raise OutputError(
             f"run_dir: {run_dir} cannot be made ({reason.strerror}); choose another --run-dir"

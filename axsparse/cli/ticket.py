@@ -12,7 +12,7 @@ from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path
 
 if TYPE_CHECKING:
-    from axsparse.pruning.ticket.ticket_manifest import TicketManifest
+    from axsparse.pruning.ticket.ticket_reader import TicketManifest
 
 CODES = """\
 exit codes:
@@ -105,7 +105,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _of_run(path: Path) -> Path:
     """The ticket that a run directory holds, for the path of one; any other path as it is."""
-    from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+    from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 
     if not path.is_dir():
         return path

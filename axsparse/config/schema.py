@@ -28,6 +28,8 @@ from axsparse.config.section import (
     Section,
 )
 
+SMALLEST_NORMAL = 2.0**-126
+"""The smallest number of fp32 that no processor takes as 0."""
 ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
 
@@ -176,12 +178,14 @@ class PruningConfig(Section):
     """`2:4` keeps 2 of every 4 consecutive inputs of each output, for sparse tensor cores; it
     replaces `sparsity`."""
     include: Literal["blocks", "all"] = "blocks"
-    """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
+    """`blocks`: weights of linear, convolution, recurrent and attention modules in the blocks;
+    `all`: every matrix, embeddings and output head as well."""
     exclude: Annotated[tuple[str, ...], FromList] = ()
     """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
     layers: Annotated[tuple[str, ...], FromList] = ()
     """Sparsities of some parameters, such as `block0.*=0.5`; if several patterns fit a name, the
-    last one counts. All other parameters have `sparsity`."""
+    last one counts. All other parameters have `sparsity`. A pattern that fits nothing which is
+    pruned anyway, such as `*.pos=0.5`, adds the matrices that it fits."""
     at_step: Natural = 0
     """Steps before the first pruning, or before the search of early-bird begins (which also waits
     for the end of the warm-up). With 0, a method that needs nothing but weights prunes while the
@@ -343,6 +347,17 @@ class OptimizerConfig(Section):
     """Weight decays of some parameters, such as `embed.*=0`, vectors included."""
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
+
+    @model_validator(mode="after")
+    def _is_computed_in_fp32(self) -> OptimizerConfig:
+        for key, value, usual in (("eps", self.eps, "1e-8"), ("clip_norm", self.clip_norm, "1")):
+            if 0 < value < SMALLEST_NORMAL:
+                raise BrokenRule(
+                    key,
+                    f"{value:g} is 0 in fp32, in which steps are computed, or nearly 0; set at "
+                    f"least {SMALLEST_NORMAL:.2g}, {usual} say",
+                )
+        return self
 
     @model_validator(mode="after")
     def _looks_ahead_by_momentum(self) -> OptimizerConfig:

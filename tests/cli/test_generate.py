@@ -17,7 +17,7 @@ from axsparse.cli.evaluate import EVERY_SECONDS, _progress
 from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig
 from axsparse.data.preparation import Request
-from axsparse.data.token_dataset import token_datasets
+from axsparse.data.token_file import token_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
 

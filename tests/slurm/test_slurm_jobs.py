@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.loopback import exit_codes, wait_for_end
+from slurm.loopback import exit_codes, loopback, wait_for_end
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
@@ -30,6 +31,12 @@ RUN_SECONDS = 40
 LAUNCHERS = {"mpirun": (), "srun": ("--launcher", "srun", "--mpi", "pmi2")}
 END_SECONDS = 900
 """On a busy machine starting takes most of a start of a minute."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with loopback(tmp_path_factory.mktemp("slurm")):
+        yield
 
 
 @pytest.fixture(autouse=True)
