@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from axsparse.runtime.job import Job as Job
     from axsparse.runtime.job import run as run
     from axsparse.runtime.job import run_here as run_here
+    from axsparse.samo.optim.optimizer import Block as Block
+    from axsparse.samo.optim.optimizer import Hyper as Hyper
+    from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.training.build import build as build
     from axsparse.training.build import run_training as run_training
     from axsparse.training.export.checkpoint_export import export as export
@@ -42,13 +45,16 @@ if TYPE_CHECKING:
 # The module that defines each public name.
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
+    "Block": "axsparse.samo.optim.optimizer",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
     "Datasets": "axsparse.data.dataset",
     "Grid": "axsparse.runtime.grid",
+    "Hyper": "axsparse.samo.optim.optimizer",
     "Job": "axsparse.runtime.job",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
+    "Optimizer": "axsparse.samo.optim.optimizer",
     "PartedDataset": "axsparse.data.dataset",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",

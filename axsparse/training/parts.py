@@ -10,9 +10,8 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
@@ -34,13 +33,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.loss_scale import LossScale
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.gradient_norm import LossScale
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parameter_groups import ParameterGroups
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
@@ -67,6 +65,8 @@ class Parts:
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
     optimizer: Optimizer
+    learning_rate: LearningRate | None
+    """A schedule of the user's own; None for that of the configuration."""
     groups: ParameterGroups
     """The parameters that have learning rates and weight decays of their own."""
     offload: Offload | None
@@ -116,8 +116,7 @@ def assemble(
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
     column = place.grid.column(place.stage)
-    planned = replica_exchanges(state.layers, run.dtype)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
@@ -149,6 +148,7 @@ def assemble(
             [layer.module for layer in state.layers], state.options.replicas
         ),
         optimizer=run.optimizer,
+        learning_rate=run.learning_rate,
         groups=run.groups,
         offload=_offload(config, placement, states),
         loss_scale=loss_scale(config),
@@ -183,7 +183,6 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             LayerRunner(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
             )
@@ -268,6 +267,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
         found.append(StageTie(uses, pairs.get(stages)))
     return found

@@ -49,7 +49,7 @@ def evaluate_saved(
     place = Grid(1, 1).place(0)
     stage = Stage(
         [
-            LayerRunner(layer.name, module, is_random=layer.random, is_recomputed=False)
+            LayerRunner(layer.name, module, is_recomputed=False)
             for layer, module in zip(model.layers, saved.modules, strict=True)
         ],
         loss=model.loss,

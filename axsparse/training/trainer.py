@@ -15,14 +15,14 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.plain_model import PlainModel, plain_model, refuse_dotted_names
+from axsparse.models.sequential import PlainModel, plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Change, Masking, Moment
-from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
     AxsparseError,

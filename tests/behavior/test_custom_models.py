@@ -232,13 +232,11 @@ class Noisy(nn.Module):
         return out
 
 
-def test_an_undeclared_random_layer_is_refused_and_a_declared_one_is_keyed() -> None:
-    hidden = Model([Layer("noisy", Noisy), linear(WIDTH, 5)], summed_loss)
-    with pytest.raises(ConfigError, match=r"layer noisy: .*declare it with Layer"):
-        train_in_process(1, 1, hidden, small_config(), vector_data())
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_random_layer_is_keyed_whether_or_not_it_says_so(is_declared: bool) -> None:
+    noisy = Layer("noisy", Noisy, random=is_declared)
 
-    declared = Model([Layer("noisy", Noisy, random=True), linear(WIDTH, 5)], summed_loss)
-    assert_same_in_all_pipelines(declared)
+    assert_same_in_all_pipelines(Model([noisy, linear(WIDTH, 5)], summed_loss))
 
 
 def test_a_layer_that_returns_no_tensor_is_refused_by_name() -> None:

@@ -29,7 +29,7 @@ from axsparse.observe.charts import (
 )
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span
-from axsparse.planner.memory_picture import MEMORY_COLOURS
+from axsparse.planner.html_page import MEMORY_COLOURS
 
 EVIL = "<script>alert('x')</script>&\"--> $x^2$ 名"
 

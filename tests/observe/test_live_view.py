@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.records import STEP_RECORD
+from support.pages import STEP_RECORD
 from support.terminal import Terminal
 
 from axsparse.observe.live_view import LiveView, eval_line, fitted, sparkline, step_line

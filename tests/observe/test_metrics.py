@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from support.records import STEP_RECORD
+from support.pages import STEP_RECORD
 
 from axsparse.observe.metrics import (
     EvalRecord,

@@ -60,7 +60,7 @@ class HeartbeatFolder:
     @staticmethod
     def clear(folder: Path) -> None:
         """Make the folder, or empty it; one rank calls this before a run. Raises OSError."""
-        folder.mkdir(exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True)
         for path in folder.iterdir():
             path.unlink()
 
