@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def imported(tree: ast.AST, *, for_types_too: bool = False) -> set[str]:
     return names
 
 
+@cache
 def own_imports(module: str, *, for_types_too: bool = False) -> set[str]:
     """The modules of the package that a module imports, at its start or late."""
     found = imported(sources()[module], for_types_too=for_types_too)

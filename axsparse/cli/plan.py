@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
-from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, load_cluster
@@ -44,16 +43,13 @@ METHODS = ("dense", "samo")
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse plan",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     add_configuration(add)
     add(
         "--gpus",
         metavar="N[,N…]",
+        type=_numbers,
         required=True,
         help="number of devices; several numbers make a scaling study",
     )
@@ -66,9 +62,10 @@ def parser() -> CommandParser:
     add(
         "--microbatch-size",
         metavar="N[,N…]",
+        type=_numbers,
         help="sizes to try; by default every power of two that divides the batch of a replica",
     )
-    add("--compare", metavar="METHODS", help="dense,samo: plan both, side by side")
+    add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
     add(
@@ -80,16 +77,8 @@ def parser() -> CommandParser:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Plan, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(lambda: _plan(parser().parse_args(argv)))
-
-
 def _plan(arguments: argparse.Namespace) -> None:
-    gpus = _numbers("--gpus", arguments.gpus)
-    sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
-    methods = _methods(arguments.compare)
+    gpus, methods = arguments.gpus, arguments.compare or ["start"]
     cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
     loaded = load_config(arguments.config, arguments.overrides)
     check_config(loaded)
@@ -103,7 +92,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_installed("--html")
     asked = subject(loaded, cluster)
     try:
-        answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+        answers = list(_answers(asked, cluster, gpus, methods, arguments.microbatch_size))
     except ConfigError as error:
         if arguments.cluster is not None:
             raise
@@ -201,28 +190,13 @@ def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> No
         path.write_text(page(answers, notes), encoding="utf-8")
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     """The whole numbers of at least 1 in a text that separates them by commas."""
-    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
-    if min(found) < 1:
-        raise ConfigError(
-            f"{flag}: {text!r} is no number of at least 1, nor several with commas in between; "
-            "write 512 or 64,128"
-        )
-    return found
+    return [*map(whole(), text.split(","))]
 
 
-def _methods(text: str | None) -> list[Method]:
-    if text is None:
-        return ["start"]
-    parts = text.split(",")
-    for part in parts:
-        if part not in METHODS:
-            raise ConfigError(
-                f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
-            )
-    return cast("list[Method]", parts)
-
-
-if __name__ == "__main__":
-    main()
+def _methods(text: str) -> list[Method]:
+    methods = text.split(",")
+    if not {*methods} <= {*METHODS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(METHODS)}; choose of these")
+    return cast("list[Method]", methods)

@@ -24,14 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.models.module_buffers import slots
 from axsparse.observe.phases import Phases
-from axsparse.runtime.communication import Backoff, Collective, Exchange, Op, Work
+from axsparse.runtime.communication import Backoff, Collective, Op, Work
 from axsparse.runtime.rank_order import store_sum_in_rank_order
-from axsparse.samo.layer_construction import BuiltLayer
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.shards import BLOCK
-from axsparse.samo.ties import StageTie, Use
+from axsparse.samo.layer_state import LayerState, StageTie
 
 PIECE = 1 << 24
 """The most entries in a piece of a weight that two stages share. It is often the largest tensor,
@@ -152,10 +148,10 @@ class GradientSync:
             if tie.pair is None:
                 first, second = tie.uses
                 parts = [first.gradient, second.gradient]
-                store_sum_in_rank_order(parts, first.gradient_to_change())
+                store_sum_in_rank_order(parts, first.gradient)
             else:
                 (use,) = tie.uses
-                gradient, offset = use.gradient_to_change(), use.tensor.offset
+                gradient, offset = use.gradient, use.tensor.offset
                 for part in pieces(gradient.numel()):
                     work = tie.pair.start(Op.ALL_REDUCE, gradient[part.start : part.stop])
                     within = range(offset + part.start, offset + part.stop)
@@ -269,38 +265,3 @@ class WeightGather:
 def pieces(numel: int) -> list[range]:
     """Ranges of at most `PIECE` that cover `numel` entries; one empty range if there are none."""
     return [range(start, min(start + PIECE, numel)) for start in range(0, max(numel, 1), PIECE)]
-
-
-def replica_exchanges(layers: Sequence[BuiltLayer], wire_dtype: torch.dtype) -> list[Exchange]:
-    """The operations of the ranks that hold the same layers, each on its largest buffer.
-
-    Those are the sums of gradients, which travel as `wire_dtype`; with sharded state also the
-    gathering of what each replica holds, at most in fp32; and the broadcast of buffers such as
-    running statistics.
-    """
-    exchanges = []
-    shares = [layer.state.shares for layer in layers]
-    whole = max((share.bounds[-1] for share in shares if not share.is_sharded), default=0)
-    if whole:
-        exchanges.append(Exchange(Op.ALL_REDUCE, wire_dtype, whole))
-    sharded = [share.bounds for share in shares if share.is_sharded and share.bounds[-1]]
-    if sharded:
-        bounds = tuple(max(sharded, key=max))
-        exchanges.append(Exchange(Op.REDUCE_SCATTER, wire_dtype, bounds[-1], bounds))
-        exchanges.append(Exchange(Op.ALL_GATHER, torch.float32, bounds[-1], bounds))
-        # LAMB sums two numbers for each block.
-        blocks = sum(-(-tensor.kept // BLOCK) for share in shares for tensor in share.owned)
-        exchanges.append(Exchange(Op.ALL_REDUCE, torch.float64, 2 * blocks))
-    buffers = max((_saved_bytes(layer) for layer in layers), default=0)
-    if buffers:
-        exchanges.append(Exchange(Op.BROADCAST, torch.uint8, buffers))
-    return exchanges
-
-
-def tie_exchange(use: Use) -> Exchange:
-    """The sum of the gradients of a tied weight over the two stages that use it."""
-    return Exchange(Op.ALL_REDUCE, use.gradient.dtype, use.gradient.numel())
-
-
-def _saved_bytes(layer: BuiltLayer) -> int:
-    return sum(slot.tensor.nbytes for slot in slots(layer.module) if slot.persists)

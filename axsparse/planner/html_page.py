@@ -7,9 +7,17 @@ from dataclasses import asdict
 from html import escape
 
 from axsparse.config.validate import counted
-from axsparse.observe import web_page
-from axsparse.observe.charts import WIDE, Bars, Curve, Lines, Timeline, chart_html
-from axsparse.observe.web_page import SERIES_COLOURS, html_table
+from axsparse.observe import charts
+from axsparse.observe.charts import (
+    SERIES_COLOURS,
+    WIDE,
+    Bars,
+    Curve,
+    Lines,
+    Timeline,
+    chart_html,
+    html_table,
+)
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import (
@@ -53,7 +61,7 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
         *(line for plan in plans for line in _section(plan)),
     ]
     title = f"{plans[0].workload.name} on {plans[0].cluster.name}"
-    return web_page.page(title, lines, "axsparse plan")
+    return charts.page(title, lines, "axsparse plan")
 
 
 def _section(plan: Plan) -> Iterator[str]:

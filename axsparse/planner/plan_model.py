@@ -30,16 +30,13 @@ from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.gpu.transfers import SLOT_BYTES, SLOTS
 from axsparse.runtime.grid import Grid
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
 `samo`: with as many kept entries as the run ends with."""
-RINGS = 4
-"""The most rings of pinned slots that a rank has: to and from both neighbours."""
 MOST_TIMES = 256
 """If nothing fits, numbers of devices up to this multiple are tried, to say how many would do."""
 
@@ -184,10 +181,9 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
 
 def _beside(config: Config, room: float) -> str:
     """A note of what a rank on a GPU takes of its host's memory, beside the process itself."""
-    copies, rings = copied_bytes(config), RINGS * SLOTS * SLOT_BYTES
     return (
-        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copies)} GB for copies "
-        f"of checkpoints (checkpoint.buffer) and {gigabytes(rings)} GB for messages where they go "
+        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copied_bytes(config))} "
+        "GB for copies of checkpoints (checkpoint.buffer), and messages under way where they go "
         "through it"
     )
 

@@ -23,7 +23,7 @@ from axsparse.runtime.grid import Grid
 WORTH_SPLITTING = 2e8
 """Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
 auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
-three products of so many flops take 2 ms there (benchmarks/split_backward.py)."""
+three products of so many flops take 2 ms there (docs/decisions/036)."""
 GPU_WORTH_SPLITTING = 2e10
 """The same on GPUs, where it costs launches. Not measured."""
 

@@ -16,8 +16,7 @@ from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that
@@ -56,8 +55,9 @@ def calibration_memory(
     masks, layer by layer, before it has any state; `kept` and `stored` are those of its state.
 
     A layer stands there dense and without moments. It has the activations of all samples, the
-    statistics of all of its matrices, and works on one of these at a time. `on_host`: the memory
-    that is planned is the host's, where masks lie until state is built.
+    statistics of all of its matrices, and works on one of these at a time. One microbatch is there
+    twice, since it also passes through the layers as they were before. `on_host`: the memory that
+    is planned is the host's, where masks lie until state is built.
     """
     method, dense = METHODS[config.pruning.method], replace(stored, moments=0, replicas=1)
     drawn, moments = 0.0, []
@@ -74,9 +74,10 @@ def calibration_memory(
                 # What keeps the weights that it has changed.
                 most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])
             working = max(working, most)
-        moments.append((there + statistics + working, 0.0))
+        twice = max(costs.inputs, costs.outputs)
+        moments.append((there + statistics + working, twice))
         # The samples pass while statistics are gathered, and once more when they are gone.
-        moments.append((there + statistics, costs.saved + costs.outputs))
+        moments.append((there + statistics, twice + costs.saved + costs.outputs))
         for matrix in matrices:
             changed = stored.weight_bytes * kept[matrix.name] if method.changes_weights else 0
             drawn += matrix.numel / 8 + changed

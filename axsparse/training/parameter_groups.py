@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config
-from axsparse.models.survey import Survey
-from axsparse.pruning.distribution import match
+from axsparse.models.survey import Survey, match
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 
 
 @dataclass(frozen=True)

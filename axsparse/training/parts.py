@@ -10,19 +10,14 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
-from axsparse.data_parallel.gradient_sync import (
-    GradientSync,
-    WeightGather,
-    replica_exchanges,
-    tie_exchange,
-)
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
@@ -38,13 +33,12 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.loss_scale import LossScale
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.gradient_norm import LossScale
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.parameter_groups import ParameterGroups
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
@@ -71,6 +65,8 @@ class Parts:
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
     optimizer: Optimizer
+    learning_rate: LearningRate | None
+    """A schedule of the user's own; None for that of the configuration."""
     groups: ParameterGroups
     """The parameters that have learning rates and weight decays of their own."""
     offload: Offload | None
@@ -120,8 +116,7 @@ def assemble(
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states = [layer.state for layer in state.layers]
     column = place.grid.column(place.stage)
-    planned = replica_exchanges(state.layers, run.dtype)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column, planned)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
@@ -153,6 +148,7 @@ def assemble(
             [layer.module for layer in state.layers], state.options.replicas
         ),
         optimizer=run.optimizer,
+        learning_rate=run.learning_rate,
         groups=run.groups,
         offload=_offload(config, placement, states),
         loss_scale=loss_scale(config),
@@ -271,6 +267,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
         found.append(StageTie(uses, pairs.get(stages)))
     return found

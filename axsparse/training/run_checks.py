@@ -24,10 +24,11 @@ from axsparse.training.checkpoint.compatibility import flat
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
     wanted = loaded.config.transport
-    if wanted == "local" and transport.name != "local":
+    # One process that has loaded MPI needs it as little as one that has not.
+    if wanted == "local" and transport.size > 1:
         raise ConfigError(
-            f"{loaded.where('transport')}: local is for one process without MPI, but "
-            f"{transport.size} MPI ranks are running; choose auto or mpi"
+            f"{loaded.where('transport')}: local is for one process, but {transport.size} ranks "
+            "are running; choose auto or mpi"
         )
     if wanted not in ("auto", "local") and transport.name == "local":
         raise ConfigError(
@@ -58,6 +59,15 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
         )
 
 
+START = "start values"
+"""The fact that differs where ranks have drawn modules for themselves."""
+MENDS = {
+    START: "make the modules within `main`, where torch has one seed on all ranks, or call "
+    "torch.manual_seed before you make them"
+}
+"""What helps where a fact differs, if it is not the same start of all ranks."""
+
+
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
     """What must be equal on all ranks: every version, every setting, every layer."""
     settings = {key: str(value) for key, value in flat(config.model_dump()).items()}
@@ -67,7 +77,7 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
         **settings,
         **layers,
         "ties": repr(survey.ties),
-        "start values": survey.start or "drawn from the seed",
+        START: survey.start or "drawn from the seed",
     }
 
 
@@ -82,12 +92,15 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     for fact in facts:
         values = Counter(rank.get(fact, "nothing") for rank in everyone)
         common = values.most_common(1)[0][0]
+        most = "the others have" if len(everyone) > 2 else "rank 0 has"
+        mend = MENDS.get(
+            fact, "start all ranks with the same command, configuration and environment"
+        )
         for number, rank in enumerate(everyone):
             if (has := rank.get(fact, "nothing")) != common:
                 raise ConfigError(
-                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, the "
-                    f"others have {_short(common)}; start all ranks with the same command, "
-                    "configuration and environment"
+                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, {most} "
+                    f"{_short(common)}; {mend}"
                 )
 
 

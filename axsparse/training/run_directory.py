@@ -77,7 +77,7 @@ class RunDir:
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{metrics}:", OTHER_RUN_DIR):
-            checkpoints.mkdir(exist_ok=True, mode=0o700)
+            checkpoints.mkdir(exist_ok=True)
             rewind_metrics(metrics, self.point.progress)
 
 
@@ -178,7 +178,7 @@ def _claim(path: Path, where: str) -> RunLock:
     """
     with writing(f"{where}: {path}", OTHER_RUN_DIR):
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as reason:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose another --run-dir"

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 
+from axsparse.config.validate import remarks
 from axsparse.models.start_weights import FromFile
-from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
+from axsparse.observe.banner import ModelLayout, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
@@ -70,13 +72,11 @@ def make_recorder(
             run.stages,
             run.place.grid,
             transport.name,
-            "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
-        ),
-        ModelStateSize(
-            dense=max(
+            dense_bytes=max(
                 run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
             ),
-            live=int(max(row[0] for row in rows)),
+            live_bytes=int(max(row[0] for row in rows)),
+            arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
         ),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
@@ -84,10 +84,19 @@ def make_recorder(
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    for line in (*placement.table, *lines, *filter(None, [note])):
+    notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
+    for line in (*placement.table, *lines, *notes, *_pruned(run)):
         console.line(line)
     file = open_records(config, run_dir, metrics)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _pruned(run: RunSpec) -> list[str]:
+    """What is pruned, and what stays dense."""
+    if run.targets is None:
+        return []
+    kept = run.targets.kept() if run.ticket is None else run.ticket.kept
+    return pruning_lines(run.survey, run.targets, run.config.pruning, kept)
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:

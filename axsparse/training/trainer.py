@@ -15,14 +15,14 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.plain_model import PlainModel, plain_model, refuse_dotted_names
+from axsparse.models.sequential import PlainModel, plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
-from axsparse.observe.trace_recorder import TraceRecorder
+from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Change, Masking, Moment
-from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -136,7 +136,7 @@ class Trainer:
             with explained(
                 parts.place.rank,
                 lambda: (
-                    f"{parts.activity.action or parts.activity.task} of step {parts.activity.step}"
+                    f"{parts.phases.action or parts.activity.task} of step {parts.activity.step}"
                 ),
                 parts.state_bytes,
                 parts.recorder.predicted_memory_bytes,
@@ -306,7 +306,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skipped=self._step.skips.reason,
+            skip_reason=self._step.skips.reason,
             skipped_steps=self._step.skips.not_finite + self._step.skips.spiked,
         )
         maxima = {

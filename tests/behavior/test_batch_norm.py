@@ -37,8 +37,7 @@ from axsparse.data.dataset import ArrayDataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16

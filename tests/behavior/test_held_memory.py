@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from axsparse.config.model_config import CnnConfig, GptConfig
 from axsparse.models.survey import Survey, survey
-from axsparse.models.zoo.cnn import cnn
 from axsparse.models.zoo.gpt import gpt
+from axsparse.models.zoo.image_models import cnn
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from support.images import image_config, image_data, small_wide_resnet
 from support.oracle import Oracle, Trace
 from support.runs import (
     assert_bitwise,
-    mlp,
     random_init,
     summed_loss,
     tiny_config,
@@ -30,13 +27,10 @@ from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
-from axsparse.runtime.communication import Collective, Exchange, Op, Work
-from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.shards import BLOCK
+from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
 from axsparse.samo.tensor_state import TensorState
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.trainer import Trainer
 
 NUMEL, KEPT = 20, 6
@@ -496,112 +490,3 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, grad
 
     for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
-
-
-class Watched:
-    """A group of ranks that notes what it carries out."""
-
-    def __init__(self, inner: Collective, done: list[Exchange]) -> None:
-        self.rank, self.size = inner.rank, inner.size
-        self._inner, self._done = inner, done
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._inner.bytes_sent
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        self._done.append(Exchange(op, buffer.dtype, buffer.numel()))
-        return self._inner.start(op, buffer, bounds)
-
-
-EXCHANGING: dict[str, Callable[[bool], Ranks]] = {
-    "gpt": lambda shard: train_gpt(
-        2,
-        2,
-        samo={"shard_optimizer": shard},
-        optimizer={"name": "lamb" if shard else "adamw"},
-        pruning={"include": "blocks"},
-    ),
-    "images": lambda shard: train_in_process(
-        1,
-        2,
-        small_wide_resnet(),
-        image_config(
-            samo={"shard_optimizer": shard},
-            batch={"global_batch_size": 12, "microbatch_size": 3},
-            train={"steps": 2, "eval_every": 1, "eval_steps": 1},
-        ),
-        image_data(33),
-        validation=image_data(33),
-    ),
-    "perceptron": lambda shard: wide_run(3, shard=shard),
-}
-
-
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("run", EXCHANGING)
-def test_what_a_run_exchanges_was_planned(
-    run: str, shard: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the group of all ranks, which stays on the hosts."""
-    plans: dict[tuple[int, ...], list[Exchange]] = defaultdict(list)
-    done: dict[tuple[int, ...], list[Exchange]] = defaultdict(list)
-    make = LocalTransport.collective
-
-    def collective(
-        self: LocalTransport, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
-    ) -> Collective:
-        inner = make(self, name, ranks)
-        if name == "world" or len(ranks) == 1:
-            return inner
-        plans[tuple(ranks)] += planned
-        return Watched(inner, done[tuple(ranks)])
-
-    monkeypatch.setattr(LocalTransport, "collective", collective)
-
-    EXCHANGING[run](shard)
-
-    assert done and all(done.values()), "every group is used"
-    for ranks, exchanges in done.items():
-        most: dict[Op, int] = defaultdict(int)
-        for plan in plans[ranks]:
-            most[plan.op] = max(most[plan.op], plan.numel * plan.dtype.itemsize)
-        for one in exchanges:
-            assert one.numel * one.dtype.itemsize <= most[one.op]
-
-
-# -- sharded state: that training is the same, the table of equivalences says ---------------
-
-
-WIDTH = 510
-
-
-def wide_run(g_data: int, *, shard: bool, **others: Any) -> Ranks:
-    """A step of layers with several blocks of kept entries, so that shares split tensors."""
-    config = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 1},
-        pruning={"sparsity": 0.4},
-        precision="bf16",
-        samo={"shard_optimizer": shard},
-        train={"steps": 1},
-    )
-    return train_in_process(1, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH), **others)
-
-
-def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
-    held: list[tuple[range, int]] = []
-
-    def look(trainer: Trainer) -> None:
-        state = trainer.parts.layers[0].state
-        weight = state.owned[0]
-        held.append((state.shares.held, weight.kept))
-        master = state.master(weight.name)
-        assert master.numel() == weight.kept and (master != 0).all()
-        with pytest.raises(AssertionError, match="another replica holds these"):
-            state.optimizer_state.read_master(weight, 0, weight.kept)
-
-    wide_run(2, shard=True, before=look)
-
-    (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
-    assert kept > 2 * BLOCK
-    assert 0 < first.stop == second.start < kept, "shares split a tensor"

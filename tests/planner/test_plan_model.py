@@ -140,7 +140,7 @@ def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
     there = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))
     assert there.notes == [
         "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
-        "(checkpoint.buffer) and 0.2 GB for messages where they go through it"
+        "(checkpoint.buffer), and messages under way where they go through it"
     ]
     assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
     assert planned(2, **saves).recommended.memory[0].checkpoint > 0

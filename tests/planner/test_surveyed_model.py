@@ -30,8 +30,7 @@ from axsparse.pruning.calibration import CalibratedMasks, Calibration, Tensors
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 MODEL = surveyed()
 CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.training.build import build, run_training
 from axsparse.training.placement import MemoryRoom, Placement
@@ -76,15 +76,9 @@ def test_freed_memory_goes_back_at_once_while_building_and_on_where_there_is_lit
 ) -> None:
     heard: list[str] = []
     parts = vars(axsparse.training.build)
-    whole_step = parts["whole_step"]
-
-    def built(layers: Sequence[LayerState], optimizer: Optimizer) -> object:
-        heard.append("built")
-        return whole_step(layers, optimizer)
-
     monkeypatch.setitem(parts, "give_back_at_once", lambda: heard.append("back"))
     monkeypatch.setitem(parts, "keep_freed_blocks", lambda: heard.append("kept"))
-    monkeypatch.setitem(parts, "whole_step", built)
+    monkeypatch.setitem(parts, "_wait_for_loops", lambda *_, **__: heard.append("built"))
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
     config = tiny_config(samo={"enabled": False}, layout=layout)
     job = Job(LocalTransport(LocalWorld(1), 0))
@@ -111,26 +105,58 @@ def test_products_in_half_precision_are_asked_for_on_cpus_alone(
     assert heard == [torch.bfloat16] * (not has_gpu)
 
 
-def test_compiled_loops_are_loaded_before_the_memory_beside_the_state_is_measured(
+class Loops:
+    """A thread that has compiled once it has been waited for long enough."""
+
+    def __init__(self) -> None:
+        self.joined: list[float | None] = []
+
+    def join(self, seconds: float | None = None) -> None:
+        self.joined.append(seconds)
+
+    def is_alive(self) -> bool:
+        return None not in self.joined
+
+
+def test_loops_are_compiled_while_data_are_read_and_before_memory_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[str] = []
+    loops, parts = Loops(), vars(axsparse.training.build)
+    open_data = parts["open_data"]
 
-    def prepare(layers: Sequence[LayerState], optimizer: Optimizer) -> None:
-        heard.append(f"{len(layers)} layers, {len(optimizer.moments)} moments")
+    def prepare(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> Loops:
+        heard.append(f"prepare {len(types.moments)} moments")
+        return loops
+
+    def opened(*arguments: Any, **settings: Any) -> object:
+        heard.append("open data")
+        return open_data(*arguments, **settings)
 
     def measure(*_: object) -> NoReturn:
-        raise OpenedError(*heard)
+        raise OpenedError(*heard, loops.is_alive())
 
-    monkeypatch.setitem(vars(axsparse.training.build), "whole_step", prepare)
-    monkeypatch.setitem(vars(axsparse.training.build), "make_recorder", measure)
+    monkeypatch.setitem(parts, "FEW", 0)
+    monkeypatch.setitem(parts, "prepare_loops", prepare)
+    monkeypatch.setitem(parts, "open_data", opened)
+    monkeypatch.setitem(parts, "make_recorder", measure)
     config = tiny_config()
     job = Job(LocalTransport(LocalWorld(1), 0))
 
     with pytest.raises(OpenedError) as seen:
         build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config, quiet=True)
 
-    assert seen.value.args == (f"{len(tiny_gpt(config).layers)} layers, 2 moments",)
+    assert seen.value.args == ("prepare 2 moments", "open data", False)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_start_that_waits_for_loops_says_so(
+    is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axsparse.training.build._wait_for_loops(Loops(), is_told=is_told)  # type: ignore[arg-type]
+
+    said = capsys.readouterr().out
+    assert said.startswith("axsparse: machine code for this processor is being") is is_told
 
 
 DRAWN = 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.models.plain_model import PlainModel
+from axsparse.models.sequential import PlainModel
 from axsparse.runtime.errors import ConfigError
 
 STEPS = 3

@@ -122,13 +122,19 @@ def test_what_does_not_fit_the_ranks_is_refused(
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("local", "local is for one process without MPI, but 2 MPI ranks"),
+        ("local", "local is for one process, but 2 ranks are running"),
         ("nccl", "nccl is for ranks that compute on GPUs, and these"),
     ],
 )
 def test_what_mpi_ranks_on_cpus_cannot_talk_by_is_refused(wanted: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decided(tiny_config(transport=wanted), transport(2, "mpi (some)"))
+
+
+def test_a_single_process_may_ask_for_local_although_it_has_mpi() -> None:
+    config = tiny_config(transport="local")
+
+    assert decided(config, transport(1, "mpi (some)")).config.transport == "local"
 
 
 def test_a_single_rank_on_a_gpu_may_ask_for_nccl() -> None:

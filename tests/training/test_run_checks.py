@@ -79,6 +79,18 @@ def test_the_odd_rank_is_named_with_its_host_and_both_values(
     )
 
 
+def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {rank: {"start values": f"modules {rank}"} for rank in range(2)}
+
+    assert refusals(facts, monkeypatch)[0] == (
+        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; make the modules "
+        "within `main`, where torch has one seed on all ranks, or call torch.manual_seed before "
+        "you make them"
+    )
+
+
 def test_a_fact_that_a_rank_lacks_is_said_to_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {0: {"layer a": "x"}, 1: {"layer a": "x"}, 2: dict[str, str]()}
 

@@ -21,7 +21,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import HOLES

@@ -232,7 +232,7 @@ def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorS
         values_K = master(start, stop).to(state.backend.device)
         optimizer_state.write_master(tensor, start, values_K)
     for kind in optimizer_state.moments_K:
-        values = file.entries(f"{kind}/{saved}", wanted)
+        values = file.entries(f"{kind}/{saved}", wanted, "go on with the optimizer that it has")
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 
@@ -260,14 +260,18 @@ class LayerFile:
         self._check(key, wanted)
         return self._file.read(key)
 
-    def entries(self, key: str, wanted: TensorHeader) -> Callable[[int, int], Tensor]:
+    def entries(
+        self, key: str, wanted: TensorHeader, mend: str = "resume from another one"
+    ) -> Callable[[int, int], Tensor]:
         """A function that reads the entries [start, stop) of a flat tensor; DataError as `read`."""
-        self._check(key, wanted)
+        self._check(key, wanted, mend)
         return partial(self._file.read_part, key)
 
-    def _check(self, key: str, wanted: TensorHeader | None) -> None:
+    def _check(
+        self, key: str, wanted: TensorHeader | None, mend: str = "resume from another one"
+    ) -> None:
         if key not in self._file.shapes:
-            raise DataError(f"{self._where} lacks {key!r}; resume from another one")
+            raise DataError(f"{self._where} lacks {key!r}; {mend}")
         found = self._file.described(key)
         if wanted is not None and found != wanted:
             raise DataError(
