@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from axsparse.runtime.job import run_here as run_here
     from axsparse.training.build import build as build
     from axsparse.training.build import run_training as run_training
-    from axsparse.training.export.checkpoint_export import export as export
-    from axsparse.training.export.checkpoint_export import load as load
+    from axsparse.training.export import export as export
+    from axsparse.training.export import load as load
     from axsparse.training.trainer import Trainer as Trainer
 
 # The module that defines each public name.
@@ -54,9 +54,9 @@ _HOMES = {
     "build": "axsparse.training.build",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
-    "export": "axsparse.training.export.checkpoint_export",
+    "export": "axsparse.training.export",
     "from_sequential": "axsparse.models.sequential",
-    "load": "axsparse.training.export.checkpoint_export",
+    "load": "axsparse.training.export",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",

@@ -97,8 +97,7 @@ def _failure(path: Path) -> AxsparseError | None:
 def show(path: Path) -> None:
     """Print what the manifests say, without reading the files that they name."""
     from axsparse.runtime.console import format_bytes, format_count
-    from axsparse.training.checkpoint.compatibility import flat
-    from axsparse.training.checkpoint.verification import open_checkpoint
+    from axsparse.training.checkpoint.verification import flat, open_checkpoint
 
     for checkpoint in _checkpoints(path):
         manifest = open_checkpoint(checkpoint).manifest

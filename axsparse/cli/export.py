@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
-    from axsparse.training.export.checkpoint_export import export
+    from axsparse.training.export import export
 
     done = export(
         arguments.run,

@@ -41,22 +41,21 @@ from axsparse.samo.optim.update import prepare_loops, whole_step
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.checkpoint.compatibility import (
+from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
+from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.checkpoint.saver import Saver
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
 )
-from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
-from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.checkpoint.saver import Saver
-from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.parts import Parts, StageState, assemble
+from axsparse.training.parts import Parts, assemble
 from axsparse.training.placement import Placement, bind_rank, found_memory
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data
-from axsparse.training.run_directory import ResumePoint, RunDir, find_run, open_run_dir
-from axsparse.training.run_recorder import make_recorder
+from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
 
@@ -119,8 +118,8 @@ def build(
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    point = ResumePoint() if quiet else find_run(loaded, transport, resume)
-    settings = _settings_from(point, loaded)
+    found = RunDir() if quiet else find_run(loaded, transport, resume)
+    settings = _settings_from(found, loaded)
     inputs = RunInputs(
         model,
         surveyed,
@@ -128,23 +127,22 @@ def build(
         grid,
         score,
         found_memory(settings.config, transport, placement.room),
-        None if point.checkpoint is None else point.checkpoint.manifest.pruned,
+        None if found.checkpoint is None else found.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
     )
     run = together(transport, lambda: resolve(settings, inputs))
     _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, point)
-    state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
-    recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
-    parts = assemble(run, state, data, placement, recorder, job.run_dir)
+    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, found)
+    layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
+    parts = assemble(run, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
-    if point.checkpoint is not None:
-        together(transport, partial(_load, point.checkpoint, parts))
+    if found.checkpoint is not None:
+        together(transport, partial(_load, found.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
-    return _make_trainer(job, run, parts, directory, data.entry)
+    return _make_trainer(job, parts, directory)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -191,11 +189,11 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
         )
 
 
-def _settings_from(point: ResumePoint, loaded: LoadedConfig) -> LoadedConfig:
+def _settings_from(found: RunDir, loaded: LoadedConfig) -> LoadedConfig:
     """The configuration; once the masks are final, with the layout of `layout.g_inter_pruned`."""
-    if loaded.config.layout.g_inter_pruned is None or point.checkpoint is None:
+    if loaded.config.layout.g_inter_pruned is None or found.checkpoint is None:
         return loaded
-    return pruned_layout(loaded) if point.checkpoint.manifest.standing.is_done else loaded
+    return pruned_layout(loaded) if found.checkpoint.manifest.standing.is_done else loaded
 
 
 # -- this process among the others --------------------------------------------------------
@@ -243,7 +241,7 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
 
 
 def _open_run_directory(
-    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, point: ResumePoint
+    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, found: RunDir
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -252,17 +250,17 @@ def _open_run_directory(
     transport = job.transport
 
     def fits() -> list[str]:
-        if point.checkpoint is None:
+        if found.checkpoint is None:
             return []
-        refuse_other_model(point.checkpoint, run.survey)
-        refuse_other_data(point.checkpoint, data)
-        return refuse_other_settings(point.checkpoint, run.config, loaded)
+        refuse_other_model(found.checkpoint, run.survey)
+        refuse_other_data(found.checkpoint, data)
+        return refuse_other_settings(found.checkpoint, run.config, loaded)
 
     changes = together(transport, fits)
-    opened = open_run_dir(loaded, transport, point)
+    opened = open_run_dir(loaded, transport, found)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*point.notes, *changes):
+        for line in (*found.notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()
@@ -278,8 +276,9 @@ def _build_state(
     data: Data,
     checkpoint: Checkpoint | None,
     run_dir: Path | None,
-) -> StageState:
-    """The layers of this rank's stage, compressed if the run has masks from the start.
+) -> tuple[list[BuiltLayer], StateOptions]:
+    """The layers of this rank's stage, compressed if the run has masks from the start, and how
+    their state is stored.
 
     TrainingError on all ranks where a GPU has no room for them.
     """
@@ -311,7 +310,7 @@ def _build_state(
     built = together(transport, construct)
     # Loads the compiled loops, if any, before the memory beside the state is measured.
     whole_step([layer.state for layer in built], run.optimizer)
-    return StageState(built, options)
+    return built, options
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
@@ -385,24 +384,21 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 # -- the trainer --------------------------------------------------------------------------
 
 
-def _make_trainer(
-    job: Job, run: RunSpec, parts: Parts, directory: RunDir | None, data: DataEntry
-) -> Trainer:
+def _make_trainer(job: Job, parts: Parts, directory: RunDir | None) -> Trainer:
     """The trainer; with a run directory it also gets a saver and a watchdog."""
     if directory is None:
-        return Trainer(run.config, parts)
+        return Trainer(parts)
     watchdog = open_watchdog(
-        run.config.watchdog,
+        parts.run.config.watchdog,
         directory.path,
-        place=run.place,
+        place=parts.place,
         activity=parts.activity,
         transport=parts.transport,
     )
     return Trainer(
-        run.config,
         parts,
-        saver=Saver(directory, run.config, data, parts),
+        saver=Saver(directory, parts),
         stop=job.stop,
         watchdog=watchdog,
-        progress=directory.point.progress,
+        progress=directory.progress,
     )

@@ -18,7 +18,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.provenance import versions
-from axsparse.training.checkpoint.compatibility import flat
+from axsparse.training.checkpoint.verification import flat
 
 
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
@@ -73,22 +73,36 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
 
 def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     """ConfigError if a fact differs between ranks; names the odd rank and its host."""
-    own = json.dumps({"host": socket.gethostname(), **facts})
+    odd = odd_rank(transport, facts)
+    if odd is not None:
+        raise ConfigError(
+            f"{odd}; start all ranks with the same command, configuration and environment"
+        )
+
+
+def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | None:
+    """Which fact differs between ranks, on which rank and host; None if all are equal.
+
+    Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
+    """
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
-    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
-    if sum_of(transport, [float(digest != text_of_first(transport, digest))]) == [0.0]:
-        return
-    everyone = [json.loads(text) for text in gather_texts(transport.world, transport.backoff, own)]
-    for fact in facts:
-        values = Counter(rank.get(fact, "nothing") for rank in everyone)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    is_other = digest != text_of_first(transport, digest) and facts is not None
+    if sum_of(transport, [float(is_other)]) == [0.0]:
+        return None
+    own = json.dumps(facts and {"host": socket.gethostname(), **facts})
+    texts = gather_texts(transport.world, transport.backoff, own)
+    everyone = {rank: found for rank, text in enumerate(texts) if (found := json.loads(text))}
+    for fact in everyone[0]:
+        values = Counter(there.get(fact, "nothing") for there in everyone.values())
         common = values.most_common(1)[0][0]
-        for number, rank in enumerate(everyone):
-            if (has := rank.get(fact, "nothing")) != common:
-                raise ConfigError(
-                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, the "
-                    f"others have {_short(common)}; start all ranks with the same command, "
-                    "configuration and environment"
+        for rank, there in everyone.items():
+            if fact != "host" and (has := there.get(fact, "nothing")) != common:
+                return (
+                    f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, the others "
+                    f"have {_short(common)}"
                 )
+    return None
 
 
 def _short(text: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig, to_yaml
@@ -27,32 +27,6 @@ from axsparse.training.checkpoint.verification import (
     verify_together,
 )
 
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The run directory and the checkpoint that a run goes on from, if it has any."""
-
-    path: Path | None = None
-    """The directory of the run; None makes a new one."""
-    checkpoint: Checkpoint | None = None
-    """The checkpoint that all ranks have verified; None starts from the beginning."""
-    notes: tuple[str, ...] = ()
-    """Lines that tell the user what was found and chosen."""
-    lock: RunLock | None = None
-    """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
-
-    @property
-    def progress(self) -> Progress | None:
-        """Where training stands at this point; None at its beginning.
-
-        In another run directory than the checkpoint's, there is no best checkpoint yet.
-        """
-        if self.checkpoint is None:
-            return None
-        progress = self.checkpoint.manifest.progress
-        return progress if self.path else progress.model_copy(update={"best": None})
-
-
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
 METRICS_FILE = "metrics.jsonl"
@@ -61,13 +35,37 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory that a run writes to."""
+    """The directory that a run writes to, and the checkpoint that it goes on from, if any."""
 
-    path: Path
-    lock: RunLock | None
-    """Keeps other jobs out of `path`; None on ranks other than 0."""
-    point: ResumePoint
-    """Where the run goes on from; its checkpoint may be in another run's directory."""
+    found: Path | None = None
+    """The directory of the run that is gone on with; None if the run gets a new one."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that all ranks have verified, which may be in another run's directory; None
+    starts from the beginning."""
+    notes: tuple[str, ...] = ()
+    """Lines that tell the user what there was and what was chosen."""
+    lock: RunLock | None = None
+    """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
+    made: Path | None = None
+    """The new directory, once `open_run_dir` has made it."""
+
+    @property
+    def path(self) -> Path:
+        """The directory, once it is open."""
+        path = self.found or self.made
+        assert path is not None, "`open_run_dir` comes first"
+        return path
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where training stands; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        """
+        if self.checkpoint is None:
+            return None
+        progress = self.checkpoint.manifest.progress
+        return progress if self.found else progress.model_copy(update={"best": None})
 
     def begin(self, config: Config) -> None:
         """Write the configuration, and remove the records of later steps than the run resumes at.
@@ -78,10 +76,10 @@ class RunDir:
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             checkpoints.mkdir(exist_ok=True, mode=0o700)
-            rewind_metrics(metrics, self.point.progress)
+            rewind_metrics(metrics, self.progress)
 
 
-def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> ResumePoint:
+def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> RunDir:
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
@@ -126,22 +124,20 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return ResumePoint(there, checkpoint, tuple(notes), locks[0] if locks else None)
+    return RunDir(there, checkpoint, tuple(notes), locks[0] if locks else None)
 
 
-def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint) -> RunDir:
+def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
     Nothing in a directory that exists is changed. All ranks call this together; OutputError is
     raised on all of them.
     """
-    path, lock = found.path, found.lock
-    if path is None:
-        made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
-        text = "" if made is None else str(made[0])
-        path = Path(text_of_first(transport, text))
-        lock = None if made is None else made[1]
-    return RunDir(path, lock, found)
+    if run.found is not None:
+        return run
+    made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
+    path = Path(text_of_first(transport, "" if made is None else str(made[0])))
+    return replace(run, made=path, lock=None if made is None else made[1])
 
 
 # -- a new directory ------------------------------------------------------------------------

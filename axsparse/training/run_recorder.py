@@ -15,7 +15,6 @@ from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
-from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
@@ -46,6 +45,11 @@ def make_recorder(
     beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
+    # What the fullest process holds beside its model state, most of it libraries.
+    overhead, predicted = max(row[2] for row in rows), None
+    if run.prediction is not None:
+        memory = run.prediction.memory_bytes + overhead
+        predicted = StepForecast(memory, run.prediction.step_seconds)
     sequences = config.batch.global_batch_size
     figures = RunFigures(
         steps=config.train.steps,
@@ -55,10 +59,12 @@ def make_recorder(
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
         places=[str(run.place.grid.place(rank)) for rank in range(transport.size)],
-        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
+        predicted=predicted,
     )
-    slow = None if run_dir is None else _slow_ranks(run, transport)
-    if run_dir is None or transport.rank != 0:
+    if run_dir is None:
+        return Recorder(transport.world, transport.backoff, figures, None, None)
+    slow = _slow_ranks(run, transport)
+    if transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
     metrics = run_dir / METRICS_FILE
@@ -80,7 +86,7 @@ def make_recorder(
         ),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
+        planned="" if predicted is None else _planned(run, predicted.memory_bytes),
     )
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
@@ -104,28 +110,14 @@ def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
     )
 
 
-def _predicted(prediction: Prediction | None, overhead: float) -> StepForecast | None:
-    """The planner's prediction with what the process holds beside it.
-
-    `overhead` is in bytes: what the fullest process holds beside its model state, most of it
-    libraries.
-    """
-    if prediction is None:
-        return None
-    memory = prediction.memory_bytes + overhead
-    return StepForecast(memory, prediction.step_seconds)
-
-
-def _planned(
-    prediction: Prediction | None, predicted: StepForecast | None, *, is_tight: bool
-) -> str:
-    """What the banner says of the prediction."""
-    if prediction is None or predicted is None:
-        return ""
-    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
-    if predicted.step_seconds is not None:
-        text += f" · step ~{predicted.step_seconds:.3g} s"
-    if is_tight:
+def _planned(run: RunSpec, memory_bytes: float) -> str:
+    """What the banner says of the prediction; `memory_bytes` is the predicted peak of a rank."""
+    prediction = run.prediction
+    assert prediction is not None, "it has a peak"
+    text = f"peak of a rank ~{format_bytes(memory_bytes)}"
+    if prediction.step_seconds is not None:
+        text += f" · step ~{prediction.step_seconds:.3g} s"
+    if run.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     text += "".join(f" · {trade}" for trade in prediction.trades)
     if prediction.reason is not None:

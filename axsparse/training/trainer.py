@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_recorder import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
-from axsparse.pruning.methods.masking import Change, Masking, Moment
+from axsparse.pruning.methods.masking import Masking, Moment
 from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
 from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
@@ -49,7 +49,6 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
         parts: Parts,
         *,
         saver: Saver | None = None,
@@ -57,16 +56,14 @@ class Trainer:
         watchdog: Watchdog | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`config` has every `auto` resolved.
-
-        Without `saver` nothing is saved, without `stop` no signal ends training, and without
+        """Without `saver` nothing is saved, without `stop` no signal ends training, and without
         `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
         for a new one.
         """
-        self.config = config
+        self.config = config = parts.run.config
         self.parts = parts
         self.last_evaluation: Evaluation | None = None
-        self._step = Step(config, parts)
+        self._step = Step(parts)
         self._evaluated_at: int | None = None
         self._masked_at: int | None = None
         self._saver = saver
@@ -76,13 +73,13 @@ class Trainer:
         self.hands_over = False
         """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
-        self._callbacks = Callbacks()
+        self._callbacks: dict[str, Callable[[int, Any], None] | None] = {}
         self._live_weights = LiveWeights(parts)
         if progress is not None:
             self._step.restore(progress)
             self._evaluated_at = progress.step if progress.evaluated else None
             self._masked_at = progress.step if progress.masked else None
-        self._tracing = make_tracing(config, parts, self.steps_done)
+        self._tracing = make_tracing(parts, self.steps_done)
         self._best = BestEvaluation(config, progress)
 
     @property
@@ -129,7 +126,11 @@ class Trainer:
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
         parts = self.parts
-        self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+        self._callbacks = {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_checkpoint": on_checkpoint,
+        }
         if self._watchdog is not None:
             self._watchdog.start()
         try:
@@ -204,15 +205,16 @@ class Trainer:
         trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
         parts = self.parts
-        if parts.validation is None or self.config.train.eval_steps == 0:
+        validation = parts.data.validation
+        if validation is None or self.config.train.eval_steps == 0:
             return None
         parts.activity.at("evaluation", self.steps_done)
         with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
-                parts.validation,
+                validation,
                 self.config.train.eval_steps,
-                parts.metrics,
+                tuple(parts.run.model.metrics),
                 transport=parts.transport,
                 place=parts.place,
             )
@@ -258,7 +260,7 @@ class Trainer:
         global names. All ranks call this together, before, between or after steps; rank 0 needs
         memory for the whole model. ConfigError for a layer that has a dot in its name.
         """
-        model = self.parts.model
+        model = self.parts.run.model
         refuse_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
         return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
@@ -278,7 +280,7 @@ class Trainer:
         if self._stop is not None and not self.hands_over:
             self._stop.release()
         self._step.close()
-        for batches in (self.parts.training, self.parts.validation):
+        for batches in (self.parts.data.training, self.parts.data.validation):
             if batches is not None:
                 batches.close()
         self.parts.collector.close()
@@ -300,34 +302,47 @@ class Trainer:
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
         )
+        skips = self._step.skips
         figures = StepFigures(
             step=self.steps_done,
             loss=verdict.loss,
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skipped=self._step.skips.reason,
-            skipped_steps=self._step.skips.not_finite + self._step.skips.spiked,
+            skipped=skips.reason,
+            skipped_steps=skips.not_finite + skips.spiked,
         )
         maxima = {
             "model_state_bytes": self.state_bytes().total,
             "gradient_bytes_sent": gradient_bytes,
             "p2p_bytes_sent": p2p_bytes,
-            "peak_memory_bytes": parts.peak_memory_bytes(),
+            "peak_memory_bytes": parts.placement.peak_memory_bytes(),
         }
         seconds = parts.phases.end_step()
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
-        self._callbacks.step(self.steps_done, verdict)
+        self._call_back("on_step", "after step", self.steps_done, verdict)
         self._tell_of_checkpoints()
         parts.activity.steps += 1
 
+    def _call_back(self, name: str, when: str, step: int, value: object) -> None:
+        """Call a callback, if there is one; the line of an exception in it names the callback.
+
+        All ranks call each callback at the same points with equal arguments, so that a callback may
+        do what ranks do together.
+        """
+        callback = self._callbacks.get(name)
+        if callback is not None:
+            with noted(f"{name} {when} {step}"):
+                callback(step, value)
+
     def _tell_of_checkpoints(self) -> None:
-        """Call `on_checkpoint` for those that have become whole."""
+        """Call `on_checkpoint` for the checkpoints that have become whole."""
         if self._saver is not None:
             for step in self._saver.take_whole():
-                self._callbacks.checkpoint(step, path_of(self._saver.folder, step))
+                folder = path_of(self._saver.folder, step)
+                self._call_back("on_checkpoint", "of step", step, folder)
 
     def _recorded_evaluation(self) -> None:
         found = self.evaluate()
@@ -337,7 +352,7 @@ class Trainer:
             part = found.samples < found.available
             said = f"{found.samples} of {found.available} samples" if part else ""
             self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
-            self._callbacks.evaluation(self.steps_done, found)
+            self._call_back("on_evaluation", "after step", self.steps_done, found)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
@@ -355,19 +370,15 @@ class Trainer:
         self._step.follow_masks(change)
         if change.changed:
             self._best.forget(self.steps_done)
-        self._record_masks(change, before)
-        if change.is_ticket and self.parts.run_dir is not None:
-            self.save_ticket(self.parts.run_dir / TICKET_FILE)
-            self.hands_over = self.config.layout.g_inter_pruned is not None
-
-    def _record_masks(self, change: Change, before: int) -> None:
-        transport = self.parts.transport
-        sizes = [before, self.state_bytes().total]
+        transport, sizes = self.parts.transport, [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
         self.parts.recorder.masks(
             MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
+        if change.is_ticket and self.parts.run_dir is not None:
+            self.save_ticket(self.parts.run_dir / TICKET_FILE)
+            self.hands_over = self.config.layout.g_inter_pruned is not None
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages."""
@@ -416,37 +427,6 @@ OnEvaluation = Callable[[int, Evaluation], None]
 """`on_evaluation(steps done, evaluation)`, after each evaluation."""
 OnCheckpoint = Callable[[int, Path], None]
 """`on_checkpoint(step, folder)`, once the checkpoint of a step is whole."""
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """The callbacks of one training, each None if there is none.
-
-    All ranks call each of them at the same points with equal arguments, so that a callback may do
-    what ranks do together. An exception in one ends the run; its line names the callback.
-    """
-
-    on_step: OnStep | None = None
-    on_evaluation: OnEvaluation | None = None
-    on_checkpoint: OnCheckpoint | None = None
-
-    def step(self, steps_done: int, verdict: Verdict) -> None:
-        """Call `on_step`, if there is one."""
-        if self.on_step is not None:
-            with noted(f"on_step after step {steps_done}"):
-                self.on_step(steps_done, verdict)
-
-    def evaluation(self, steps_done: int, found: Evaluation) -> None:
-        """Call `on_evaluation`, if there is one."""
-        if self.on_evaluation is not None:
-            with noted(f"on_evaluation after step {steps_done}"):
-                self.on_evaluation(steps_done, found)
-
-    def checkpoint(self, step: int, folder: Path) -> None:
-        """Call `on_checkpoint`, if there is one."""
-        if self.on_checkpoint is not None:
-            with noted(f"on_checkpoint of step {step}"):
-                self.on_checkpoint(step, folder)
 
 
 MOVING = ("set", "rigl")
@@ -522,13 +502,13 @@ def last_lines(progress: Progress, skipped: list[str], saver: Saver | None) -> I
         )
 
 
-def make_tracing(config: Config, parts: Parts, steps_done: int) -> TraceRecorder | None:
+def make_tracing(parts: Parts, steps_done: int) -> TraceRecorder | None:
     """Traces some steps, but not this run's first, which allocates and compiles; None if no step
     is to be traced, or there is no run directory."""
-    wanted, folder = config.train.trace, parts.run_dir
-    if wanted == 0 or folder is None:
+    train, folder = parts.run.config.train, parts.run_dir
+    if train.trace == 0 or folder is None:
         return None
-    last = min(steps_done + 1 + wanted, config.train.steps)
+    last = min(steps_done + 1 + train.trace, train.steps)
     first = min(steps_done + 2, last)
     steps = range(first, last + 1)
     return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)

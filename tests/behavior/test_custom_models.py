@@ -74,19 +74,6 @@ class End(nn.Module):
         return out
 
 
-ENDS: list[tuple[str, type[nn.Module]]] = [("begin", Begin), ("end", End)]
-
-
-def tuple_model() -> Model:
-    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
-    layers = [
-        Layer("begin", Begin, init=random_init),
-        *middles,
-        Layer("end", End, init=random_init),
-    ]
-    return Model(layers, summed_loss)
-
-
 def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> Layer:
     return Layer(f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
 
@@ -106,7 +93,10 @@ def assert_same_in_all_pipelines(model: Model) -> Trace:
 
 
 def test_tuples_integers_and_tensors_without_gradient_cross_stages() -> None:
-    trace = assert_same_in_all_pipelines(tuple_model())
+    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
+    ends = [Layer(name, build, init=random_init) for name, build in (("in", Begin), ("out", End))]
+
+    trace = assert_same_in_all_pipelines(Model([ends[0], *middles, ends[1]], summed_loss))
 
     assert len(set(trace.losses)) == 4
 
@@ -232,125 +222,95 @@ class Noisy(nn.Module):
         return out
 
 
-def test_an_undeclared_random_layer_is_refused_and_a_declared_one_is_keyed() -> None:
-    hidden = Model([Layer("noisy", Noisy), linear(WIDTH, 5)], summed_loss)
-    with pytest.raises(ConfigError, match=r"layer noisy: .*declare it with Layer"):
-        train_in_process(1, 1, hidden, small_config(), vector_data())
-
+def test_a_declared_random_layer_is_keyed() -> None:
     declared = Model([Layer("noisy", Noisy, random=True), linear(WIDTH, 5)], summed_loss)
     assert_same_in_all_pipelines(declared)
 
 
-def test_a_layer_that_returns_no_tensor_is_refused_by_name() -> None:
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"out": self.linear(x)}
-
-    model = Model([Layer("wrong", Wrong), linear(WIDTH, 5)], summed_loss)
-
-    with pytest.raises(ConfigError, match="layer wrong: its forward returned dict"):
-        train_in_process(1, 1, model, small_config(), vector_data())
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x
 
 
-def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    def each(logits: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, targets, reduction="none")
+class Named(Both):
+    """Returns no tensor."""
 
-    model = Model([linear(), linear(WIDTH, 5)], each)
+    def forward(self, x: Tensor) -> Any:
+        return {"out": self.linear(x)}
 
-    with pytest.raises(ConfigError, match=r"loss: a tensor of shape \(3,\)"):
-        train_in_process(2, 1, model, small_config(), vector_data())
+
+def each(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def mean_of_both(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets) + hidden.square().mean()
+
+
+IS_MEAN = "loss: the same sample twice costs as much as once"
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("last", "loss", "text"),
     [
-        (lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
-        (lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
-        (lambda out, target: out.detach().sum(), "loss: it does not depend on any trained weight"),
+        (Noisy, summed_loss, r"layer last: .*declare it with Layer"),
+        (Named, summed_loss, "layer last: its forward returned dict"),
+        (Both, each, r"loss: a tensor of shape \(3,\)"),
+        (Both, lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
+        (Both, lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
+        (Both, lambda out, target: out.detach().sum(), "loss: it does not depend on any trained w"),
+        (Both, F.cross_entropy, IS_MEAN),
+        (Both, mean_of_both, IS_MEAN),
     ],
 )
-def test_a_loss_that_cannot_train_is_refused(loss: LossFunction, told: str) -> None:
-    model = Model([linear(), linear(WIDTH, 5)], loss)
+def test_a_layer_or_loss_that_cannot_train_is_refused(
+    last: type[nn.Module], loss: LossFunction, text: str
+) -> None:
+    def only_logits(logits: Tensor, *others: Tensor) -> Tensor:
+        return loss(logits, others[-1])
 
-    with pytest.raises(ConfigError, match=told):
+    model = Model([linear(), Layer("last", last)], loss if loss is mean_of_both else only_logits)
+
+    with pytest.raises(ConfigError, match=text):
         train_in_process(2, 1, model, small_config(), vector_data())
 
 
-def test_a_run_that_ends_with_a_bad_validation_loss_fails() -> None:
+def test_numbers_that_stay_bad_or_a_bad_last_validation_loss_end_the_run() -> None:
     (inputs,), targets = vector_data().read(np.arange(30))
     bad = ArrayDataset(inputs * float("nan"), targets)
-    config = small_config(train={"steps": 1, "eval_steps": 1})
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    config = small_config(train={"steps": 1, "eval_steps": 1})
 
     with pytest.raises(TrainingError, match="step 1: the validation loss is nan; lower"):
         train_in_process(2, 1, model, config, vector_data(), validation=bad)
-
-
-def test_numbers_that_stay_bad_end_the_run() -> None:
-    (inputs,), targets = vector_data().read(np.arange(30))
-    bad = ArrayDataset(inputs * float("nan"), targets)
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-    config = small_config(train={"steps": 30})
-
-    with pytest.raises(TrainingError, match=r"^step 1: rank 1 \(stage 1, replica 0\): ") as told:
-        train_in_process(2, 1, model, config, bad)
-    assert "the loss is not finite, and no step could update for 10 in a row" in str(told.value)
+    with pytest.raises(
+        TrainingError,
+        match=r"^step 1: rank 1 \(stage 1, replica 0\): the loss is not finite, and no step could "
+        "update for 10 in a row",
+    ):
+        train_in_process(2, 1, model, small_config(train={"steps": 30}), bad)
 
 
 @pytest.mark.parametrize("ranks", by_default([1], [1, 4]))
-def test_the_example_trains_under_mpirun(ranks: int, tmp_path: Path) -> None:
+def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
+    """One rank needs no mpirun."""
     example = Path(__file__).parents[2] / "examples" / "custom_model.py"
+    settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
 
-    done = run_mpirun(ranks, [str(example)], cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    final = [line for line in done.stdout.splitlines() if "step 60/60  validation loss" in line]
-    assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
-
-
-def test_the_example_trains_without_mpirun(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "custom_model.py"
-
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
+    done: Any = (
+        run_mpirun(ranks, [str(example)], cwd=tmp_path)
+        if ranks > 1
+        else subprocess.run([sys.executable, str(example)], timeout=LONGEST_SECONDS, **settings)
     )
 
     assert done.returncode == 0, done.stderr
-    assert "1 rank = 1 stage × 1 replica" in done.stdout
-
-
-def test_a_loss_that_is_a_mean_is_refused() -> None:
-    model = Model([linear(), linear(WIDTH, 5)], F.cross_entropy)
-
-    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
-        train_in_process(1, 1, model, small_config(), vector_data())
-
-
-def test_a_mean_over_outputs_in_a_tuple_is_refused() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, 5)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.linear(x), x
-
-    def loss(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets) + hidden.square().mean()
-
-    model = Model([linear(), Layer("both", Both)], loss)
-
-    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
-        train_in_process(1, 1, model, small_config(), vector_data())
+    assert ranks > 1 or "1 rank = 1 stage × 1 replica" in done.stdout
+    final = [line for line in done.stdout.splitlines() if "step 60/60  validation loss" in line]
+    assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
 
 
 def test_a_loss_for_microbatches_of_one_size_is_not_tried_on_a_sample() -> None:

@@ -101,7 +101,7 @@ def predicted(trainer: Trainer, model: Model, replicas: int, replica: int | None
         StateFormat(
             half=DTYPES[config.precision] != torch.float32,
             gradient_bytes=trainer.parts.layers[0].state.gradient.dtype.itemsize,
-            moments=len(trainer.parts.optimizer.moments),
+            moments=len(trainer.parts.run.optimizer.moments),
             index="mask",
             split_master=config.samo.split_master,
             replicas=replicas,

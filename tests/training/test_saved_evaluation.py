@@ -9,7 +9,7 @@ import torch
 from support.resuming import ran
 from support.runs import VOCABULARY, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
-import axsparse.training.saved_evaluation
+import axsparse.training.saved_model
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -18,8 +18,7 @@ from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.saved_evaluation import evaluate_saved
-from axsparse.training.saved_model import open_saved_model
+from axsparse.training.saved_model import evaluate_saved, open_saved_model
 from axsparse.training.trainer import Trainer
 
 TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
@@ -93,7 +92,7 @@ def test_products_are_made_as_the_run_made_them(
     precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[torch.dtype] = []
-    monkeypatch.setitem(vars(axsparse.training.saved_evaluation), "multiply_in_fp32", heard.append)
+    monkeypatch.setitem(vars(axsparse.training.saved_model), "multiply_in_fp32", heard.append)
     datasets = Datasets(token_data(), token_data(samples=31))
     reported((1, 1), tiny_config(train=TRAIN, precision=precision), tmp_path / "run", datasets)
 

@@ -25,8 +25,8 @@ from axsparse.models.layer import Model
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
 from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.export.checkpoint_export import Weights
-from axsparse.training.skipped_steps import Spike, SpikeRule
+from axsparse.training.export import Weights
+from axsparse.training.step import Spike, SpikeRule
 
 # -- the rule -------------------------------------------------------------------------------
 

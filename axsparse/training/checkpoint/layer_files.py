@@ -102,8 +102,9 @@ def contents_of(
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
+            value = partial(_buffer_value, slot)
             own[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
-                header_of(slot.tensor), partial(_buffer_value, slot)
+                header_of(slot.tensor), value
             )
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)

@@ -63,7 +63,7 @@ class LayerEntry(_Strict):
 
 
 class SpikeHistory(_Strict):
-    """The state of the rule for spikes of the loss (`axsparse.training.skipped_steps`)."""
+    """The state of the rule for spikes of the loss (`axsparse.training.step`)."""
 
     losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
     """The losses of the last good steps, oldest first."""
