@@ -195,7 +195,7 @@ class Weights:
         for name, layer in layers.items():
             self.parameters.update(layer.parameters)
             self.buffers[name] = {}
-            for key, header in self._files.of_layer(name).headers.items():
+            for key, header in self._files.headers(name).items():
                 kind, _, tensor = key.partition("/")
                 if kind == VALUE:
                     self._untrained[tensor] = header
@@ -246,12 +246,11 @@ class Weights:
 
     def kept(self, name: str) -> Tensor:
         """The kept entries of a parameter, flat."""
-        entry, file = self.parameters[name], self._files.of(name)
+        entry = self.parameters[name]
         if name in self._untrained:
             wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            value = file.read(f"{VALUE}/{name}", wanted)
-            return value.to(self.dtype_of(name)).view(-1)
-        master = file.read(f"{MASTER}/{name}", TensorHeader(torch.float32, (entry.kept,)))
+            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name)).view(-1)
+        master = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
         return round_to(master, self.dtype)
 
     def mask(self, name: str) -> Tensor:
@@ -260,8 +259,7 @@ class Weights:
 
     def buffer(self, layer: str, name: str) -> Tensor:
         """A buffer in the type in which it was saved."""
-        file = self._files.of_layer(layer)
-        return file.read(f"{BUFFER}/{name}", self.buffers[layer][name])
+        return self._files.read_buffer(layer, name, self.buffers[layer][name])
 
     def values(self, groups: Sequence[Group]) -> Iterator[Tensor]:
         """The tensors of all groups in turn; MissingInputError if the checkpoint is removed."""

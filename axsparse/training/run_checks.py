@@ -85,12 +85,12 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | Non
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
     """
+    own = json.dumps(facts and {"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     is_other = digest != text_of_first(transport, digest) and facts is not None
     if sum_of(transport, [float(is_other)]) == [0.0]:
         return None
-    own = json.dumps(facts and {"host": socket.gethostname(), **facts})
     texts = gather_texts(transport.world, transport.backoff, own)
     everyone = {rank: found for rank, text in enumerate(texts) if (found := json.loads(text))}
     for fact in everyone[0]:

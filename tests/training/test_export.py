@@ -384,9 +384,10 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
 )
 def test_other_models_have_no_place_in_transformers(name: str, why: str, tmp_path: Path) -> None:
     """An own model has the configuration of a GPT, or of whatever it names."""
-    family = {"channels": 1} if name == "cnn" else {}
-    asked = {"model": {"name": name, **family}, "data": {"source": "digits"}}
-    config = settings(config_of(), model=configure(asked).model) if family else config_of()
+    config = config_of()
+    if name == "cnn":
+        asked = configure({"model": {"name": name, "channels": 1}, "data": {"source": "digits"}})
+        config = settings(config, model=asked.model, data=asked.data)
     ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 

@@ -118,12 +118,8 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
         *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
     ]
     assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
-
-
-def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> None:
-    found = opened(loaded(tmp_path / "new"), None)
+    (found.path / "checkpoints").rmdir()
     (found.path / "checkpoints").write_text("in the way")
-
     with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
         found.begin(tiny_config())
 
@@ -185,11 +181,6 @@ def test_a_place_that_is_not_free_is_refused_and_left_as_it_is(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_existing_empty_directory_is_used(tmp_path: Path) -> None:
-    assert make_run_dir(loaded(tmp_path))[0] == tmp_path
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.lock"]
-
-
 def test_a_named_directory_is_made_with_its_parents_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
 
@@ -240,12 +231,9 @@ def test_a_run_without_a_directory_of_its_own_gets_the_last_one_if_it_is_free(
     assert (first, second) == (Path("runs/quick-2"), Path("runs/quick-3"))
 
 
-@pytest.mark.parametrize("is_new", [True, False])
 def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
-    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_new:
-        (tmp_path / "metrics.jsonl").touch()
     both_have_looked = threading.Barrier(2)
 
     def lock(path: Path) -> RunLock:
@@ -364,7 +352,7 @@ def test_auto_passes_over_what_is_damaged_and_says_which_and_why(
     assert chosen == f"goes on from {run}/checkpoints/step-4, after step 4"
 
 
-def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> None:
+def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_path: Path) -> None:
     (checkpoint(run, 5) / "0003-head.safetensors").unlink()
     os.truncate(checkpoint(run, 4) / "0000-embed.safetensors", 8)
     (run / "checkpoints" / "step-6.tmp").mkdir()
@@ -380,22 +368,21 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> N
     )
     assert "step-5: 0003-head.safetensors cannot be read" in fifth
     assert "step-4: 0000-embed.safetensors has 8 bytes" in fourth
-
-
-def test_a_run_that_has_only_damaged_ones_does_not_start_over(run: Path) -> None:
-    for step in (2, 4, 5):
-        os.truncate(checkpoint(run, step) / "0000-embed.safetensors", 8)
+    for lock in (one.lock for one in found if one.lock is not None):
+        lock.release()
+    # A run that has only damaged ones does not start over.
+    os.truncate(checkpoint(run, 2) / "0000-embed.safetensors", 8)
     before = (run / "metrics.jsonl").read_text()
-
-    with pytest.raises(DataError, match=r"none of its 3 checkpoints is whole .*step-5: 0000-embed"):
+    with pytest.raises(DataError, match=r"none of its 3 checkpoints is whole .*step-5: 0003-head"):
         opened(loaded(run))
-
+    with pytest.raises(DataError, match=r"step-2: 0000-embed\.safetensors has 8 bytes"):
+        opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
     assert (run / "metrics.jsonl").read_text() == before
     RunLock(run).release()
 
 
 @pytest.mark.parametrize("named", ["run", "step"])
-def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path) -> None:
+def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_path: Path) -> None:
     path = run if named == "run" else checkpoint(run, 5)
 
     for source in (loaded(), loaded(run)):
@@ -403,13 +390,10 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path) -> N
 
         assert found.path.resolve() == run.resolve()
         assert found.checkpoint is not None and found.checkpoint.step == 5
-
-
-def test_a_checkpoint_begins_a_run_of_its_own_elsewhere(run: Path, tmp_path: Path) -> None:
-    found = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
-
-    assert found.path == tmp_path / "other"
-    assert found.checkpoint is not None and found.checkpoint.step == 2
+    # A checkpoint begins a run of its own elsewhere.
+    elsewhere = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
+    assert elsewhere.path == tmp_path / "other"
+    assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == 2
 
 
 @pytest.mark.parametrize(
@@ -446,13 +430,6 @@ def test_a_directory_in_use_is_refused(run: Path) -> None:
         opened(loaded(run))
 
     lock.release()
-
-
-def test_a_named_checkpoint_that_is_damaged_is_refused(run: Path) -> None:
-    os.truncate(checkpoint(run, 5) / "0000-embed.safetensors", 8)
-
-    with pytest.raises(DataError, match=r"step-5: 0000-embed\.safetensors has 8 bytes"):
-        opened(loaded(), str(checkpoint(run, 5)))
 
 
 # -- records --------------------------------------------------------------------------------

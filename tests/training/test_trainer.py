@@ -27,6 +27,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import run_training
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
+from axsparse.training.checkpoint.manifest import BestEntry
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import BestEvaluation, OnCheckpoint, OnEvaluation, OnStep, Trainer
 
@@ -222,13 +223,13 @@ def test_of_masks_that_move_only_evaluations_of_what_is_saved_count() -> None:
 
     best.look(1, math.nan)
     best.look(0, 0.1)
-    assert best.entry is None
+    nothing = best.entry
     best.look(2, 2.0)
     best.look(4, 1.0)
     best.forget(4)
 
-    assert best.entry is not None
-    assert best.entry.step == 2
+    assert nothing is None
+    assert best.entry == BestEntry(step=2, loss=2.0)
 
 
 def test_pruning_checkpoints_by_hand_leaves_the_best(

@@ -127,7 +127,7 @@ def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
     with pytest.raises(
         MissingInputError, match=r"0001-block0.safetensors cannot be opened \(No such file"
     ):
-        CheckpointFiles(checkpoint).of(NAME)
+        CheckpointFiles(checkpoint).headers("block0")
 
 
 def test_what_a_pruning_method_did_not_save_is_missed(run: Path) -> None:
