@@ -85,14 +85,14 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | Non
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
     """
-    own = json.dumps(facts and {"host": socket.gethostname(), **facts})
+    own = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     is_other = digest != text_of_first(transport, digest) and facts is not None
     if sum_of(transport, [float(is_other)]) == [0.0]:
         return None
     texts = gather_texts(transport.world, transport.backoff, own)
-    everyone = {rank: found for rank, text in enumerate(texts) if (found := json.loads(text))}
+    everyone = {rank: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
     for fact in everyone[0]:
         values = Counter(there.get(fact, "nothing") for there in everyone.values())
         common = values.most_common(1)[0][0]
