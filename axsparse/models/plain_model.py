@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +34,11 @@ def refuse_dotted_names(model: Model) -> None:
             )
 
 
-def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]) -> PlainModel:
-    """The model with these parameters and buffers, in evaluation mode.
+def plain_model(
+    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> nn.Sequential:
+    """The model with these parameters and buffers, in evaluation mode; a `PlainModel`, or a copy of
+    the model's container with other children.
 
     `tensors` has all of them by global name, a tied weight under the name of its first use, which
     both uses then share. `ties` maps second uses to first ones.
@@ -57,4 +61,8 @@ def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Ten
                 if parameter is not None:
                     child._parameters[key] = filled[id(parameter)]
         made.add_module(layer.name, module)
-    return made.eval()
+    if model.container is None:
+        return made.eval()
+    own = copy.copy(model.container)
+    vars(own)["_modules"] = made._modules
+    return own.eval()

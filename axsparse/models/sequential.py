@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model
 from axsparse.models.module_buffers import slots
+from axsparse.models.plain_model import PlainModel
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.host_channel import bytes_of
 
@@ -71,7 +72,18 @@ def from_sequential(
             )
         )
     start = None if starts_itself else OwnValues(layers)
-    return Model(found, loss, name=name, metrics=metrics, start=start, example=example)
+    container = None
+    if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
+        container = modules
+    return Model(
+        found,
+        loss,
+        name=name,
+        metrics=metrics,
+        start=start,
+        example=example,
+        container=container,
+    )
 
 
 class OwnValues:

@@ -68,6 +68,7 @@ def run_training(
     *,
     score: Score | None = None,
     resume: str | None = None,
+    overwrite: bool = False,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -80,15 +81,22 @@ def run_training(
     `Trainer.train`.
     """
     while True:
-        trainer = build(job, model, open_datasets, config, score=score, resume=resume)
+        trainer = build(
+            *(job, model, open_datasets, config),
+            score=score,
+            resume=resume,
+            overwrite=overwrite,
+        )
         trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
         if not trainer.hands_over:
             return
-        resume = str(job.run_dir)
+        resume, overwrite = str(job.run_dir), False
         del trainer  # the next one needs its memory
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
+@torch.inference_mode(mode=False)
+@torch.enable_grad()  # whoever calls may have switched gradients off
 def build(
     job: Job,
     model: Model,
@@ -99,6 +107,7 @@ def build(
     score: Score | None = None,
     quiet: bool = False,
     resume: str | None = None,
+    overwrite: bool = False,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
@@ -107,6 +116,8 @@ def build(
     tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
     `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
     whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
+    `overwrite` begins anew in the `run_dir` of the configuration, and removes what another run has
+    recorded and saved there.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
@@ -114,11 +125,14 @@ def build(
     loaded = _check_settings(job, model, open_datasets, config, grid)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(loaded, resume))
+    if overwrite:
+        together(job.transport, lambda: _refuse_overwriting(loaded, resume))
     placement = _place(job, loaded)
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
     found = RunDir() if quiet else find_run(loaded, transport, resume)
+    found = replace(found, overwrites=overwrite)
     settings = _settings_from(found, loaded)
     inputs = RunInputs(
         model,
@@ -186,6 +200,15 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
         raise ConfigError(
             f"{loaded.where('layout.g_inter_pruned')}: goes on from a checkpoint, and quiet saves "
             "none; leave one of them out"
+        )
+
+
+def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
+    """ConfigError where there is nothing to overwrite, or where it would be gone on with."""
+    if resume is not None or loaded.config.run_dir == "auto":
+        why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
+        raise ConfigError(
+            f"build: overwrite begins a run_dir anew, and {why}; leave one of them out"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
-from axsparse.data.batches import Batches
+from axsparse.data.batches import Batches, whole_number
 from axsparse.data.dataset import Datasets, PartedDataset
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
@@ -124,6 +124,9 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
                 f"data: {type(dataset).__name__} has no {', '.join(missing)}; give an ArrayDataset "
                 "or a class with the members of axsparse.Dataset"
             )
+        if dataset.targets_per_sample is not None:
+            per_sample = f"{dataset.name}: targets_per_sample"
+            whole_number(dataset.targets_per_sample, per_sample, least=1)
         if separate and getattr(dataset, "separator", None) is None:
             raise DataError(
                 f"data.separate_documents: {dataset.name} has no ends of documents; choose false, "

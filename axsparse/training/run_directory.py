@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
+from axsparse.observe.trace_recorder import TRACES
+from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
@@ -46,6 +49,8 @@ class RunDir:
     """Lines that tell the user what there was and what was chosen."""
     lock: RunLock | None = None
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
+    overwrites: bool = False
+    """Whether a new run removes what another has recorded and saved in its directory."""
     made: Path | None = None
     """The new directory, once `open_run_dir` has made it."""
 
@@ -130,12 +135,16 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
 def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
-    Nothing in a directory that exists is changed. All ranks call this together; OutputError is
-    raised on all of them.
+    Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
+    together; OutputError is raised on all of them.
     """
     if run.found is not None:
         return run
-    made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
+
+    def make() -> tuple[Path, RunLock] | None:
+        return make_run_dir(loaded, overwrite=run.overwrites) if transport.rank == 0 else None
+
+    made = together(transport, make)
     path = Path(text_of_first(transport, "" if made is None else str(made[0])))
     return replace(run, made=path, lock=None if made is None else made[1])
 
@@ -143,8 +152,10 @@ def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> Run
 # -- a new directory ------------------------------------------------------------------------
 
 
-def make_run_dir(loaded: LoadedConfig) -> tuple[Path, RunLock]:
+def make_run_dir(loaded: LoadedConfig, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
+
+    With `overwrite`, what another run has recorded and saved there is removed.
 
     A directory whose metrics.jsonl is empty is free: the run that made it ended before its first
     step. Under `run_dir: auto` that holds for the last directory of the name only, since a later
@@ -154,7 +165,7 @@ def make_run_dir(loaded: LoadedConfig) -> tuple[Path, RunLock]:
     """
     wanted, where = loaded.config.run_dir, loaded.where("run_dir")
     if wanted != "auto":
-        return Path(wanted), _claim(Path(wanted), where)
+        return Path(wanted), _claim(Path(wanted), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(loaded.name)):
         if not (following / METRICS_FILE).exists():
             with contextlib.suppress(_TakenError, InUseError):
@@ -166,7 +177,7 @@ class _TakenError(OutputError):
     """The directory holds another run."""
 
 
-def _claim(path: Path, where: str) -> RunLock:
+def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     """Make a directory and its metrics.jsonl, and lock it; one job only can have it.
 
     Of two jobs that find a directory free at the same time, only one gets its lock. If the other
@@ -179,16 +190,27 @@ def _claim(path: Path, where: str) -> RunLock:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose another --run-dir"
             ) from reason
-        if not _holds_run(path):  # otherwise not even a lock file is left there
+        if overwrite or not _holds_run(path):  # otherwise not even a lock file is left there
             lock = RunLock(path)
+            if overwrite:
+                _clear(path)
             if _take(path, lock):
                 return lock
             lock.release()
     raise _TakenError(
         f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; choose "
         "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
-        '(in Python resume="auto")'
+        '(in Python resume="auto", or overwrite=True to begin it anew)'
     )
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run has recorded and saved in its directory, and no other files."""
+    for name in (CHECKPOINTS, TRACES):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+    for name in (METRICS_FILE, TICKET_FILE):
+        (path / name).unlink(missing_ok=True)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

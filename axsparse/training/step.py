@@ -30,7 +30,7 @@ from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
-from axsparse.runtime.errors import TrainingError, everywhere
+from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
@@ -39,6 +39,7 @@ from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.learning_rate import learning_rate
 from axsparse.samo.optim.update import update
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
 from axsparse.training.parts import Parts
 
@@ -59,6 +60,11 @@ class Step:
         """The steps that updated nothing."""
         self._config = config
         self._parts = parts
+        self._parameters = [
+            (f"{layer.spec.name}.{name}", parameter, parameter.requires_grad)
+            for layer in parts.layers
+            for name, parameter in layer.module.named_parameters()
+        ]
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -66,6 +72,8 @@ class Step:
         _refuse_unequal(weights_digest(parts.layers), parts, UNEQUAL_WEIGHTS)
         self._agreement = self._make_agreement()
 
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()  # whoever calls may have switched gradients off
     def train_step(self, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
@@ -105,7 +113,18 @@ class Step:
             return self._prefetcher.get(self.position.batch)
 
     def _begin_step(self) -> None:
-        """Open a step, whose first gradient of each parameter overwrites that of the last step."""
+        """Open a step, whose first gradient of each parameter overwrites that of the last step.
+
+        ConfigError if a callback has frozen a parameter, or has made one train: what the optimizer
+        has of it would not follow.
+        """
+        for name, parameter, trains in self._parameters:
+            if parameter.requires_grad is not trains:
+                raise ConfigError(
+                    f"{name}: requires_grad was set to {parameter.requires_grad} after build, "
+                    "which the optimizer does not follow (momentum and weight decay go on); set it "
+                    "in the layer's build, or give it a rate in optimizer.learning_rates"
+                )
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
@@ -253,7 +272,7 @@ class Step:
         position, skips, scale = self.position, self.skips, self._parts.loss_scale
         return {
             **dict.fromkeys(("updates", "schedule_start", "masks_changed", "jumped"), position),
-            **dict.fromkeys(("not_finite", "spiked", "first_bad"), skips),
+            **dict.fromkeys(("not_finite", "spiked", "last_good", "first_bad"), skips),
             **dict.fromkeys(("good_steps", "skipped_at_floor"), scale),
         }
 
@@ -268,7 +287,7 @@ class Step:
     def _count_targets(self, batch: Batch) -> float:
         """The step's global number of targets, by which the last stage divides its losses.
 
-        Other stages divide nothing and get 1.
+        Other stages divide nothing and get 1. DataError if the step has no target.
         """
         parts = self._parts
         if not parts.place.is_last:
@@ -279,7 +298,12 @@ class Step:
         with parts.phases("collective"):
             count = torch.tensor([batch.num_targets], dtype=torch.float64)
             parts.replicas.exchange(Op.ALL_REDUCE, count)
-        return max(1.0, count.item())
+        if not count:
+            raise DataError(
+                f"data: none of the samples of step {self.position.steps_done + 1} has a target "
+                "that counts; raise batch.global_batch_size, or leave such samples out"
+            )
+        return count.item()
 
     def _make_agreement(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
@@ -484,6 +508,8 @@ class SkippedSteps:
         """Steps that were skipped because the loss spiked."""
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
+        self.last_good = 0
+        """The last step that updated the weights; 0 before the first."""
         self.first_bad: FirstBad | None = None
         """The first of the steps in a row that were skipped at the smallest loss scale."""
         self._settings = parts.run.config.spikes
@@ -503,7 +529,9 @@ class SkippedSteps:
         if spike is not None:
             self._record_spike(spike)
             return
-        if not verdict.finite:
+        if verdict.finite:
+            self.last_good = step
+        else:
             self.not_finite += 1
             self.reason = self._culprit(verdict)
         self.rescale(step, verdict)
@@ -523,26 +551,37 @@ class SkippedSteps:
             return
         first = self.first_bad
         assert first is not None, "patience is 1 or more"
-        raise everywhere(
-            TrainingError(
-                f"step {first.step}: {first.what}, and no step could update for {scale.patience} "
-                f"in a row, up to step {step} (loss_scale.patience); lower "
-                "optimizer.learning_rate, or look at the data"
-            )
+        raise self._given_up(
+            f"step {first.step}: {first.what}, and no step could update for {scale.patience} in a "
+            f"row, up to step {step} (loss_scale.patience)"
         )
 
     def _record_spike(self, spike: Spike) -> None:
         """Count a step that is skipped for a spike; TrainingError after too many in a row."""
         patience = self._settings.patience
         if self.spikes.in_a_row >= patience:
-            raise everywhere(
-                TrainingError(
-                    f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
-                    "that (spikes.patience); lower optimizer.learning_rate, or look at the data"
-                )
+            raise self._given_up(
+                f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for that "
+                "(spikes.patience)"
             )
         self.reason = str(spike)
         self.spiked += 1
+
+    def _given_up(self, why: str) -> TrainingError:
+        """The error of a run whose steps do not update any more.
+
+        It names the newest checkpoint whose weights a step has trained on, if there is one: a later
+        one may hold ruined weights, so that a run that goes on from it would end again at once.
+        """
+        mend, run = "lower optimizer.learning_rate, or look at the data", self._parts.run_dir
+        steps = [] if run is None else saved_steps(run / CHECKPOINTS)
+        before = next((step for step in steps if step < self.last_good), None)
+        if before is not None:
+            mend += (
+                f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
+                f"{before}, then --resume auto"
+            )
+        return everywhere(TrainingError(f"{why}; {mend}"))
 
     def _culprit(self, verdict: Verdict) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.plain_model import PlainModel, plain_model, refuse_dotted_names
+from axsparse.models.plain_model import plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
@@ -73,7 +74,9 @@ class Trainer:
         self.hands_over = False
         """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
-        self._callbacks: dict[str, Callable[[int, Any], None] | None] = {}
+        self._is_ended = False
+        """Whether a callback has asked to end the run."""
+        self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
         self._live_weights = LiveWeights(parts)
         if progress is not None:
             self._step.restore(progress)
@@ -86,6 +89,11 @@ class Trainer:
     def steps_done(self) -> int:
         """Steps since the run began, including those before it was resumed."""
         return self._step.position.steps_done
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no step follows, but for the layout of `layout.g_inter_pruned`."""
+        return self._is_ended or self.steps_done >= self.config.train.steps
 
     @property
     def learning_rate(self) -> float:
@@ -106,6 +114,8 @@ class Trainer:
 
     # -- the loop -----------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()  # whoever calls may have switched gradients off
     def train(
         self,
         on_step: OnStep | None = None,
@@ -120,8 +130,9 @@ class Trainer:
         The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
         which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
-        exception in one of them ends the run. StoppedError on all ranks once a signal ends it
-        before the last step and all is saved.
+        exception in one of them ends the run. If one returns True, on any rank, the run ends there
+        as it ends after its last step. StoppedError on all ranks once a signal ends it before the
+        last step and all is saved.
         """
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
@@ -164,13 +175,13 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
-        is_over = self.steps_done >= self.config.train.steps
         # Evaluate even if a signal asked to stop, since what is saved may have new masks.
         if self._evaluation_is_due() and (
-            is_over or not self._is_stopped or self.parts.masking is not None
+            self._is_over or not self._is_stopped or self.parts.masking is not None
         ):
             self._recorded_evaluation()
             self._leave_if_told()
+        is_over = self._is_over
         stops = self._is_stopped and not is_over
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()
@@ -195,7 +206,7 @@ class Trainer:
         if step == 0:
             return settings.eval_first
         every = settings.eval_every
-        return step >= settings.steps or (every > 0 and step % every == 0)
+        return self._is_over or (every > 0 and step % every == 0)
 
     def evaluate(self) -> Evaluation | None:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
@@ -252,8 +263,11 @@ class Trainer:
         the others. All ranks call this together, before, between or after steps."""
         return self._live_weights.collect(trained=trained, caches=False)
 
-    def model(self, *, trained: bool = False) -> PlainModel | None:
+    def model(self, *, trained: bool = False) -> nn.Sequential | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
+
+        What `from_sequential` made of an `nn.Sequential` of a class of the user's is one of that
+        class, with all attributes of the user's.
 
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
@@ -330,12 +344,17 @@ class Trainer:
         """Call a callback, if there is one; the line of an exception in it names the callback.
 
         All ranks call each callback at the same points with equal arguments, so that a callback may
-        do what ranks do together.
+        do what ranks do together. The run ends if one of them returns True.
         """
         callback = self._callbacks.get(name)
         if callback is not None:
-            with noted(f"{name} {when} {step}"):
-                callback(step, value)
+            # A callback may switch gradients off: the end of the block switches them on again.
+            with noted(f"{name} {when} {step}"), torch.enable_grad():
+                ends = callback(step, value) is True
+            if sum_of(self.parts.transport, [float(ends)]) != [0.0] and not self._is_over:
+                self._is_ended = True
+                total = self.config.train.steps
+                self.parts.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
 
     def _tell_of_checkpoints(self) -> None:
         """Call `on_checkpoint` for the checkpoints that have become whole."""
@@ -398,7 +417,7 @@ class Trainer:
         StoppedError if so, and if nothing has been done yet that had to be saved.
         """
         stop, saver, transport = self._stop, self._saver, self.parts.transport
-        if stop is None or saver is None or self.steps_done >= self.config.train.steps:
+        if stop is None or saver is None or self._is_over:
             return
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
@@ -421,12 +440,12 @@ class Trainer:
         )
 
 
-OnStep = Callable[[int, Verdict], None]
-"""`on_step(steps done, verdict)`, after each step."""
-OnEvaluation = Callable[[int, Evaluation], None]
-"""`on_evaluation(steps done, evaluation)`, after each evaluation."""
-OnCheckpoint = Callable[[int, Path], None]
-"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole."""
+OnStep = Callable[[int, Verdict], object]
+"""`on_step(steps done, verdict)`, after each step; True ends the run."""
+OnEvaluation = Callable[[int, Evaluation], object]
+"""`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
+OnCheckpoint = Callable[[int, Path], object]
+"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole; True ends the run."""
 
 
 MOVING = ("set", "rigl")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +33,14 @@ from torch.utils.data import TensorDataset
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
+from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 WIDTH = 16
 
@@ -242,6 +246,34 @@ def mean_of_both(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets) + hidden.square().mean()
 
 
+class Flat(Both):
+    """Tokens of all samples in one dimension, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x.view(-1, 4)), x.square().mean()
+
+
+def tokens_and_scalar(reduction: str) -> LossFunction:
+    def loss(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(logits, words.flatten(), reduction=reduction) + scalar
+
+    return loss
+
+
+class Weighing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits * self.scale, targets)
+
+
+FOREIGN = nn.Parameter(torch.ones(5))
 IS_MEAN = "loss: the same sample twice costs as much as once"
 
 
@@ -256,15 +288,23 @@ IS_MEAN = "loss: the same sample twice costs as much as once"
         (Both, lambda out, target: out.detach().sum(), "loss: it does not depend on any trained w"),
         (Both, F.cross_entropy, IS_MEAN),
         (Both, mean_of_both, IS_MEAN),
+        (None, Weighing(), r"^loss: its parameter 'scale' gets a gradient and would never be trai"),
+        (
+            None,
+            lambda out, target: summed_loss(out * FOREIGN, target),
+            r"^layers last to last: a parameter of shape \(5,\) that a forward or loss uses gets a",
+        ),
     ],
 )
 def test_a_layer_or_loss_that_cannot_train_is_refused(
-    last: type[nn.Module], loss: LossFunction, text: str
+    last: type[nn.Module] | None, loss: LossFunction, text: str
 ) -> None:
     def only_logits(logits: Tensor, *others: Tensor) -> Tensor:
         return loss(logits, others[-1])
 
-    model = Model([linear(), Layer("last", last)], loss if loss is mean_of_both else only_logits)
+    takes_all = last is None or loss is mean_of_both
+    build = last or partial(nn.Linear, WIDTH, 5)
+    model = Model([linear(), Layer("last", build)], loss if takes_all else only_logits)
 
     with pytest.raises(ConfigError, match=text):
         train_in_process(2, 1, model, small_config(), vector_data())
@@ -304,15 +344,24 @@ def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
     assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
 
 
-def test_a_loss_for_microbatches_of_one_size_is_not_tried_on_a_sample() -> None:
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.view(3, 5), targets, reduction="sum")
+def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(12, 5), words.flatten(), reduction="sum") + scalar
 
-    model = Model([linear(), linear(WIDTH, 5)], loss)
 
-    [(_, trace)] = train_in_process(1, 1, model, small_config(), vector_data())
+def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
+    (inputs,), classes = vector_data().read(np.arange(30))
+    words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 4))
+    layers = [linear(), Layer("flat", Flat)]
 
-    assert len(trace.losses) == 4
+    mean = Model(layers, tokens_and_scalar("mean"))
+
+    first = small_config(train={"steps": 1, "eval_first": True, "eval_steps": 1})
+    for config in (small_config(), first):
+        with pytest.raises(ConfigError, match=IS_MEAN):
+            train_in_process(2, 1, mean, config, words, validation=words)
+    for loss in (tokens_and_scalar("sum"), for_three):  # which cannot be tried on one sample
+        [(_, trace)] = train_in_process(1, 1, Model(layers, loss), small_config(), words)
+        assert len(trace.losses) == 4
 
 
 def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
@@ -410,6 +459,85 @@ def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
     world: LocalWorld[None] = LocalWorld(2)
     with pytest.raises(ConfigError, match=r"layers: rank 1 on host .* has linear16x16, more0, lin"):
         world.run(on_rank)
+
+
+def freeze(trainer: Trainer) -> None:
+    trainer.parts.layers[-1].module.requires_grad_(requires_grad=False)
+
+
+def thaw(trainer: Trainer) -> None:
+    trainer.parts.layers[-1].module.get_parameter("frozen.weight").requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "name"),
+    [
+        (partial(nn.Linear, WIDTH, 5), freeze, "last.weight: requires_grad was set to False after"),
+        (PartlyFrozen, thaw, "last.frozen.weight: requires_grad was set to True after build, whi"),
+    ],
+)
+def test_a_parameter_that_a_callback_freezes_or_thaws_is_refused(
+    last: Callable[[], nn.Module], change: Callable[[Trainer], None], name: str
+) -> None:
+    model = Model([linear(), Layer("last", last)], summed_loss)
+
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        train_in_process(1, 1, model, small_config(), vector_data(), before=change)
+
+
+@pytest.mark.parametrize(
+    ("by_a_callback", "off"),
+    [(True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)],
+)
+def test_a_run_has_gradients_though_they_were_switched_off(
+    by_a_callback: bool, off: type[torch.no_grad | torch.inference_mode]
+) -> None:
+    def losses(*, is_off: bool) -> list[float]:
+        found: list[float] = []
+        config, job = small_config(), Job(LocalTransport(LocalWorld[None](1), 0))
+        model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+        def on_step(step: int, verdict: Verdict) -> None:
+            found.append(verdict.loss)
+            if is_off and by_a_callback:
+                torch.set_grad_enabled(False)
+
+        with off() if is_off and not by_a_callback else nullcontext():
+            trainer = build(job, model, lambda: Datasets(vector_data()), config, quiet=True)
+            trainer.train(on_step)
+        return found
+
+    expected = losses(is_off=False)
+
+    assert losses(is_off=True) == expected
+    assert len(set(expected)) == 4 and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *(
+            (count, rf"^data: arrays: count_targets is {count}; it must be a whole number, at lea")
+            for count in (-1, 0.5, math.nan)
+        ),
+        (0, "^data: none of the samples of step 1 has a target that counts; raise batch.global"),
+    ],
+)
+def test_numbers_of_targets_that_cannot_be_are_refused(count: float, text: str) -> None:
+    class Counting(PaddedDataset):
+        def count_targets(self, targets: Tensor) -> int:
+            return count  # type: ignore[return-value]
+
+    (inputs,), targets = vector_data().read(np.arange(30))
+    model, data = Model([linear(), linear(WIDTH, 5)], summed_loss), Counting(inputs, targets)
+
+    with pytest.raises(DataError, match=text):
+        train_in_process(2, 1, model, small_config(), data)
+    data.targets_per_sample = count  # type: ignore[assignment]
+    with pytest.raises(
+        DataError, match=rf"^data: arrays: targets_per_sample is {count}; it must b"
+    ):
+        train_in_process(2, 1, model, small_config(), data)
 
 
 def test_a_trainer_trains_once() -> None:

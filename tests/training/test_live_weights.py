@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.models.plain_model import PlainModel
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, OutputError
 
 STEPS = 3
 
@@ -38,14 +37,25 @@ class Shifted(nn.Module):
         return mixed + shift
 
 
-def modules() -> nn.Sequential:
+class Classifier(nn.Sequential):
+    """A class of the user's, with a method and an attribute."""
+
+    classes = ("a", "b", "c", "d", "e")
+
+    def named(self, inputs: Tensor) -> list[str]:
+        return [self.classes[number] for number in self(inputs).argmax(dim=1)]
+
+
+def modules() -> Classifier:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), Shifted(), nn.Linear(24, 5))
+    return Classifier(nn.Linear(16, 24), nn.BatchNorm1d(24), Shifted(), nn.Linear(24, 5))
 
 
 def own_model(config: Config) -> Model:
     del config
-    return ax.from_sequential(modules(), summed_loss)
+    made = modules()
+    made.classes = ("v", "w", "x", "y", "z")
+    return ax.from_sequential(made, summed_loss)
 
 
 def config_of(**sections: object) -> Config:
@@ -61,7 +71,7 @@ class Taken:
         self.trained = trained
         self.trainers: list[ax.Trainer] = []
         self.states: list[dict[str, Tensor] | None] = []
-        self.models: list[PlainModel | None] = []
+        self.models: list[nn.Sequential | None] = []
 
     def look(self, trainer: ax.Trainer) -> None:
         self.trainers.append(trainer)
@@ -76,7 +86,7 @@ class Taken:
 
         vars(trainer)["step"] = stepping
 
-    def on_first_rank(self) -> tuple[dict[str, Tensor], PlainModel]:
+    def on_first_rank(self) -> tuple[dict[str, Tensor], nn.Sequential]:
         [state] = [state for state in self.states if state is not None]
         [model] = [model for model in self.models if model is not None]
         return state, model
@@ -137,6 +147,8 @@ def test_the_plain_module_has_the_loss_that_was_reported(
         loss = float(summed_loss(model(inputs), targets)) / 30
     assert reported is not None
     assert loss == pytest.approx(reported.loss, rel=1e-5)
+    assert isinstance(model, Classifier)
+    assert set(model.named(inputs)) <= set("vwxyz")
 
 
 def test_what_is_taken_does_not_follow_the_training(tmp_path: Path) -> None:
@@ -193,7 +205,17 @@ def test_a_notebook_gets_the_trained_module_back(tmp_path: Path) -> None:
         trainer.train()
         return trainer
 
+    def main_again(job: ax.Job) -> ax.Trainer:
+        trainer = ax.build(job, own_model(config), lambda: data, config, overwrite=True)
+        trainer.train()
+        return trainer
+
     trainer = ax.run_here(main)
+    with pytest.raises(OutputError) as refused:
+        ax.run_here(main)
+    [line] = refused.value._render_traceback_()
+    assert line.startswith("OutputError: run_dir (configure): ") and "overwrite=True" in line
+    trainer = ax.run_here(main_again)
 
     model, saved = trainer.model(), ax.load(tmp_path / "run")
     assert model is not None

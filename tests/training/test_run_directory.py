@@ -82,9 +82,9 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     monkeypatch.chdir(tmp_path)
     makers = []
 
-    def make(wanted: LoadedConfig) -> tuple[Path, RunLock]:
+    def make(wanted: LoadedConfig, **how: bool) -> tuple[Path, RunLock]:
         makers.append(wanted.name)
-        return make_run_dir(wanted)
+        return make_run_dir(wanted, **how)
 
     monkeypatch.setattr("axsparse.training.run_directory.make_run_dir", make)
 
@@ -162,7 +162,7 @@ def records(path: Path) -> None:
                 "",
                 "{path} holds another run's metrics.jsonl, which would be mixed up; choose another "
                 "--run-dir (in Python run_dir=), or go on with that run by --resume auto (in "
-                'Python resume="auto")',
+                'Python resume="auto", or overwrite=True to begin it anew)',
             )
             for prepare in (records, records_and_checkpoints)
         ),
@@ -200,6 +200,21 @@ def test_the_saved_configuration_loads_back_as_it_ran(tmp_path: Path) -> None:
 
 
 # -- a directory whose run recorded nothing -------------------------------------------------
+
+
+def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_path: Path) -> None:
+    records_and_checkpoints(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    lock = RunLock(tmp_path)
+    with pytest.raises(OutputError, match="is in use by process"):
+        make_run_dir(loaded(tmp_path), overwrite=True)
+    lock.release()
+
+    path, lock = make_run_dir(loaded(tmp_path), overwrite=True)
+
+    left = {one.name for one in path.iterdir()}
+    assert left == {"metrics.jsonl", "notes.txt", "run.lock"}
+    lock.release()
 
 
 def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(

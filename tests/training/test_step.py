@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,16 +18,19 @@ from support.resuming import Layout, Ran, ran, same_state
 from support.runs import mlp, tiny_config, vector_data
 from torch import Tensor
 
+from axsparse.cli import checkpoint
 from axsparse.config.load import configure
 from axsparse.config.schema import Config, SpikesConfig
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
+from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
 from axsparse.training.checkpoint.verification import Checkpoint
 from axsparse.training.export import Weights
 from axsparse.training.step import Spike, SpikeRule
+from axsparse.training.trainer import Trainer
 
 # -- the rule -------------------------------------------------------------------------------
 
@@ -238,3 +242,44 @@ def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: 
     assert steps_of(tmp_path)[EVERY]["skip_reason"].startswith("spike")
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
     assert saved.data.position == (STEPS + 3) * BATCH
+
+
+def ruined_after(step: int) -> Callable[[Trainer], None]:
+    """The update of this step leaves a weight that is no number, as one of too large a rate may."""
+
+    def look(trainer: Trainer) -> None:
+        clean = trainer.step
+
+        def stepping() -> Verdict:
+            verdict = clean()
+            if trainer.steps_done == step:
+                layer = trainer.parts.layers[-1].state
+                tensor = layer.owned[0]
+                layer.optimizer_state.write_master(tensor, 0, torch.full((1,), math.inf))
+            return verdict
+
+        vars(trainer)["step"] = stepping
+
+    return look
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_names(
+    every: int, tmp_path: Path
+) -> None:
+    config = config_of(checkpoint={"every": every, "keep_last": 1}, loss_scale={"patience": 5})
+    with pytest.raises(TrainingError) as first:
+        run_here(config, tmp_path, layout=(2, 1), look=ruined_after(4))
+    with pytest.raises(TrainingError) as again:
+        run_here(config, tmp_path, layout=(2, 1), resume="auto")
+
+    good = 3 if every == 1 else 2
+    assert str(again.value).endswith(
+        f"or look at the data; weights were good up to step {good}: axsparse checkpoint prune "
+        f"{tmp_path} --after {good}, then --resume auto"
+    )
+    assert str(first.value).startswith("step 5: ")
+    checkpoint.prune(tmp_path, None, after=good)
+    assert list(run_here(config, tmp_path, resume="auto").losses) == list(
+        range(good + 1, STEPS + 1)
+    )

@@ -135,6 +135,38 @@ def test_the_line_of_a_callback_that_fails_names_it(
     assert _describe(failure.value) == (70, f"{where}: ValueError: my own mistake")
 
 
+@pytest.mark.parametrize(
+    ("ending", "step", "evaluations"), [("step", 3, [2, 3]), ("evaluation", 2, [2])]
+)
+def test_a_callback_that_returns_true_on_one_rank_ends_the_run_as_its_last_step_does(
+    ending: str,
+    step: int,
+    evaluations: list[int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    heard: dict[str, list[int]] = defaultdict(list)
+    first: list[int] = []
+
+    def note(what: str) -> Callable[[int, Any], object]:
+        def noting(at: int, value: Any) -> object:
+            del value
+            first.append(threading.get_ident())
+            if threading.get_ident() != first[0]:
+                return "not True"
+            heard[what].append(at)
+            return what == ending and at == step
+
+        return noting
+
+    train_heard(tmp_path / "run", 2, note("step"), note("evaluation"), note("checkpoint"))
+
+    assert heard["step"] == list(range(1, step + 1))
+    assert heard["evaluation"] == evaluations
+    assert saved_steps(tmp_path / "run" / "checkpoints") == ([3, 2] if step == 3 else [2])
+    assert f"on_{ending} ends the run after step {step}/4" in capfd.readouterr().out
+
+
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
 
 
@@ -169,8 +201,9 @@ def train(
 def test_the_best_stays_until_another_is_better(tmp_path: Path) -> None:
     there = train(tmp_path, config_of(), layout=(2, 2))
 
-    # An evaluation sees what was saved up to the step before.
-    assert there == {1: [], 2: [1], 3: [2], 4: [2], 5: [4, 2], 6: [5], 7: [6, 5]}
+    # An evaluation sees what was saved up to the step before. Beside the newest and the best one
+    # stays the newest that a step has trained on.
+    assert there == {1: [], 2: [1], 3: [2, 1], 4: [2, 1], 5: [4, 2], 6: [5, 4], 7: [6, 5]}
 
 
 def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then(
@@ -181,7 +214,7 @@ def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then
     losses = {**LOSSES, 5: 9.0}
     train(tmp_path / "c", config_of(5, checkpoint={"every": 1}), losses)
 
-    assert saved_steps(tmp_path / "a" / "checkpoints") == [5]
+    assert saved_steps(tmp_path / "a" / "checkpoints") == [5, 2]
     best, newest = ax.load(tmp_path / "c", step="best"), ax.load(tmp_path / "c")
     second = ax.load(tmp_path / "c", step=2)
     assert all(torch.equal(best[name], second[name]) for name in best)
@@ -194,7 +227,7 @@ def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
 
     there = train(tmp_path, config_of(), {**LOSSES, 5: 1.5, 6: 1.2}, resume="auto")
 
-    assert there[7] == [6, 2]
+    assert there[7] == [6, 4, 2]
 
 
 def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Path) -> None:
@@ -214,7 +247,7 @@ def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
 
     there = train(tmp_path, config_of(pruning={"at_step": 2}), losses)
 
-    assert there[3] == [2]  # every second step is saved
+    assert there[3] == [2, 1]  # every second step is saved
     assert there[7] == [6, 4]
 
 

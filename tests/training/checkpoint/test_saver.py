@@ -63,7 +63,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Write], None]:
     [
         ({"every": 4, "keep_last": 9}, [6, 4]),
         ({"every": 0}, []),
-        ({"every": 1, "keep_last": 1, "keep_every": 2}, [6, 4, 2]),
+        ({"every": 1, "keep_last": 1, "keep_every": 2}, [6, 5, 4, 2]),
     ],
 )
 def test_a_run_saves_at_intervals_and_at_its_end(
