@@ -72,9 +72,6 @@ def from_sequential(
             )
         )
     start = None if starts_itself else OwnValues(layers)
-    container = None
-    if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
-        container = modules
     return Model(
         found,
         loss,
@@ -82,8 +79,15 @@ def from_sequential(
         metrics=metrics,
         start=start,
         example=example,
-        container=container,
+        container=_container(modules),
     )
+
+
+def _container(modules: object) -> nn.Sequential | None:
+    """The modules if they are in a class of the user's."""
+    if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
+        return modules
+    return None
 
 
 class OwnValues:

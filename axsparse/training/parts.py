@@ -127,13 +127,8 @@ def assemble(
         schedule=_schedule(run),
         while_idle=sync.advance,
     )
-    live, masking, offload = None, None, None
-    if run.targets is not None:
-        pattern = run.criterion.pattern
-        live = LiveMasks(layers, run.survey.ties, run.targets, pattern, options, place, transport)
-        masking = choose_masking(
-            config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
-        )
+    live = _live_masks(run, layers, options, transport)
+    offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)
     return Parts(
@@ -151,12 +146,30 @@ def assemble(
         offload=offload,
         loss_scale=loss_scale(config),
         live=live,
-        masking=masking,
+        masking=None if live is None else _masking(run, live, collector, ties),
         phases=phases,
         activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
         run_dir=run_dir,
     )
+
+
+def _live_masks(
+    run: RunSpec, layers: list[BuiltLayer], options: StateOptions, transport: Transport
+) -> LiveMasks | None:
+    """The pruned tensors of these layers; None if nothing is ever pruned."""
+    if run.targets is None:
+        return None
+    pattern, ties = run.criterion.pattern, run.survey.ties
+    return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
+
+
+def _masking(
+    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
+) -> Masking | None:
+    """The pruning method; None if the masks never change."""
+    starts = run.starts_pruned
+    return choose_masking(run.config, run.criterion, live, collector, ties, starts_pruned=starts)
 
 
 def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:

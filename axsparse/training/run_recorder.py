@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -46,10 +46,10 @@ def make_recorder(
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
     # What the fullest process holds beside its model state, most of it libraries.
-    overhead, predicted = max(row[2] for row in rows), None
+    overhead, predicted, peak_bytes = max(row[2] for row in rows), None, None
     if run.prediction is not None:
-        memory = run.prediction.memory_bytes + overhead
-        predicted = StepForecast(memory, run.prediction.step_seconds)
+        peak_bytes = run.prediction.memory_bytes + overhead
+        predicted = StepForecast(peak_bytes, run.prediction.step_seconds)
     sequences = config.batch.global_batch_size
     figures = RunFigures(
         steps=config.train.steps,
@@ -67,33 +67,41 @@ def make_recorder(
     if transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
-    metrics = run_dir / METRICS_FILE
-    lines = banner(
-        config,
-        ModelLayout(
-            run.model.name,
-            survey,
-            run.stages,
-            run.place.grid,
-            transport.name,
-            "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
-        ),
-        ModelStateSize(
-            dense=max(
-                run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
-            ),
-            live=int(max(row[0] for row in rows)),
-        ),
-        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
-        metrics=metrics,
-        planned="" if predicted is None else _planned(run, predicted.memory_bytes),
-    )
+    lines = _banner(run, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     for line in (*placement.table, *lines, *filter(None, [note])):
         console.line(line)
-    file = open_records(config, run_dir, metrics)
+    file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _banner(
+    run: RunSpec,
+    data: Data,
+    transport: Transport,
+    run_dir: Path,
+    state_bytes: int,
+    predicted_bytes: float | None,
+) -> Iterator[str]:
+    """The lines of the banner; `state_bytes` are those of the fullest rank."""
+    layout = ModelLayout(
+        run.model.name,
+        run.survey,
+        run.stages,
+        run.place.grid,
+        transport.name,
+        "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
+    )
+    dense = max(run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages)))
+    return banner(
+        run.config,
+        layout,
+        ModelStateSize(dense=dense, live=state_bytes),
+        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        metrics=run_dir / METRICS_FILE,
+        planned="" if predicted_bytes is None else _planned(run, predicted_bytes),
+    )
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
