@@ -154,7 +154,7 @@ class Trainer:
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,
             ):
-                self._leave_if_told()
+                self._heed_signal()
                 while self._between_steps():
                     self._recorded_step()
             parts.recorder.flush()
@@ -180,7 +180,7 @@ class Trainer:
             self._is_over or not self._is_stopped or self.parts.masking is not None
         ):
             self._recorded_evaluation()
-            self._leave_if_told()
+            self._heed_signal()
         is_over = self._is_over
         stops = self._is_stopped and not is_over
         if not is_over and self._masked_at != self.steps_done:
@@ -196,7 +196,7 @@ class Trainer:
             self.parts.activity.at("checkpoint", self.steps_done)
             saver.start(self._progress())
         if stops:
-            self._leave()
+            self._end_stopped()
         return not is_over and not self.hands_over
 
     def _evaluation_is_due(self) -> bool:
@@ -411,7 +411,7 @@ class Trainer:
         )
         return progress.model_copy(update={"best": self._best.entry})
 
-    def _leave_if_told(self) -> None:
+    def _heed_signal(self) -> None:
         """Learn on all ranks, outside of a step, whether any of them was told to stop.
 
         StoppedError if so, and if nothing has been done yet that had to be saved.
@@ -422,10 +422,10 @@ class Trainer:
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
         if self.steps_done in (0, saver.resumed_step):
-            self._leave()
+            self._end_stopped()
         self._is_stopped = True
 
-    def _leave(self) -> None:
+    def _end_stopped(self) -> None:
         """Wait for the checkpoint under way, then raise StoppedError on all ranks."""
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"

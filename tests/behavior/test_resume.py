@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +13,16 @@ from typing import Any
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.resuming import Layout, Ran, note_state, ran, same, same_state, settings
-from support.runs import mlp, random_init, summed_loss, tiny_config, token_data, vector_data
+from support.resuming import Layout, Ran, note_state, ran, records_of, same, same_state, settings
+from support.runs import (
+    FEW_MICROBATCHES,
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    token_data,
+    vector_data,
+)
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
@@ -25,14 +32,14 @@ from axsparse.models.sequential import from_sequential
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 
-LAYOUTS: list[Layout] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+LAYOUTS: list[Layout] = [(1, 1), (3, 1), (1, 2), (2, 2)]
 REPLICAS_TOLERANCE = 2e-6
 """Other orders of fp32 sums over replicas, as in tests/behavior/test_equivalence.py."""
 STOP, STEPS = 3, 5
 
 
 def config_of(**sections: Any) -> Config:
-    sections = {"train": {"steps": STEPS}, **sections}
+    sections = {"train": {"steps": STEPS}, "batch": FEW_MICROBATCHES, **sections}
     return tiny_config(**sections, checkpoint={"every": 0})
 
 
@@ -94,7 +101,7 @@ def test_files_do_not_depend_on_the_layout(saved: dict[Layout, tuple[Path, Ran]]
         folder = saved[layout][0] / "checkpoints" / f"step-{STOP}"
         return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
-    assert files((1, 1)) == files((2, 1)) == files((3, 1))
+    assert files((1, 1)) == files((3, 1))
     assert files((1, 2)) == files((2, 2))
     assert files((1, 2)).keys() == files((1, 1)).keys()
 
@@ -390,8 +397,8 @@ def test_epochs_go_on_in_the_middle(tmp_path: Path) -> None:
 
 
 def evaluations(run: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+    records = records_of(run, "eval_loss")
+    return [(record["step"], record["eval_loss"]) for record in records]
 
 
 @pytest.mark.parametrize("stop", [3, 4])

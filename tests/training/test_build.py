@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from support.late_device import LateDevice
-from support.resuming import Ran, note_state, ran, same_state, settings
+from support.resuming import Ran, note_state, ran, records_of, same_state, settings
 from support.runs import tiny_config, tiny_gpt, token_data
 
 import axsparse.training.build
@@ -182,14 +181,6 @@ def run_here(
     return found
 
 
-def records_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def masks_of(run: Path) -> list[dict[str, Any]]:
-    return [record for record in records_of(run) if "masks" in record]
-
-
 def grids(seen: list[str]) -> Callable[[Trainer], None]:
     def look(trainer: Trainer) -> None:
         if trainer.parts.place.rank == 0:
@@ -215,10 +206,10 @@ def test_one_command_is_the_two_jobs_that_stop_and_resume(
     whole = run_here(config_of(method), tmp_path / "whole", look=look)
 
     assert happened == ["built"] * 4 + ["given back"] * 4 + ["built"] * 4
-    change = masks_of(tmp_path / "whole")[-1]
+    change = records_of(tmp_path / "whole", "masks")[-1]
     assert change["model_state_bytes"] < change["model_state_bytes_before"]
     assert (tmp_path / "whole" / "ticket.safetensors").is_file()
-    steps = [record["step"] for record in records_of(tmp_path / "whole") if "loss" in record]
+    steps = [record["step"] for record in records_of(tmp_path / "whole", "loss")]
     assert steps == list(range(1, 9))
     config = config_of(method, layout={}, checkpoint={"every": 5})
     first = ran((4, 1), config, tmp_path / "jobs", stop_after=change["step"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.resuming import records_of
 from support.runs import assert_bitwise, mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor
 
@@ -154,8 +154,7 @@ def test_rank_0_writes_down_what_the_last_stage_found(
 
     last = world.run(train)[0]
 
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if "eval_loss" in record]
+    records = records_of(tmp_path / "run", "eval_loss")
     assert [record["step"] for record in records] == steps
     assert last is not None
     assert records[-1] == {"step": 4, "eval_loss": last.loss, "top1": last.metrics["top1"]}

@@ -18,7 +18,15 @@ from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
 from support.resuming import ran, settings
-from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
+from support.runs import (
+    FEW_MICROBATCHES,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from support.saved import dense_state, train_and_save
 from torch import Tensor, nn
 
@@ -50,7 +58,7 @@ STEPS = 3
 
 
 def config_of(**sections: Any) -> Config:
-    return tiny_config(train={"steps": STEPS}, **sections)
+    return tiny_config(**{"train": {"steps": STEPS}, "batch": FEW_MICROBATCHES, **sections})
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:

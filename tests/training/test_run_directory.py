@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import ran, settings
+from support.resuming import ran, records_of, settings
 from support.runs import on_ranks, tiny_config
 
 from axsparse.config.load import LoadedConfig, load_config
@@ -496,5 +496,4 @@ def test_the_file_of_a_run_that_went_on_has_every_step_once(run: Path) -> None:
 
     ran((2, 1), settings(config, train={"steps": 8}), run, resume="auto")
 
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 9))
+    assert [record["step"] for record in records_of(run)] == list(range(1, 9))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.resuming import Layout, Ran, ran, same_state
-from support.runs import mlp, tiny_config, vector_data
+from support.resuming import Layout, Ran, ran, records_of, same_state
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.cli import checkpoint
@@ -126,6 +125,7 @@ def config_of(rule: str = "skip", **sections: Any) -> Config:
         spikes={"rule": rule, "window": 3, **sections.pop("spikes", {})},
         **{
             "train": {"steps": STEPS, "log_every": 1},
+            "batch": FEW_MICROBATCHES,
             "checkpoint": {"every": EVERY, "keep_last": 1},
             **sections,
         },
@@ -139,14 +139,6 @@ def run_here(
     return ran(layout, config, run_dir, model=lambda _: model(), data=data(*spikes), **how)
 
 
-def records_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [record for record in records_of(run) if "loss" in record]
-
-
 def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +146,7 @@ def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
 
     ours = run_here(config_of("skip"), tmp_path / "run", SPIKE, layout=(2, 2))
 
-    steps = steps_of(tmp_path / "run")
+    steps = records_of(tmp_path / "run", "loss")
     bad = SPIKE + 1
     assert [record["step"] for record in steps if record["skipped"]] == [bad]
     assert [record["skipped_steps"] for record in steps] == [0] * SPIKE + [1] * (STEPS - SPIKE)
@@ -182,8 +174,8 @@ def test_stopped_and_resumed_it_is_the_uninterrupted_run(tmp_path: Path) -> None
     assert second.progress == whole.progress
     same_state(second, whole)
     for name in ("loss", "skip_reason", "skipped_steps"):
-        expected = [record[name] for record in steps_of(tmp_path / "whole")]
-        assert [record[name] for record in steps_of(run)] == expected
+        expected = [record[name] for record in records_of(tmp_path / "whole", "loss")]
+        assert [record[name] for record in records_of(run, "loss")] == expected
 
 
 def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
@@ -195,7 +187,7 @@ def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
 
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{SPIKE + 1}").progress
     assert saved.masks_changed == SPIKE
-    assert saved.spikes.losses == (steps_of(tmp_path)[SPIKE]["loss"],)
+    assert saved.spikes.losses == (records_of(tmp_path, "loss")[SPIKE]["loss"],)
 
 
 # -- where it ends --------------------------------------------------------------------------
@@ -239,7 +231,7 @@ def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: 
 
     assert config.spikes.rule == "none"
     assert ours.progress is not None and (ours.progress.jumped, ours.progress.spiked) == (3, 1)
-    assert steps_of(tmp_path)[EVERY]["skip_reason"].startswith("spike")
+    assert records_of(tmp_path, "loss")[EVERY]["skip_reason"].startswith("spike")
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
     assert saved.data.position == (STEPS + 3) * BATCH
 

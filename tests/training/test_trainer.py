@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import mlp, tiny_config, token_data, vector_data
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_data
 
 import axsparse as ax
 from axsparse.cli import checkpoint
@@ -174,7 +174,7 @@ def config_of(steps: int = 6, **sections: Any) -> Config:
     keeping = {"every": 2, "keep_last": 1, "keep_best": True}
     checkpoint = {**keeping, **sections.pop("checkpoint", {})}
     train = {"steps": steps, "eval_every": 1, "eval_steps": 1}
-    return tiny_config(train=train, checkpoint=checkpoint, **sections)
+    return tiny_config(train=train, batch=FEW_MICROBATCHES, checkpoint=checkpoint, **sections)
 
 
 def train(

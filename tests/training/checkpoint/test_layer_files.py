@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran, settings
-from support.runs import tiny_config, tiny_gpt, token_data
+from support.runs import FEW_MICROBATCHES, tiny_config, tiny_gpt, token_data
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -27,6 +27,7 @@ from axsparse.training.checkpoint.verification import is_whole, open_checkpoint,
 
 
 def config_of(**sections: Any) -> Config:
+    sections = {"batch": FEW_MICROBATCHES, **sections}
     return tiny_config(train={"steps": 3}, checkpoint={"every": 2}, **sections)
 
 
@@ -185,7 +186,11 @@ def test_forged_state_of_a_pruning_method_is_refused(
         ({"precision": "bf16"}, ConfigError, r"^precision .*: 'bf16', but .* with 'fp32'; set it"),
         ({"optimizer": {"name": "sgd"}}, ConfigError, "^optimizer.name .*: 'sgd', but checkpoint"),
         ({"pruning": {"sparsity": 0.7}}, ConfigError, "^pruning.sparsity .*: 0.7, but .* with 0.8"),
-        ({"batch": {"global_batch_size": 6}}, ConfigError, "^batch.global_batch_size "),
+        (
+            {"batch": {"global_batch_size": 6, "microbatch_size": 3}},
+            ConfigError,
+            "^batch.global_batch_size ",
+        ),
         ({"samo": {"enabled": False}}, ConfigError, "^samo.enabled "),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import Ran, note_state, ran, same_state, settings
-from support.runs import mlp, tiny_config, vector_data
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -34,7 +34,8 @@ Write = Callable[[Path], object]
 
 
 def config_of(**checkpoint: Any) -> Config:
-    return tiny_config(train={"steps": 6}, checkpoint={"every": 2, **checkpoint})
+    checkpoint = {"every": 2, **checkpoint}
+    return tiny_config(train={"steps": 6}, batch=FEW_MICROBATCHES, checkpoint=checkpoint)
 
 
 def saved(run: Path) -> list[int]:
