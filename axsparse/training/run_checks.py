@@ -98,9 +98,10 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | Non
         common = values.most_common(1)[0][0]
         for rank, there in everyone.items():
             if fact != "host" and (has := there.get(fact, "nothing")) != common:
+                others = "the others have" if len(everyone) > 2 else "rank 0 has"
                 return (
-                    f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, the others "
-                    f"have {_short(common)}"
+                    f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, {others} "
+                    f"{_short(common)}"
                 )
     return None
 

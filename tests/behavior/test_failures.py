@@ -170,7 +170,7 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
     assert_refused(
         job,
         78,
-        f"seed: rank 1 on host {socket.gethostname()} has 2, the others have 1234; "
+        f"seed: rank 1 on host {socket.gethostname()} has 2, rank 0 has 1234; "
         "start all ranks with the same command, configuration and environment",
     )
 

@@ -84,3 +84,5 @@ def test_a_fact_that_a_rank_lacks_is_nothing_and_long_ones_are_cut(
         f"layer a: rank 2 on host host2 has nothing, the others have {'x' * 57}...;"
         in refusals(facts, monkeypatch)[0]
     )
+    two = {0: {"seed": "1"}, 1: {"seed": "2"}}
+    assert "seed: rank 1 on host host1 has 2, rank 0 has 1;" in refusals(two, monkeypatch)[0]
